@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from collectives_groups import ranks_of
 
-from zstrat.collectives.group import _station as stations
+from zstrat.collectives.group import _runtime as runtimes
 
 
 @contextmanager
 def ranks_on(hosts, monkeypatch):
     """As `ranks_of`, one for each letter of ``hosts``, which names its host."""
-    real = stations.hello
+    real = runtimes.hello
     monkeypatch.setattr(
-        stations,
+        runtimes,
         "hello",
         lambda job, index, incarnation: replace(
             real(job, index, incarnation), host=f"host-{hosts[index]}"

@@ -23,7 +23,7 @@ def test_who_has_ended_the_generation_could_not_make_the_call():
     inquiry = FailureInquiry(0, WORDS)
     inquiry.ask([1])
     assert inquiry.answered(1, ENDED) == []
-    assert inquiry.is_told
+    assert inquiry.has_ended_elsewhere
     assert not inquiry.guilty
     error = verdict(inquiry, "barrier(), call 3", lambda rank: f"rank {rank}", 5.0)
     assert isinstance(error, CollectiveTimeoutError)
@@ -37,7 +37,7 @@ def test_who_has_not_called_in_a_generation_that_goes_on_is_guilty(ended_first):
     for rank in sorted(inquiry.ask(states), reverse=not ended_first):
         inquiry.answered(rank, states[rank])
     assert inquiry.guilty == {2: "has not called it"}
-    assert not inquiry.is_told
+    assert not inquiry.has_ended_elsewhere
 
 
 class Link:
@@ -94,7 +94,7 @@ async def test_the_notice_says_why_the_call_failed(answer):
     await asked.is_answered(answer)
     assert asked.generation.broken is None
     asked.is_told()
-    await asked.generation._inquest
+    await asked.generation._inquiry
     assert [str(each) for each in asked.outcomes] == ["rank 2 has not called it"]
     assert not [sent for sent in asked.link.sent if isinstance(sent, AbortCall)]
 
@@ -104,5 +104,5 @@ async def test_a_notice_that_came_before_the_answer_is_not_waited_for():
     await asyncio.sleep(0)  # it asks
     asked.is_told()
     await asked.is_answered()
-    assert asked.generation._inquest.done()
+    assert asked.generation._inquiry.done()
     assert [str(each) for each in asked.outcomes] == ["rank 2 has not called it"]

@@ -189,7 +189,7 @@ async def test_who_has_ended_the_generation_says_so_and_is_believed():
     assert generation.broken is None
     error = CollectiveTimeoutError("rank 2 has not called it")
     generation.aborted(1, AbortCall(5, call.key, to_wire(error), []))
-    await generation._inquest
+    await generation._inquiry
     assert [str(each) for each in outcomes] == ["rank 2 has not called it"]
     assert not [sent for sent in link.sent if isinstance(sent, AbortCall)]
     assert generation.state(AskCall(5, call.key)).is_broken

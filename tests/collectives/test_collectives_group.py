@@ -1,6 +1,7 @@
 """Every operation of a group, against numpy, with ranks as threads."""
 
 import asyncio
+import inspect
 import threading
 from functools import reduce
 
@@ -405,7 +406,7 @@ async def test_making_a_group_that_is_cancelled_leaves_nothing_bound(monkeypatch
         may_bind.wait(30)
         return Bound
 
-    monkeypatch.setattr(_invitation, "station_for", bind)
+    monkeypatch.setattr(_invitation, "runtime_for", bind)
     with ranks_of(1) as ranks:
         making = asyncio.create_task(
             zs.collectives.Group.create(ranks.resolver(0)), name="making"
@@ -427,3 +428,37 @@ def test_ranks_that_differ_in_the_group_are_told():
         with pytest.raises(InvalidArgumentError, match=words):
             ranks.group(1, tasks=tasks[1])
         assert "worker/task:1" in str(first.exception(20))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "all_to_all",
+        "barrier",
+        "reform",
+    ],
+)
+def test_both_forms_of_a_call_show_the_same_parameters(name):
+    blocking = inspect.signature(getattr(zs.collectives.Group, name))
+    awaitable = inspect.signature(getattr(zs.collectives.Group, f"{name}_async"))
+    assert blocking.parameters == awaitable.parameters
+    assert {"timeout", "kwargs"} & {*blocking.parameters} == {"timeout"}
+
+
+def test_a_group_is_made_with_the_same_parameters_in_both_forms():
+    made = inspect.signature(zs.collectives.Group).parameters
+    assert made == inspect.signature(zs.collectives.Group.create).parameters
+    assert list(made)[:3] == ["resolver", "name", "tasks"]
+    assert made["name"].default == "group"
+
+
+def test_an_argument_that_there_is_not():
+    with ranks_of(1) as ranks:
+        group = ranks.group(0)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'inplace'"):
+            group.all_reduce(np.ones(1), inplace=True)
+        assert group.all_reduce(np.ones(1)) == 1  # no number was drawn

@@ -14,6 +14,7 @@ from zstrat.collectives._leaves import leaf_of
 from zstrat.collectives.group._operations import (
     ALONE,
     CallFactory,
+    CallOptions,
     all_reduce,
     broadcast,
 )
@@ -23,9 +24,10 @@ SMALL = [np.full(size, at, np.float32) for at, size in enumerate([10, 15, 25, 1,
 
 
 def calls_of(arrays, bytes_per_pack=0, in_place=False):
-    draft = CallFactory(0, 2, 1, "words", math.inf, 1.0, bytes_per_pack=bytes_per_pack)
+    options = CallOptions(1.0, bytes_per_pack=bytes_per_pack)
+    factory = CallFactory(0, 2, 1, "words", math.inf, options)
     leaves = [leaf_of(array) for array in arrays]
-    return next(all_reduce(draft, leaves, ReduceOp.SUM, in_place))
+    return next(all_reduce(factory, leaves, ReduceOp.SUM, in_place))
 
 
 def contents(calls):
@@ -42,9 +44,10 @@ def test_packs_from_the_last_array_to_the_first():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_broadcasts_share_calls_as_well(rank):
-    draft = CallFactory(rank, 2, 1, "words", math.inf, 1.0, bytes_per_pack=100)
+    options = CallOptions(1.0, bytes_per_pack=100)
+    factory = CallFactory(rank, 2, 1, "words", math.inf, options)
     arrays = [*SMALL, np.full(ALONE // 4, 7, np.float32)]
-    calls = next(broadcast(draft, [leaf_of(array) for array in arrays], root=0))
+    calls = next(broadcast(factory, [leaf_of(array) for array in arrays], root=0))
     assert [call.target.size for call in calls] == [ALONE // 4, 50, 25]
     if rank == 0:
         assert contents(calls) == [[7], [4, 3, 2], [1, 0]]

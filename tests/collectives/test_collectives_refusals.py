@@ -12,11 +12,11 @@ from collectives_groups import ranks_of
 import zstrat as zs
 from zstrat.collectives import GroupNode, Pending
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives.group import _rendezvous, _work
+from zstrat.collectives.group import _rendezvous, _scheduler
 from zstrat.collectives.group._mesh import Mesh
 from zstrat.collectives.group._node import _formed
 from zstrat.collectives.group._rendezvous import GroupSeat, RendezvousService
-from zstrat.collectives.group._station import GroupRuntime
+from zstrat.collectives.group._runtime import GroupRuntime
 from zstrat.collectives.schedules._choice import Choices
 from zstrat.config import Settings
 from zstrat.errors import (
@@ -102,18 +102,18 @@ async def test_too_many_groups(monkeypatch):
     waiting.cancel()
 
 
-def test_a_station_whose_loop_has_ended():
+def test_a_runtime_whose_loop_has_ended():
     loop = asyncio.new_event_loop()
     loop.close()
-    station = GroupRuntime(SimpleNamespace(loop=loop))
+    runtime = GroupRuntime(SimpleNamespace(loop=loop))
     with pytest.raises(
         ClosedError, match=r"^leaving group 'train': the loop has ended"
     ):
-        station.run(asyncio.sleep(0), 1.0, "leaving group 'train'")
-    assert not station.call_soon(print)
+        runtime.run(asyncio.sleep(0), 1.0, "leaving group 'train'")
+    assert not runtime.call_soon(print)
 
 
-def test_a_station_serves_groups_alone():
+def test_a_runtime_serves_groups_alone():
     with pytest.raises(ClosedError, match="CallState: this process is a member of"):
         GroupRuntime(SimpleNamespace())._handle(task(1), STATE)
 
@@ -224,7 +224,7 @@ def test_arguments(call, error, words):
 
 
 def test_too_many_operations(monkeypatch):
-    monkeypatch.setattr(_work, "IN_FLIGHT", 2)
+    monkeypatch.setattr(_scheduler, "IN_FLIGHT", 2)
     with ranks_of(2) as ranks:
         groups = ranks.groups()
         pending = [groups[0].barrier_async() for _ in range(2)]

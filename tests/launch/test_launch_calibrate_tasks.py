@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from zstrat.cli import main
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import ALGORITHMS, Group, fitted, read_choices
-from zstrat.collectives.group import _station as stations
+from zstrat.collectives.group import _runtime as runtimes
 from zstrat.config import Settings
 from zstrat.launch import Calibration, _timing, calibrate_tasks
 
@@ -39,9 +39,9 @@ def pretend(monkeypatch):
     """Gives every task the host that its letter names."""
 
     def pretend(hosts):
-        real = stations.hello
+        real = runtimes.hello
         monkeypatch.setattr(
-            stations,
+            runtimes,
             "hello",
             lambda job, index, number: replace(
                 real(job, index, number), host=f"host-{hosts[index]}"

@@ -14,9 +14,9 @@ from .group._group import Group as Group
 from .group._node import GROUP_MESSAGES as GROUP_MESSAGES
 from .group._node import GroupNode as GroupNode
 from .group._pending import Pending as Pending
-from .group._station import announce as announce
-from .group._station import withdraw as withdraw
-from .memory._memory import SharedMemory as SharedMemory
+from .group._runtime import announce as announce
+from .group._runtime import withdraw as withdraw
+from .memory._engines import SharedMemory as SharedMemory
 from .schedules._algorithms import ALGORITHMS as ALGORITHMS
 from .schedules._algorithms import Algorithm as Algorithm
 from .schedules._algorithms import algorithm_named as algorithm_named

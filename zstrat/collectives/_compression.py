@@ -32,7 +32,7 @@ from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
-from ._reduction import narrow
+from ._reduction import narrow, widened
 from ._terms import ReduceOp
 
 if TYPE_CHECKING:
@@ -166,11 +166,8 @@ class _Half:
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
         _expect(data, 2 * count)
-        if self.dtype == np.float16:
-            return data.view(np.float16).astype(self.accumulator)
-        bits = data.view(np.uint16).astype(np.uint32)
-        bits <<= 16
-        return bits.view(_F32).astype(self.accumulator, copy=False)
+        # New memory, as `Codec` has it: sums are of 32 bits at least.
+        return widened(data.view(self.dtype), self.accumulator)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,14 +71,7 @@ class Reduction:
 
     def widened(self, values: np.ndarray) -> np.ndarray:
         """Contributions as parts: exact; new memory unless the dtype is the same."""
-        if values.dtype == self.accumulator:
-            return values
-        if values.dtype == _BF16 and self.accumulator == _F32:
-            # The upper half of an f32: a shift, ten times as fast as the conversion.
-            bits = values.view(np.uint16).astype(np.uint32)
-            bits <<= 16
-            return bits.view(np.float32)
-        return values.astype(self.accumulator)
+        return widened(values, self.accumulator)
 
     @property
     def rounds(self) -> bool:
@@ -88,6 +81,18 @@ class Reduction:
     @property
     def _ranks(self) -> np.ndarray:
         return np.array(self.size, self.accumulator)
+
+
+def widened(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same values in a dtype that has them all; new memory unless it is theirs."""
+    if values.dtype == dtype:
+        return values
+    if values.dtype == _BF16:
+        # The upper half of an f32: a shift, ten times as fast as the conversion.
+        bits = values.view(np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32).astype(dtype, copy=False)
+    return values.astype(dtype)
 
 
 def narrow(values: np.ndarray, out: np.ndarray) -> None:

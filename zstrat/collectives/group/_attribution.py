@@ -53,7 +53,7 @@ class FailureInquiry:
         self._has_ended = False
 
     @property
-    def is_told(self) -> bool:
+    def has_ended_elsewhere(self) -> bool:
         """Nobody is guilty, and another rank has ended the generation: it knows why,
         and its notice is under way on another connection."""
         return self._has_ended and not self.guilty
@@ -105,7 +105,7 @@ def verdict(
             f"{name(rank)} makes {words} instead: make the same calls in the same "
             "order on all ranks, or give calls that may overtake each other a tag"
         )
-    if inquiry.is_told:
+    if inquiry.has_ended_elsewhere:
         return CollectiveTimeoutError(
             f"{call}: another rank has ended the generation, and {name(inquiry.rank)} "
             f"has not heard why; it waited {timeout:g} s: call reform()"

@@ -1,7 +1,9 @@
 """The collectives that a group offers: what its users call, blocking or not.
 
-Each checks what it was given (`_requests`) in the caller's thread, and hands it to what
-numbers and carries it out, which is the group's business.
+A method with an underscore makes the request of an operation: it has the parameters,
+and what it is given is checked (`_requests`) in the caller's thread. The two public
+methods of that name have the same parameters. One carries the request out and waits,
+the other one only begins it; both leave numbers and threads to the group.
 """
 
 from __future__ import annotations
@@ -10,15 +12,16 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 from . import _requests as requests
+from ._signatures import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.collectives._terms import ReduceOp
 
+    from ._operations import CallOptions
     from ._pending import Pending
     from ._requests import OperationRequest
-    from ._work import CallOptions
 
 
 class GroupCalls(abc.ABC):
@@ -38,17 +41,21 @@ class GroupCalls(abc.ABC):
         compression: str | None = None,
         bytes_per_pack: int | None = None,
     ) -> CallOptions:
-        """What a caller said, with what the group says where he did not."""
+        """What a caller said, with what the group says where he did not.
+
+        Raises:
+            ValueError: ``timeout`` is not above 0, or ``bytes_per_pack`` below it.
+        """
 
     @abc.abstractmethod
-    def _wait(self, request: OperationRequest, options: CallOptions) -> Any:
-        """Carries it out; its result."""
+    def _wait(self, request: OperationRequest) -> Any:
+        """Carries the operation out; its result."""
 
     @abc.abstractmethod
-    def _start(self, request: OperationRequest, options: CallOptions) -> Pending[Any]:
-        """Begins it."""
+    def _start(self, request: OperationRequest) -> Pending[Any]:
+        """Begins the operation."""
 
-    def all_reduce(
+    def _all_reduce(
         self,
         tree: Any,
         op: ReduceOp | str = "sum",
@@ -60,7 +67,12 @@ class GroupCalls(abc.ABC):
         compression: str | None = None,
         algorithm: str | None = None,
         bytes_per_pack: int | None = None,
-    ) -> Any:
+    ) -> OperationRequest:
+        options = self._options(timeout, tag, algorithm, compression, bytes_per_pack)
+        return requests.all_reduce(self.size, tree, op, in_place, densify, options)
+
+    @parameters_of(_all_reduce)
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
         """Every array of ``tree``, reduced over all ranks: the same bits on all.
 
         Args:
@@ -102,37 +114,18 @@ class GroupCalls(abc.ABC):
 
         Interrupting it (Ctrl-C) ends the generation, for all ranks.
         """
-        options = self._options(timeout, tag, algorithm, compression, bytes_per_pack)
-        return self._wait(
-            requests.all_reduce(self.size, tree, op, in_place, densify, options),
-            options,
-        )
+        return self._wait(self._all_reduce(*args, **kwargs))
 
-    def all_reduce_async(
-        self,
-        tree: Any,
-        op: ReduceOp | str = "sum",
-        *,
-        in_place: bool = False,
-        densify: bool = False,
-        tag: str | None = None,
-        timeout: float | None = None,
-        compression: str | None = None,
-        algorithm: str | None = None,
-        bytes_per_pack: int | None = None,
-    ) -> Pending[Any]:
+    @parameters_of(_all_reduce)
+    def all_reduce_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """As `all_reduce`, but returns at once what can be awaited.
 
         The arrays must not be changed before it is over; with ``in_place`` they are
         complete when the result has been asked for.
         """
-        options = self._options(timeout, tag, algorithm, compression, bytes_per_pack)
-        return self._start(
-            requests.all_reduce(self.size, tree, op, in_place, densify, options),
-            options,
-        )
+        return self._start(self._all_reduce(*args, **kwargs))
 
-    def all_gather(
+    def _all_gather(
         self,
         tree: Any,
         axis: int = 0,
@@ -140,7 +133,12 @@ class GroupCalls(abc.ABC):
         tag: str | None = None,
         timeout: float | None = None,
         algorithm: str | None = None,
-    ) -> Any:
+    ) -> OperationRequest:
+        options = self._options(timeout, tag, algorithm)
+        return requests.all_gather(tree, axis, options)
+
+    @parameters_of(_all_gather)
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Every array of ``tree`` of all ranks, concatenated in the order of ranks.
 
         Args:
@@ -155,25 +153,14 @@ class GroupCalls(abc.ABC):
             ValueError: An array has no such axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
-        options = self._options(timeout, tag, algorithm)
-        request = requests.all_gather(tree, axis, options)
-        return self._wait(request, options)
+        return self._wait(self._all_gather(*args, **kwargs))
 
-    def all_gather_async(
-        self,
-        tree: Any,
-        axis: int = 0,
-        *,
-        tag: str | None = None,
-        timeout: float | None = None,
-        algorithm: str | None = None,
-    ) -> Pending[Any]:
+    @parameters_of(_all_gather)
+    def all_gather_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """As `all_gather`, but returns at once what can be awaited."""
-        options = self._options(timeout, tag, algorithm)
-        request = requests.all_gather(tree, axis, options)
-        return self._start(request, options)
+        return self._start(self._all_gather(*args, **kwargs))
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self,
         tree: Any,
         op: ReduceOp | str = "sum",
@@ -181,7 +168,12 @@ class GroupCalls(abc.ABC):
         tag: str | None = None,
         timeout: float | None = None,
         algorithm: str | None = None,
-    ) -> Any:
+    ) -> OperationRequest:
+        options = self._options(timeout, tag, algorithm)
+        return requests.reduce_scatter(self.size, tree, op, options)
+
+    @parameters_of(_reduce_scatter)
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
         """Every array of ``tree`` reduced over all ranks; each rank gets its rows.
 
         The first axis is cut into one part per rank, in the order of ranks; if it does
@@ -200,25 +192,14 @@ class GroupCalls(abc.ABC):
             ValueError: An array has no axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
-        options = self._options(timeout, tag, algorithm)
-        request = requests.reduce_scatter(self.size, tree, op, options)
-        return self._wait(request, options)
+        return self._wait(self._reduce_scatter(*args, **kwargs))
 
-    def reduce_scatter_async(
-        self,
-        tree: Any,
-        op: ReduceOp | str = "sum",
-        *,
-        tag: str | None = None,
-        timeout: float | None = None,
-        algorithm: str | None = None,
-    ) -> Pending[Any]:
+    @parameters_of(_reduce_scatter)
+    def reduce_scatter_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """As `reduce_scatter`, but returns at once what can be awaited."""
-        options = self._options(timeout, tag, algorithm)
-        request = requests.reduce_scatter(self.size, tree, op, options)
-        return self._start(request, options)
+        return self._start(self._reduce_scatter(*args, **kwargs))
 
-    def broadcast(
+    def _broadcast(
         self,
         tree: Any,
         root: int = 0,
@@ -227,7 +208,12 @@ class GroupCalls(abc.ABC):
         tag: str | None = None,
         timeout: float | None = None,
         algorithm: str | None = None,
-    ) -> Any:
+    ) -> OperationRequest:
+        options = self._options(timeout, tag, algorithm)
+        return requests.broadcast(self.size, tree, root, in_place, options)
+
+    @parameters_of(_broadcast)
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
         """The arrays of rank ``root``, on all ranks.
 
         The root does not wait for the others: what comes to a rank that has not called
@@ -252,37 +238,30 @@ class GroupCalls(abc.ABC):
                 called yet: the group has ended.
             Others: As `all_reduce`.
         """
-        options = self._options(timeout, tag, algorithm)
-        request = requests.broadcast(self.size, tree, root, in_place, options)
-        return self._wait(request, options)
+        return self._wait(self._broadcast(*args, **kwargs))
 
-    def broadcast_async(
-        self,
-        tree: Any,
-        root: int = 0,
-        *,
-        in_place: bool = False,
-        tag: str | None = None,
-        timeout: float | None = None,
-        algorithm: str | None = None,
-    ) -> Pending[Any]:
+    @parameters_of(_broadcast)
+    def broadcast_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """As `broadcast`, but returns at once what can be awaited.
 
         The arrays must not be changed before it is over; with ``in_place`` they are
         complete when the result has been asked for.
         """
-        options = self._options(timeout, tag, algorithm)
-        request = requests.broadcast(self.size, tree, root, in_place, options)
-        return self._start(request, options)
+        return self._start(self._broadcast(*args, **kwargs))
 
-    def all_to_all(
+    def _all_to_all(
         self,
         array: Any,
         *,
         splits: Sequence[int] | None = None,
         tag: str | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> OperationRequest:
+        options = self._options(timeout, tag)
+        return requests.all_to_all(self.size, array, splits, options)
+
+    @parameters_of(_all_to_all)
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Any:
         """Part j of the first axis goes to rank j; what came, in the order of ranks.
 
         Args:
@@ -300,27 +279,19 @@ class GroupCalls(abc.ABC):
                 as `all_reduce`.
             Others: As `all_reduce`.
         """
-        request = requests.all_to_all(self.size, array, splits)
-        return self._wait(request, self._options(timeout, tag))
+        return self._wait(self._all_to_all(*args, **kwargs))
 
-    def all_to_all_async(
-        self,
-        array: Any,
-        *,
-        splits: Sequence[int] | None = None,
-        tag: str | None = None,
-        timeout: float | None = None,
-    ) -> Pending[Any]:
+    @parameters_of(_all_to_all)
+    def all_to_all_async(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """As `all_to_all`, but returns at once what can be awaited."""
-        request = requests.all_to_all(self.size, array, splits)
-        return self._start(request, self._options(timeout, tag))
+        return self._start(self._all_to_all(*args, **kwargs))
 
     def barrier(self, *, tag: str | None = None, timeout: float | None = None) -> None:
         """Returns when all ranks have called it. Raises: as `all_reduce`."""
-        self._wait(requests.BARRIER, self._options(timeout, tag))
+        self._wait(requests.barrier(self._options(timeout, tag)))
 
     def barrier_async(
         self, *, tag: str | None = None, timeout: float | None = None
     ) -> Pending[None]:
         """As `barrier`, but returns at once what can be awaited."""
-        return self._start(requests.BARRIER, self._options(timeout, tag))
+        return self._start(requests.barrier(self._options(timeout, tag)))

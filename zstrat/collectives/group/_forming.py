@@ -5,30 +5,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
-from zstrat.collectives.memory._memory import host_memory
+from zstrat.collectives.memory._engines import host_memory
 from zstrat.wire import JoinGroup, MemberEntry
 
-from ._flight import begin
-from ._keys import FORMING, about, key_between
+from ._executors import MessageExecutor
+from ._keys import FORMING, about
 from ._rendezvous import GroupSeat, listed
-from ._station import only_daemon
+from ._runtime import only_daemon
+from ._scheduler import OperationScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.collectives._engine import CollectiveEngine, HostMemory, Started
+    from zstrat.collectives._engine import Between, CollectiveEngine, HostMemory
     from zstrat.collectives.schedules._choice import Choices
 
     from ._generation import Generation
-    from ._station import GroupRuntime
+    from ._runtime import GroupRuntime
 
 log = logging.getLogger("zstrat.collectives")
 
@@ -40,8 +41,8 @@ ALONE: Final = GroupSeat("worker", 0, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a rank wants to be a member of."""
+class FormingRequest:
+    """The generation that a rank wants to be a member of."""
 
     group: str
     generation: int
@@ -118,10 +119,8 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat
     )
 
 
-async def form(
-    station: GroupRuntime, wish: Wish
-) -> tuple[Generation, CollectiveEngine | None]:
-    """Forms a generation, and agrees on its engine. Runs on the station's loop.
+async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationScheduler:
+    """Forms a generation, and agrees on its engine. Runs on the runtime's loop.
 
     Raises:
         CollectiveTimeoutError, InvalidArgumentError, AlreadyExistsError,
@@ -129,20 +128,21 @@ async def form(
 
     Cancellation: this rank has not joined.
     """
-    node = station.node
-    memory = host_memory(wish.lane)
+    node = runtime.node
+    memory = host_memory(wanted.lane)
     try:
         request = JoinGroup(
-            wish.group,
-            wish.generation,
-            wish.rank,
-            len(wish.seats),
-            _entry(station, wish, memory),
-            wish.patience,
+            wanted.group,
+            wanted.generation,
+            wanted.rank,
+            len(wanted.seats),
+            _entry(runtime, wanted, memory),
+            wanted.patience,
         )
-        generation = await node.join(request, wish.seats, wish.lane, wish.choices)
+        generation = await node.join(request, wanted.seats, wanted.lane, wanted.choices)
+        messages = MessageExecutor(runtime, generation)
         try:
-            engine = await _agree(station, generation, memory, wish.patience)
+            engine = await _agree(generation, memory, messages, wanted.patience)
         except BaseException:  # to `Group`; cancellation, too: the others hear of it
             await node.leave(generation, "it could not agree on a lane")
             raise
@@ -152,19 +152,18 @@ async def form(
         raise
     if memory is not None and engine is None:
         memory.close()
-    return generation, engine
+    return OperationScheduler(generation, messages, engine)
 
 
 async def _agree(
-    station: GroupRuntime,
     generation: Generation,
     memory: HostMemory | None,
+    between: Between,
     patience: float,
 ) -> CollectiveEngine | None:
     """The engine, if all ranks have one; and nobody is through before all are here."""
     engine: CollectiveEngine | None = None
     if memory is not None:
-        between = GenerationLane(station, generation)
         try:
             engine = memory.attach(generation.rank, generation.members, between)
         except OSError as error:  # another user, another container
@@ -192,17 +191,6 @@ async def _agree(
     return engine
 
 
-class GenerationLane:
-    """A generation's message lane; see `zstrat.collectives._engine.Between`."""
-
-    def __init__(self, station: GroupRuntime, generation: Generation) -> None:
-        self._station, self._generation = station, generation
-
-    def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
-        named = replace(call, key=key_between(call.key, part), whole=call.key)
-        return begin(self._station, self._generation, named, ranks)
-
-
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
     if future.done():
         return
@@ -212,8 +200,10 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _entry(station: GroupRuntime, wish: Wish, memory: HostMemory | None) -> MemberEntry:
-    me, seat = station.node.me, wish.seats[wish.rank]
+def _entry(
+    runtime: GroupRuntime, wanted: FormingRequest, memory: HostMemory | None
+) -> MemberEntry:
+    me, seat = runtime.node.me, wanted.seats[wanted.rank]
     shared = (0, 0, b"")
     if memory is not None:
         shared = (memory.descriptor, memory.capacity, memory.word)

@@ -99,7 +99,7 @@ class Generation:
             self.members,
             make_link,
             on_lost=self.gone,
-            on_flushed=self._flushed,
+            on_flushed=lambda: self._traffic.draw(),  # made after the mesh
         )
         self._traffic = Traffic(self, self._mesh, formed, counts)
         self.leavers: dict[int, int] = {}
@@ -108,9 +108,9 @@ class Generation:
         self._is_known = False
         """A call here has ended with the error."""
         self._broken_flag = threading.Event()
-        self._inquest: asyncio.Task[None] | None = None
-        self._told: asyncio.Future[None] | None = None
-        """The inquest waits for what another rank has found out already."""
+        self._inquiry: asyncio.Task[None] | None = None
+        self._notice_came: asyncio.Future[None] | None = None
+        """The inquiry waits for the notice of a rank that has found out already."""
         self._heard: asyncio.Future[None] | None = None
         """`close` waits for the others to have what was sent to them."""
 
@@ -144,10 +144,6 @@ class Generation:
             self._counts["hops of strangers"] += 1
             return
         self._traffic.hop(sender, hop)
-
-    def _flushed(self) -> None:
-        """A line has sent what it had."""
-        self._traffic.draw()
 
     # ---- how far is everybody --------------------------------------------------------
 
@@ -185,9 +181,9 @@ class Generation:
         self._inquire(call, (sender,))
 
     def _inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
-        if self._inquest is None and self.broken is None:
-            self._inquest = self._loop.create_task(
-                self._find_out(call, ranks), name=f"inquest about {call.words}"
+        if self._inquiry is None and self.broken is None:
+            self._inquiry = self._loop.create_task(
+                self._find_out(call, ranks), name=f"inquiry about {call.words}"
             )
 
     async def _find_out(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
@@ -198,11 +194,11 @@ class Generation:
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
         ask = partial(self._mesh.ask, message=question)
         await inquire(inquiry, ranks, ask, deadline)
-        if inquiry.is_told and self.broken is None:
-            self._told = self._loop.create_future()
+        if inquiry.has_ended_elsewhere and self.broken is None:
+            self._notice_came = self._loop.create_future()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
-                    await self._told
+                    await self._notice_came
         self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
 
     def said(self, call: CollectiveCall) -> str:
@@ -236,7 +232,7 @@ class Generation:
             return
         self.broken = error
         self._broken_flag.set()
-        for waiting in (self._heard, self._told):
+        for waiting in (self._heard, self._notice_came):
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         self.lost.update(lost)
@@ -324,33 +320,35 @@ class Generation:
 
         Cancellation: the links are closed all the same.
         """
-        told: set[int] = set()
+        informed: set[int] = set()
         try:
             if self.broken is None:
-                await self._part(reason, told, deadline)
+                await self._part(reason, informed, deadline)
         finally:
-            await self._leave(reason, told)
+            await self._leave(reason, informed)
 
-    async def _part(self, reason: str, told: set[int], deadline: float) -> None:
+    async def _part(self, reason: str, informed: set[int], deadline: float) -> None:
         """Tells each of the others that this rank leaves, when it has all."""
         others = set(range(self.size)) - {self.rank} - self.lost
         self._heard = self._loop.create_future()
 
         def tell(rank: int) -> None:
             if self.broken is None:
-                told.add(rank)
+                informed.add(rank)
                 with suppress(BusyError):  # it hears of it from the end of the link
                     self._mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
 
         question = AskCall(self.ticket, FORMING)
         await wait_heard(self._mesh, others, question, deadline, self._heard, tell)
 
-    async def _leave(self, reason: str, told: set[int]) -> None:
+    async def _leave(self, reason: str, informed: set[int]) -> None:
         if self.broken is None:
-            self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason), [*told])
+            self._mesh.tell_all(
+                LeaveGroup(self.ticket, self.calls, reason), [*informed]
+            )
             self.abort(ClosedError(f"{self.title} was closed"), tell=False)
-        if self._inquest is not None:
-            self._inquest.cancel()
+        if self._inquiry is not None:
+            self._inquiry.cancel()
         await self._mesh.close(reason)
 
 

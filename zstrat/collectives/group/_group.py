@@ -14,9 +14,9 @@ from zstrat.errors import ClosedError
 from ._calls import GroupCalls
 from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
-from ._requests import described_with
-from ._station import awaited
-from ._work import CallOptions, OperationScheduler
+from ._operations import CallOptions
+from ._runtime import awaited
+from ._signatures import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
 
-    from ._forming import Wish
+    from ._forming import FormingRequest
     from ._pending import Pending
     from ._requests import OperationRequest
 
@@ -70,7 +70,7 @@ class Group(GroupCalls):
         OSError, PermissionDeniedError: The address of this task cannot be bound.
     """
 
-    def __init__(
+    def _invite(
         self,
         resolver: ClusterResolver | None = None,
         *,
@@ -95,49 +95,31 @@ class Group(GroupCalls):
             bind,
             settings,
         )
-        self._station = self._invited.station()
+
+    @parameters_of(_invite)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._invite(*args, **kwargs)
+        self._runtime = self._invited.runtime()
         try:
-            self._form_now(self._invited.wish())
+            self._form_now(self._invited.wanted())
         except BaseException:  # to the caller, who has no group that he could close
-            self._station.release()
+            self._runtime.release()
             raise
 
     @classmethod
-    async def create(
-        cls,
-        resolver: ClusterResolver | None = None,
-        *,
-        name: str = "group",
-        tasks: Sequence[str] | None = None,
-        timeout: float | None = None,
-        rendezvous_timeout: float | None = None,
-        lane: str | None = None,
-        bytes_per_pack: int = 0,
-        bind: str | None = None,
-        settings: Settings | None = None,
-    ) -> Group:
+    @parameters_of(_invite)
+    async def create(cls, *args: Any, **kwargs: Any) -> Group:
         """As the constructor, awaitable.
 
         Cancellation: this process has not joined.
         """
         group = cls.__new__(cls)
-        group._is_closed = False
-        group._invited = invitation_of(
-            resolver,
-            name,
-            tasks,
-            timeout,
-            rendezvous_timeout,
-            lane,
-            bytes_per_pack,
-            bind,
-            settings,
-        )
-        group._station = await awaited(group._invited.station)
+        group._invite(*args, **kwargs)
+        group._runtime = await awaited(group._invited.runtime)
         try:
-            await group._form(group._invited.wish())
+            await group._form(group._invited.wanted())
         except BaseException:  # as in the constructor; cancellation, too
-            await asyncio.to_thread(group._station.release)
+            await asyncio.to_thread(group._runtime.release)
             raise
         return group
 
@@ -185,13 +167,18 @@ class Group(GroupCalls):
 
     # ---- the life of a group ---------------------------------------------------------
 
-    def reform(
+    def _next(
         self,
         *,
         tasks: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
-    ) -> None:
+    ) -> FormingRequest:
+        self._check_open()
+        return self._invited.again(self._wanted, self.generation, tasks, ranks, timeout)
+
+    @parameters_of(_next)
+    def reform(self, *args: Any, **kwargs: Any) -> None:
         """A new generation, with the survivors or with newcomers.
 
         Everybody who goes on calls it, with the same members; a process that was
@@ -207,21 +194,16 @@ class Group(GroupCalls):
         Raises:
             As the constructor; the group stays broken, and it may be called again.
         """
-        wish = self._next(tasks, ranks, timeout)
+        wanted = self._next(*args, **kwargs)
         self._leave("it forms a new generation")
-        self._form_now(wish)
+        self._form_now(wanted)
 
-    async def reform_async(
-        self,
-        *,
-        tasks: Sequence[str] | None = None,
-        ranks: Sequence[int] | None = None,
-        timeout: float | None = None,
-    ) -> None:
+    @parameters_of(_next)
+    async def reform_async(self, *args: Any, **kwargs: Any) -> None:
         """As `reform`. Cancellation: the group stays broken."""
-        wish = self._next(tasks, ranks, timeout)
+        wanted = self._next(*args, **kwargs)
         await asyncio.to_thread(self._leave, "it forms a new generation")
-        await self._form(wish)
+        await self._form(wanted)
 
     def close(self) -> None:
         """Leaves the group: what was sent arrives, what is under way fails.
@@ -234,7 +216,7 @@ class Group(GroupCalls):
         try:
             self._leave("it closed the group")
         finally:
-            self._station.release()
+            self._runtime.release()
 
     def __enter__(self) -> Group:
         return self
@@ -261,30 +243,23 @@ class Group(GroupCalls):
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-    def _next(
-        self,
-        tasks: Sequence[str] | None,
-        ranks: Sequence[int] | None,
-        timeout: float | None,
-    ) -> Wish:
-        self._check_open()
-        return self._invited.again(self._wish, self.generation, tasks, ranks, timeout)
+    def _form_now(self, wanted: FormingRequest) -> None:
+        seconds = wanted.patience + _SLACK
+        forming = form(self._runtime, wanted)
+        self._work = self._runtime.run(forming, seconds, wanted.words)
+        self._wanted = wanted
 
-    def _form_now(self, wish: Wish) -> None:
-        seconds = wish.patience + _SLACK
-        formed = self._station.run(form(self._station, wish), seconds, wish.words)
-        self._work, self._wish = OperationScheduler(self._station, *formed), wish
-
-    async def _form(self, wish: Wish) -> None:
-        formed = await self._station.run_async(form(self._station, wish), wish.words)
-        self._work, self._wish = OperationScheduler(self._station, *formed), wish
+    async def _form(self, wanted: FormingRequest) -> None:
+        forming = form(self._runtime, wanted)
+        self._work = await self._runtime.run_async(forming, wanted.words)
+        self._wanted = wanted
 
     def _leave(self, reason: str) -> None:
-        work, node = self._work, self._station.node
+        work, node = self._work, self._runtime.node
         # Slow lines may have much to carry still; a rank that is lost ends the wait.
         drain = self._invited.settings.timeouts.drain
         leaving = node.leave(work.generation, reason, drain)
-        self._station.run(leaving, drain + _SLACK, f"leaving group {self.name!r}")
+        self._runtime.run(leaving, drain + _SLACK, f"leaving group {self.name!r}")
         work.close()
 
     def _check_open(self) -> None:
@@ -306,12 +281,10 @@ class Group(GroupCalls):
             packs = not_negative("bytes_per_pack", bytes_per_pack)
         return CallOptions(seconds, tag, compression, algorithm, packs)
 
-    def _start(self, request: OperationRequest, options: CallOptions) -> Pending[Any]:
+    def _start(self, request: OperationRequest) -> Pending[Any]:
         self._check_open()
-        words = described_with(request.words, options)
-        return self._work.launch(words, request.make, options, blocking=False)
+        return self._work.launch(request, blocking=False)
 
-    def _wait(self, request: OperationRequest, options: CallOptions) -> Any:
+    def _wait(self, request: OperationRequest) -> Any:
         self._check_open()
-        words = described_with(request.words, options)
-        return self._work.carry_out(words, request.make, options)
+        return self._work.carry_out(request)

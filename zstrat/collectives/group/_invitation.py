@@ -14,8 +14,8 @@ from zstrat.cluster import TFConfigClusterResolver
 from zstrat.collectives.schedules._choice import Choices, read_choices
 from zstrat.config import LANES, environment, settings_from
 
-from ._forming import Wish, own_seat, seats_of
-from ._station import station_for
+from ._forming import FormingRequest, own_seat, seats_of
+from ._runtime import runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._rendezvous import GroupSeat
-    from ._station import GroupRuntime
+    from ._runtime import GroupRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,35 +44,35 @@ class Invitation:
     bind: str
     settings: Settings
 
-    def station(self) -> GroupRuntime:
+    def runtime(self) -> GroupRuntime:
         """Where this process listens; blocks.
 
         Raises:
             OSError, PermissionDeniedError: The address cannot be bound.
         """
-        return station_for(self.seat, self.bind, self.settings)
+        return runtime_for(self.seat, self.bind, self.settings)
 
-    def wish(self) -> Wish:
+    def wanted(self) -> FormingRequest:
         """To be in the next generation that is formed.
 
         Raises:
             ValueError: The table of algorithms cannot be read.
         """
-        return self._wish(self.seats, 0, self.patience)
+        return self._wanted(self.seats, 0, self.patience)
 
     def again(
         self,
-        last: Wish,
+        last: FormingRequest,
         generation: int,
         tasks: Sequence[str] | None,
         ranks: Sequence[int] | None,
         timeout: float | None,
-    ) -> Wish:
-        """To be in the generation after ``generation``, which came of the wish
+    ) -> FormingRequest:
+        """To be in the generation after ``generation``, which came of the request
         ``last``, with these members.
 
         Raises:
-            ValueError: They are none, or this process is none of them; or as `wish`.
+            ValueError: They are none, or this process is none of them; or as `wanted`.
         """
         if tasks is not None and ranks is not None:
             raise ValueError("reform: give tasks or ranks, not both")
@@ -89,17 +89,19 @@ class Invitation:
             seats = seats_of(self.resolver, self.tasks if tasks is None else tasks)
             own_seat(self.resolver, seats)
         patience = positive("timeout", timeout, self.patience)
-        return self._wish(seats, generation + 1, patience)
+        return self._wanted(seats, generation + 1, patience)
 
-    def _wish(
+    def _wanted(
         self, seats: tuple[GroupSeat, ...], generation: int, patience: float
-    ) -> Wish:
+    ) -> FormingRequest:
         mine = (self.seat.job, self.seat.number)
         rank = [(each.job, each.number) for each in seats].index(mine)
         file = self.settings.choices
         # That of rank 0 counts: the others need not even have the file.
         choices = read_choices(file) if file is not None and rank == 0 else Choices()
-        return Wish(self.name, generation, seats, rank, self.lane, patience, choices)
+        return FormingRequest(
+            self.name, generation, seats, rank, self.lane, patience, choices
+        )
 
 
 def invitation_of(

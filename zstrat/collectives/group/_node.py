@@ -101,7 +101,7 @@ class GroupNode:
         self.me, self.loop = me, asyncio.get_running_loop()
         self.settings, self._security = settings, security
         self._generations: dict[int, Generation] = {}
-        self._desk = RendezvousService(self.loop)
+        self._rendezvous = RendezvousService(self.loop)
         self._strays: deque[tuple[int, Hop]] = deque()
         self._forming = 0
         self._counts: Counter[str] = Counter()
@@ -136,7 +136,7 @@ class GroupNode:
             )
         match message:
             case JoinGroup():
-                return self._desk.asks(remote, message)
+                return self._rendezvous.asks(remote, message)
             case AskCall():
                 return self._question(remote, message)
             case AbortCall() | LeaveGroup():
@@ -147,7 +147,7 @@ class GroupNode:
 
     def lost(self, remote: Remote) -> None:
         """A task that was connected is not any more."""
-        self._desk.lost(remote)
+        self._rendezvous.lost(remote)
 
     def _question(self, remote: Remote, message: AskCall) -> CallState:
         generation = self._generations.get(message.ticket)
@@ -208,7 +208,7 @@ class GroupNode:
         self._forming += 1
         try:
             if request.rank == 0:
-                formed = _formed(await self._desk.open(request, seats, choices))
+                formed = _formed(await self._rendezvous.open(request, seats, choices))
             else:
                 formed = await self._join_there(request, seats[0], make, deadline)
             generation = Generation(
@@ -239,7 +239,7 @@ class GroupNode:
         """Leaves all generations. Cancellation: as `leave`."""
         everything = list(self._generations.values())
         await asyncio.gather(*(self.leave(each, reason) for each in everything))
-        self._desk.close()
+        self._rendezvous.close()
 
     async def _join_there(
         self, request: JoinGroup, first: GroupSeat, make: LinkMaker, deadline: float

@@ -40,21 +40,29 @@ left of a result keeps no more than this of others in memory."""
 _LENGTHS: Final = np.dtype(np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a caller says about any operation. ``timeout`` in seconds."""
+
+    timeout: float
+    tag: str | None = None
+    compression: str | None = None
+    algorithm: str | None = None
+    bytes_per_pack: int = 0
+
+
 @dataclass(slots=True)
 class CallFactory:
-    """Makes the calls of one operation of one rank."""
+    """Makes the calls of one operation, the ``number``-th of its tag, of one rank."""
 
     rank: int
     size: int
     number: int
     words: str
     deadline: float
-    timeout: float
-    tag: str | None = None
-    compression: str | None = None
-    algorithm: str | None = None
-    bytes_per_pack: int = 0
+    options: CallOptions
     parts: int = 0
+    """Calls that it has made."""
     meanwhile: Callable[[], None] | None = None
     """For the caller's thread to do while the first calls are on their way, if it does
     not wait for them."""
@@ -72,22 +80,23 @@ class CallFactory:
     ) -> CollectiveCall:
         """The next call of the operation."""
         part, self.parts = self.parts, self.parts + 1
+        options, tag = self.options, self.options.tag
         return CollectiveCall(
-            key_of(self.tag, self.number, part),
+            key_of(tag, self.number, part),
             kind,
             source,
             target,
             about(f"{self.words}{part}"),
             self.words,
             self.deadline,
-            self.timeout,
+            options.timeout,
             op,
             root,
             tuple(sizes),
-            self.tag,
-            self.compression,
-            f"{self.tag}/{self.words}/{part}",
-            self.algorithm if _knows(kind, self.algorithm) else None,
+            tag,
+            options.compression,
+            f"{tag}/{self.words}/{part}",
+            options.algorithm if _knows(kind, options.algorithm) else None,
             is_frozen,
         )
 
@@ -98,19 +107,19 @@ def _knows(kind: CallKind, algorithm: str | None) -> bool:
 
 
 def all_reduce(
-    draft: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp, in_place: bool
+    factory: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp, in_place: bool
 ) -> Steps:
     """Every leaf reduced over all ranks; small ones share calls, the last go first."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
     results: dict[int, np.ndarray] = {}
     calls = []
-    for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
+    for bucket in buckets(sizes, factory.options.bytes_per_pack or PACK, ALONE):
         source = bucket.flat(flats, POOL.empty)
         target = _target(leaves, bucket, source, in_place)
         frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
-            draft.call(CallKind.ALL_REDUCE, source, target, op=op, is_frozen=frozen)
+            factory.call(CallKind.ALL_REDUCE, source, target, op=op, is_frozen=frozen)
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
     yield calls
@@ -119,22 +128,24 @@ def all_reduce(
 
 
 def broadcast(
-    draft: CallFactory, leaves: Sequence[ArrayLeaf], root: int, in_place: bool = False
+    factory: CallFactory, leaves: Sequence[ArrayLeaf], root: int, in_place: bool = False
 ) -> Steps:
     """The root's leaves on all ranks; small ones share calls, the last go first."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
-    is_root = draft.rank == root
+    is_root = factory.rank == root
     results: dict[int, np.ndarray] = {}
     calls = []
-    for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
+    for bucket in buckets(sizes, factory.options.bytes_per_pack or PACK, ALONE):
         if is_root or _is_own(leaves, bucket, in_place):
             target = bucket.flat(flats, POOL.empty)
         else:
             target = POOL.empty(sum(bucket.counts), bucket.dtype)
         frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
-            draft.call(CallKind.BROADCAST, target, target, root=root, is_frozen=frozen)
+            factory.call(
+                CallKind.BROADCAST, target, target, root=root, is_frozen=frozen
+            )
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
     copies = _copies(leaves, results) if is_root and not in_place else {}
@@ -146,7 +157,7 @@ def broadcast(
             np.copyto(copy, results[at])
             results[at] = copy
 
-    draft.meanwhile = keep
+    factory.meanwhile = keep
     yield calls
 
     def finish() -> list[Any]:
@@ -161,21 +172,21 @@ def broadcast(
 
 
 def all_gather(
-    draft: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
+    factory: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
 ) -> Steps:
     """Leaves of all ranks, one behind the other along their first axis, which is put
     where ``axes`` says in the results."""
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
-    table = np.empty(draft.size * len(leaves), _LENGTHS)
-    sizes = [len(leaves)] * draft.size
-    yield [draft.call(CallKind.ALL_GATHER, lengths, table, sizes=sizes)]
+    table = np.empty(factory.size * len(leaves), _LENGTHS)
+    sizes = [len(leaves)] * factory.size
+    yield [factory.call(CallKind.ALL_GATHER, lengths, table, sizes=sizes)]
     calls, results = [], []
     for at, leaf in enumerate(leaves):
         rows = [int(each) for each in table[at :: len(leaves)]]
         sizes = [each * leaf.row for each in rows]
         target = POOL.empty(sum(sizes), leaf.flat.dtype)
         calls.append(
-            draft.call(
+            factory.call(
                 CallKind.ALL_GATHER,
                 leaf.flat,
                 target,
@@ -196,19 +207,19 @@ def all_gather(
 
 
 def reduce_scatter(
-    draft: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp
+    factory: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp
 ) -> Steps:
     """Every leaf reduced over all ranks, and cut along its first axis: rank r keeps the
     r-th part. The first ``n mod size`` ranks have one row more."""
     calls, results = [], []
     for leaf in leaves:
         row = leaf.row
-        short, more = divmod(leaf.shape[0], draft.size)
-        rows = [short + (rank < more) for rank in range(draft.size)]
-        target = POOL.empty(rows[draft.rank] * row, leaf.flat.dtype)
+        short, more = divmod(leaf.shape[0], factory.size)
+        rows = [short + (rank < more) for rank in range(factory.size)]
+        target = POOL.empty(rows[factory.rank] * row, leaf.flat.dtype)
         sizes = [each * row for each in rows]
         calls.append(
-            draft.call(
+            factory.call(
                 CallKind.REDUCE_SCATTER,
                 leaf.flat,
                 target,
@@ -217,7 +228,7 @@ def reduce_scatter(
                 is_frozen=leaf.is_jax,
             )
         )
-        results.append(target.reshape(rows[draft.rank], *leaf.shape[1:]))
+        results.append(target.reshape(rows[factory.rank], *leaf.shape[1:]))
     yield calls
     return lambda: [
         leaf.back(result) for leaf, result in zip(leaves, results, strict=True)
@@ -225,21 +236,21 @@ def reduce_scatter(
 
 
 def all_to_all(
-    draft: CallFactory, leaf: ArrayLeaf, splits: Sequence[int] | None
+    factory: CallFactory, leaf: ArrayLeaf, splits: Sequence[int] | None
 ) -> Steps:
     """Part j of the first axis goes to rank j; the result is what came, in the order of
     ranks. ``splits``: rows for each rank; None: as many for each."""
-    size, row = draft.size, leaf.row
+    size, row = factory.size, leaf.row
     if splits is None:
         rows = np.full(size * size, leaf.shape[0] // size, _LENGTHS)
     else:
         rows = np.empty(size * size, _LENGTHS)
         mine = np.array(splits, _LENGTHS)
-        yield [draft.call(CallKind.ALL_GATHER, mine, rows, sizes=[size] * size)]
-    incoming = int(rows[draft.rank :: size].sum())
+        yield [factory.call(CallKind.ALL_GATHER, mine, rows, sizes=[size] * size)]
+    incoming = int(rows[factory.rank :: size].sum())
     target = POOL.empty(incoming * row, leaf.flat.dtype)
     yield [
-        draft.call(
+        factory.call(
             CallKind.ALL_TO_ALL,
             leaf.flat,
             target,
@@ -247,13 +258,13 @@ def all_to_all(
             is_frozen=leaf.is_jax,
         )
     ]
-    return lambda: [leaf.back(target.reshape(incoming, *leaf.shape[1:]))]
+    return lambda: leaf.back(target.reshape(incoming, *leaf.shape[1:]))
 
 
-def barrier(draft: CallFactory) -> Steps:
+def barrier(factory: CallFactory) -> Steps:
     """Nobody is through before all have come."""
     nothing = np.empty(0, np.uint8)
-    yield [draft.call(CallKind.BARRIER, nothing, nothing)]
+    yield [factory.call(CallKind.BARRIER, nothing, nothing)]
     return lambda: None
 
 
@@ -263,8 +274,9 @@ def rebuilt(steps: Steps, rebuild: Callable[[list[Any]], Any]) -> Steps:
     return lambda: rebuild(finish())
 
 
-def together(many: Sequence[Steps], rebuild: Callable[[list[Any]], Any]) -> Steps:
-    """Several operations as one: what they call at a step goes out together."""
+def together(*many: Steps) -> Steps:
+    """Several operations as one, whose result is the list of theirs: what they call at
+    a step goes out together."""
     finishes: dict[int, Finish] = {}
     while len(finishes) < len(many):
         calls: list[CollectiveCall] = []
@@ -276,7 +288,7 @@ def together(many: Sequence[Steps], rebuild: Callable[[list[Any]], Any]) -> Step
                     finishes[at] = end.value
         if len(finishes) < len(many):
             yield calls
-    return lambda: rebuild([finishes[at]() for at in range(len(many))])
+    return lambda: [finishes[at]() for at in range(len(many))]
 
 
 def _target(

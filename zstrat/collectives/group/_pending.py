@@ -21,12 +21,25 @@ class Pending(Generic[T]):
 
     Cancelling the wait does not cancel the collective, in which other ranks take part:
     what was given to it must be left alone until it is over.
+
+    Args:
+        words: What is under way, for people.
+        over: Called once, when it is over and before anybody who waits hears of it.
     """
 
-    __slots__ = ("_bells", "_error", "_finish", "_is_over", "_lock", "_value", "words")
+    __slots__ = (
+        "_bells",
+        "_error",
+        "_finish",
+        "_is_over",
+        "_lock",
+        "_over",
+        "_value",
+        "words",
+    )
 
-    def __init__(self, words: str) -> None:
-        self.words = words
+    def __init__(self, words: str, over: Callable[[], object] = lambda: None) -> None:
+        self.words, self._over = words, over
         self._lock = threading.Lock()
         self._bells: list[Bell] = []
         self._is_over = False
@@ -79,6 +92,7 @@ class Pending(Generic[T]):
             return not self._is_over
 
     def _end(self) -> None:
+        self._over()
         with self._lock:
             self._is_over = True
             bells, self._bells = self._bells, []
@@ -95,6 +109,6 @@ class Pending(Generic[T]):
 
 
 def _again(error: Exception) -> Exception:
-    """One of one's own for who waits: an exception that is raised twice collects
-    tracebacks."""
+    """An error of its own for each that waits: an exception that is raised twice
+    collects tracebacks."""
     return type(error)(*error.args) if isinstance(error, ZstratError) else error

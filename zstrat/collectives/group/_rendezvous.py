@@ -4,14 +4,15 @@ Rank 0 keeps the list, and decides without I/O. Every rank asks it to form a gen
 and gets one answer: the members, once all have come; or an error that says who has not.
 Requests may come before rank 0 itself has opened the list; they wait. A rank that asks
 again, or comes again as another process, takes its own place; two processes on one
-place are told so.
+place get an error.
 
 A process that starts asks for generation 0, "whatever is next"; one that was in
 generation g asks for g + 1. What is formed is the highest that anyone asks for.
 
-The desk is the shell of that, for all groups of which this task is rank 0: whoever asks
-gets a future, and hears through it once all have come or time is up. All of it belongs
-to the thread of the loop.
+`MembershipState` is the list of one group. `RendezvousService` is the shell of these
+lists, for all groups of which this task is rank 0. Whoever asks gets a future: it has
+the answer once all have come or time is up. The service belongs to the thread of the
+loop.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Refused(Generic[Token]):
 
 
 @dataclass(slots=True)
-class _Guest(Generic[Token]):
+class _Applicant(Generic[Token]):
     request: JoinGroup
     token: Token
     due: float
@@ -110,17 +111,19 @@ class MembershipState(Generic[Token]):
         self._group, self._draw = group, draw
         self._seats: tuple[GroupSeat, ...] | None = None
         self._choices: dict[str, PlainTree] = {}
-        self._guests: list[_Guest[Token]] = []
+        self._applicants: list[_Applicant[Token]] = []
 
     @property
     def is_idle(self) -> bool:
         """Nobody waits, and rank 0 does not wait for anybody."""
-        return self._seats is None and not self._guests
+        return self._seats is None and not self._applicants
 
     @property
     def due(self) -> float:
         """When `tick` has to be called."""
-        return min((guest.due for guest in self._guests), default=float("inf"))
+        return min(
+            (applicant.due for applicant in self._applicants), default=float("inf")
+        )
 
     def open(
         self, seats: Sequence[GroupSeat], choices: dict[str, PlainTree] | None = None
@@ -129,10 +132,10 @@ class MembershipState(Generic[Token]):
         it has for all of them; see `GroupFormed`."""
         self._seats, self._choices = tuple(seats), choices or {}
         refused = []
-        for guest in self._guests:
-            error = self._objection(guest.request)
+        for applicant in self._applicants:
+            error = self._objection(applicant.request)
             if error is not None:
-                refused.append(Refused(guest.token, error))
+                refused.append(Refused(applicant.token, error))
         self._forget({each.token for each in refused})
         return refused
 
@@ -144,58 +147,64 @@ class MembershipState(Generic[Token]):
         if error is not None:
             return [Refused(token, error)]
         rank, incarnation = request.rank, request.member.incarnation
-        self._guests = [
-            guest
-            for guest in self._guests
-            if (guest.request.rank, guest.request.member.incarnation)
+        self._applicants = [
+            applicant
+            for applicant in self._applicants
+            if (applicant.request.rank, applicant.request.member.incarnation)
             != (rank, incarnation)
         ]
-        self._guests.append(_Guest(request, token, now + request.patience))
+        self._applicants.append(_Applicant(request, token, now + request.patience))
         return self._settle()
 
     def leave(self, token: Token) -> None:
-        """Who asked is gone."""
+        """The process that asked with this token waits no more."""
         self._forget({token})
 
     def tick(self, now: float) -> list[Refused[Token]]:
         """Tells those whose patience has ended who has not come; all of them, if it is
         that of rank 0, without which nothing is formed."""
-        late = [guest for guest in self._guests if guest.due <= now]
+        late = [applicant for applicant in self._applicants if applicant.due <= now]
         if self._seats is not None and any(not g.request.rank for g in late):
-            late = self._guests
+            late = self._applicants
         refused = [
-            Refused(guest.token, self._too_late(guest.request)) for guest in late
+            Refused(applicant.token, self._too_late(applicant.request))
+            for applicant in late
         ]
-        self._forget({guest.token for guest in late})
+        self._forget({applicant.token for applicant in late})
         return refused
 
     def _forget(self, tokens: set[Token]) -> None:
-        gone = [guest for guest in self._guests if guest.token in tokens]
-        self._guests = [guest for guest in self._guests if guest.token not in tokens]
-        if any(guest.request.rank == 0 for guest in gone):
+        gone = [
+            applicant for applicant in self._applicants if applicant.token in tokens
+        ]
+        self._applicants = [
+            applicant for applicant in self._applicants if applicant.token not in tokens
+        ]
+        if any(applicant.request.rank == 0 for applicant in gone):
             self._seats = None  # without rank 0 nobody knows who is to come
 
     def _settle(self) -> list[Formed[Token] | Refused[Token]]:
-        seats, guests = (
+        seats, applicants = (
             self._seats,
-            {guest.request.rank: guest for guest in self._guests},
+            {applicant.request.rank: applicant for applicant in self._applicants},
         )
-        if seats is None or len(guests) < len(seats):
+        if seats is None or len(applicants) < len(seats):
             return []
-        generation = max(guest.request.generation for guest in self._guests)
-        members = [guests[rank].request.member for rank in range(len(seats))]
+        generation = max(applicant.request.generation for applicant in self._applicants)
+        members = [applicants[rank].request.member for rank in range(len(seats))]
         answer = GroupFormed(self._draw(), generation, members, self._choices)
-        self._seats, self._guests = None, []
-        return [Formed(answer, tuple(guests[r].token for r in range(len(seats))))]
+        self._seats, self._applicants = None, []
+        return [Formed(answer, tuple(applicants[r].token for r in range(len(seats))))]
 
     def _objection(self, request: JoinGroup) -> ZstratError | None:
         """Why a request cannot stand beside what is known, or None."""
-        if len(self._guests) >= WAITING:
+        if len(self._applicants) >= WAITING:
             return BusyError(
-                f"{len(self._guests)} ranks wait for group {self._group!r} already"
+                f"{len(self._applicants)} ranks wait for group {self._group!r} already"
             )
         other = next(
-            (g.request for g in self._guests if g.request.rank == request.rank), None
+            (g.request for g in self._applicants if g.request.rank == request.rank),
+            None,
         )
         if other is not None and other.member.incarnation != request.member.incarnation:
             return AlreadyExistsError(
@@ -214,7 +223,7 @@ class MembershipState(Generic[Token]):
                 f"{waited}rank 0 runs, but has not made the group: does its program "
                 f"call Group(name={self._group!r}), and reform() as the others do?"
             )
-        here = {guest.request.rank for guest in self._guests}
+        here = {applicant.request.rank for applicant in self._applicants}
         missing = [
             rank_at(rank, seat)
             for rank, seat in enumerate(self._seats)
@@ -269,7 +278,7 @@ class RendezvousService:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._rendezvous: dict[str, MembershipState[asyncio.Future[Message]]] = {}
+        self._groups: dict[str, MembershipState[asyncio.Future[Message]]] = {}
         self._asked: dict[asyncio.Future[Message], Remote] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -298,7 +307,7 @@ class RendezvousService:
         return future
 
     def lost(self, remote: Remote) -> None:
-        """Who is gone waits no more."""
+        """A task that is gone waits no more."""
         for future in [f for f, who in self._asked.items() if who is remote]:
             future.cancel()
 
@@ -314,21 +323,21 @@ class RendezvousService:
         self._arm()
 
     def _rendezvous_of(self, group: str) -> MembershipState[asyncio.Future[Message]]:
-        found = self._rendezvous.get(group)
+        found = self._groups.get(group)
         if found is None:
-            if len(self._rendezvous) >= GROUPS:
+            if len(self._groups) >= GROUPS:
                 raise BusyError(f"{GROUPS} groups wait to be formed at this task")
             found = MembershipState(group, new_ticket)
-            self._rendezvous[group] = found
+            self._groups[group] = found
         return found
 
     def _answered(self, group: str, future: asyncio.Future[Message]) -> None:
         self._asked.pop(future, None)
-        rendezvous = self._rendezvous.get(group)
+        rendezvous = self._groups.get(group)
         if rendezvous is not None:
             rendezvous.leave(future)
             if rendezvous.is_idle:
-                del self._rendezvous[group]
+                del self._groups[group]
 
     def _obey(
         self,
@@ -348,14 +357,14 @@ class RendezvousService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = min((each.due for each in self._rendezvous.values()), default=None)
+        due = min((each.due for each in self._groups.values()), default=None)
         if due is not None and due != float("inf"):
             self._timer = self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for rendezvous in list(self._rendezvous.values()):
+        for rendezvous in list(self._groups.values()):
             self._obey(rendezvous.tick(now))
         self._arm()
 

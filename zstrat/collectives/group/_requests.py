@@ -1,14 +1,14 @@
 """What a method of a group asks for: checked, in words, and as steps.
 
-Nothing has a number yet, and nothing is sent: what is refused here, no other rank ever
-hears of. The words are what ranks compare, so they hold all that has to be alike.
+A request has no number yet, and nothing is sent: no other rank ever hears of what is
+refused here. The words are what ranks compare, so they hold all that has to be alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from zstrat.collectives._engine import CallKind
 from zstrat.collectives._leaves import described, flatten, is_slices, leaf_of
 from zstrat.collectives._reduction import reduction_of
 from zstrat.collectives._terms import ReduceOp
-from zstrat.collectives.schedules._plans import checked_algorithm
+from zstrat.collectives.schedules._algorithms import algorithm_named
 
 from . import _operations as operations
 
@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 
     from zstrat.collectives._leaves import ArrayLeaf
 
-    from ._operations import CallFactory, Steps
-    from ._work import CallOptions
+    from ._operations import CallFactory, CallOptions, Steps
 
 
 class OperationRequest(NamedTuple):
-    """An operation in words, and what makes its steps."""
+    """An operation in words, what makes its steps, and how it is to be carried out."""
 
     words: str
     make: Callable[[CallFactory], Steps]
-
-
-BARRIER: Final = OperationRequest("barrier()", operations.barrier)
+    options: CallOptions
 
 
 def all_reduce(
@@ -50,47 +47,46 @@ def all_reduce(
 ) -> OperationRequest:
     """See `GroupCalls.all_reduce`."""
     op = ReduceOp.of(op)
-    checked_algorithm(CallKind.ALL_REDUCE, options.algorithm)
+    _check_algorithm(CallKind.ALL_REDUCE, options)
     found, rebuild, where = flatten(tree)
     if densify:
         found = [x.to_dense() if is_slices(x) else x for x in found]
-    dense = {at: leaf_of(x) for at, x in enumerate(found) if not is_slices(x)}
     sparse = {at: x for at, x in enumerate(found) if is_slices(x)}
-    leaves = list(dense.values())
+    leaves = [leaf_of(x) for at, x in enumerate(found) if at not in sparse]
     _check_reducible(size, op, leaves, options.compression)
     if in_place:
         _check_writable(leaves, sparse)
     rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
     _check_reducible(size, op, rows[::2])
     _check_sparse(op, rows)
-    packs = _packs(leaves, options)
-    words = _named("all_reduce", [*leaves, *rows], op.value, packs, where, free=rows)
+    more = (op.value, _packs(leaves, options), where)
+    words = _named("all_reduce", [*leaves, *rows], options, *more, free=rows)
 
-    def make(draft: CallFactory) -> Steps:
-        many = [operations.all_reduce(draft, leaves, op, in_place)]
-        if rows:
-            many.append(operations.all_gather(draft, rows, [0] * len(rows)))
-        return operations.together(many, finish)
+    def make(factory: CallFactory) -> Steps:
+        steps = operations.all_reduce(factory, leaves, op, in_place)
+        if not rows:
+            return operations.rebuilt(steps, rebuild)
+        gathers = operations.all_gather(factory, rows, [0] * len(rows))
+        return operations.rebuilt(operations.together(steps, gathers), finish)
 
     def finish(parts: list[list[Any]]) -> Any:
-        out = dict(zip(dense, parts[0], strict=True))
-        gathered = iter(parts[1] if rows else ())
-        for at, slices in sparse.items():
-            values, indices = next(gathered), next(gathered)
-            if op is ReduceOp.MEAN:
-                values = values / size
-            # mypy cannot see that what is an `IndexedSlices` is a dataclass.
-            out[at] = dataclasses.replace(
-                cast("Any", slices), values=values, indices=indices
-            )
-        return rebuild([out[at] for at in range(len(found))])
+        reduced, gathered = map(iter, parts)
+        divisor = size if op is ReduceOp.MEAN else None
+        return rebuild(
+            [
+                _gathered(sparse[at], divisor, next(gathered), next(gathered))
+                if at in sparse
+                else next(reduced)
+                for at in range(len(found))
+            ]
+        )
 
-    return OperationRequest(words, make)
+    return OperationRequest(words, make, options)
 
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
     """See `GroupCalls.all_gather`."""
-    checked_algorithm(CallKind.ALL_GATHER, options.algorithm)
+    _check_algorithm(CallKind.ALL_GATHER, options)
     found, rebuild, where = flatten(tree)
     leaves, axes = [], []
     for each in map(leaf_of, found):
@@ -102,53 +98,59 @@ def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
             )
         axes.append(axis % ndim)
         leaves.append(each if not axis % ndim else each.moved(axis))
-    words = _named("all_gather", leaves, f"axis={axis}", where, free=leaves)
-    steps = operations.all_gather
-    return OperationRequest(
-        words, lambda draft: operations.rebuilt(steps(draft, leaves, axes), rebuild)
-    )
+    words = _named("all_gather", leaves, options, f"axis={axis}", where, free=leaves)
+
+    def make(factory: CallFactory) -> Steps:
+        steps = operations.all_gather(factory, leaves, axes)
+        return operations.rebuilt(steps, rebuild)
+
+    return OperationRequest(words, make, options)
 
 
 def reduce_scatter(
     size: int, tree: Any, op: ReduceOp | str, options: CallOptions
 ) -> OperationRequest:
     """See `GroupCalls.reduce_scatter`."""
-    checked_algorithm(CallKind.REDUCE_SCATTER, options.algorithm)
+    _check_algorithm(CallKind.REDUCE_SCATTER, options)
     op = ReduceOp.of(op)
     found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
     _check_reducible(size, op, leaves)
     _check_axis("reduce_scatter", leaves)
-    words = _named("reduce_scatter", leaves, op.value, where)
-    return OperationRequest(
-        words,
-        lambda draft: operations.rebuilt(
-            operations.reduce_scatter(draft, leaves, op), rebuild
-        ),
-    )
+    words = _named("reduce_scatter", leaves, options, op.value, where)
+
+    def make(factory: CallFactory) -> Steps:
+        steps = operations.reduce_scatter(factory, leaves, op)
+        return operations.rebuilt(steps, rebuild)
+
+    return OperationRequest(words, make, options)
 
 
 def broadcast(
     size: int, tree: Any, root: int, in_place: bool, options: CallOptions
 ) -> OperationRequest:
     """See `GroupCalls.broadcast`."""
-    checked_algorithm(CallKind.BROADCAST, options.algorithm)
+    _check_algorithm(CallKind.BROADCAST, options)
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
     found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
     if in_place:
         _check_writable(leaves, ())
-    words = _named("broadcast", leaves, f"root={root}", _packs(leaves, options), where)
-    return OperationRequest(
-        words,
-        lambda draft: operations.rebuilt(
-            operations.broadcast(draft, leaves, root, in_place), rebuild
-        ),
-    )
+    more = (f"root={root}", _packs(leaves, options), where)
+    words = _named("broadcast", leaves, options, *more)
+
+    def make(factory: CallFactory) -> Steps:
+        steps = operations.broadcast(factory, leaves, root, in_place)
+        return operations.rebuilt(steps, rebuild)
+
+    return OperationRequest(words, make, options)
 
 
-def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> OperationRequest:
+def all_to_all(
+    size: int, array: Any, splits: Sequence[int] | None, options: CallOptions
+) -> OperationRequest:
+    """See `GroupCalls.all_to_all`."""
     leaf = leaf_of(array)
     _check_axis("all_to_all", [leaf])
     rows = leaf.shape[0]
@@ -164,13 +166,29 @@ def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> Operation
             f"splits={list(splits)}: expected {size} counts that add up to {rows}"
         )
     free = [] if splits is None else [leaf]
-    words = _named("all_to_all", [leaf], free=free)
+    words = _named("all_to_all", [leaf], options, free=free)
     return OperationRequest(
-        words,
-        lambda draft: operations.rebuilt(
-            operations.all_to_all(draft, leaf, splits), lambda leaves: leaves[0]
-        ),
+        words, lambda factory: operations.all_to_all(factory, leaf, splits), options
     )
+
+
+def barrier(options: CallOptions) -> OperationRequest:
+    """See `GroupCalls.barrier`."""
+    return OperationRequest("barrier()", operations.barrier, options)
+
+
+def _gathered(slices: Any, divisor: int | None, values: Any, indices: Any) -> Any:
+    """The slices of all ranks. Whoever adds them up later has the mean if each of them
+    is divided by the number of ranks now."""
+    if divisor is not None:
+        values = values / divisor
+    return dataclasses.replace(slices, values=values, indices=indices)
+
+
+def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
+    """Raises: ValueError: There is no such algorithm for the call; says which."""
+    if options.algorithm not in (None, "auto"):
+        algorithm_named(kind.value, options.algorithm)
 
 
 def _check_reducible(
@@ -189,24 +207,19 @@ def _packs(leaves: Sequence[ArrayLeaf], options: CallOptions) -> str:
 
 
 def _named(
-    name: str, leaves: Sequence[ArrayLeaf], *more: str, free: Sequence[ArrayLeaf] = ()
+    name: str,
+    leaves: Sequence[ArrayLeaf],
+    options: CallOptions,
+    *more: str,
+    free: Sequence[ArrayLeaf] = (),
 ) -> str:
     """An operation in words; ``free`` are leaves whose first axis may differ."""
-    words = ", ".join([described(leaves, free), *filter(None, more)])
-    return f"{name}({words})"
-
-
-def described_with(words: str, options: CallOptions) -> str:
-    """The words of an operation with what its caller wants of the way it goes."""
-    extra = [
-        f"{name}={value!r}"
-        for name, value in (
-            ("compression", options.compression),
-            ("algorithm", options.algorithm),
-        )
-        if value is not None
-    ]
-    return ", ".join([words[:-1], *extra]) + ")" if extra else words
+    words = [described(leaves, free), *filter(None, more)]
+    if options.compression is not None:
+        words.append(f"compression={options.compression!r}")
+    if options.algorithm is not None:
+        words.append(f"algorithm={options.algorithm!r}")
+    return f"{name}({', '.join(words)})"
 
 
 def _check_axis(name: str, leaves: Sequence[ArrayLeaf]) -> None:

@@ -1,19 +1,19 @@
 """Ranks of one host go from step to step together.
 
 Every rank counts its steps in a word of its own memory that the others see. Before a
-step a rank writes into its own room (`_segment`), then it posts the step, waits until
-all others have posted it, and reads their rooms. There are two rooms, taken in turn.
-The one law, from which every collective here is safe whatever was called before it:
+step a rank writes into its own slot (`_shm_collectives`), then it posts the step, waits
+until all others have posted it, and reads their slots. Each rank has two slots, which
+it takes in turn. One law makes every collective here safe, whatever was called before:
 
-    the room of step s is read by others only before they post step s + 1.
+    the slot of step s is read by others only before they post step s + 1.
 
-So whoever has seen all post s + 1 may write the room of step s + 2, which is that of
+So whoever has seen all post s + 1 may write the slot of step s + 2, which is that of
 step s. All ranks make the same calls of the same sizes, hence the same steps; what is
 called is compared at the first step of each call.
 
 A wait looks for a moment, as the others are mostly just as far (`_futex`), and then
-sleeps on the word of whom it waits for. Who dies wakes nobody: `abort` does, told by
-messages.
+sleeps on the word of the rank that it waits for. A rank that dies wakes nobody: the
+others hear of its death by messages, and call `abort`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ShmBarrier:
         self, mine: ControlWords, others: Sequence[ControlWords], cores: int
     ) -> None:
         self._mine, self._others = mine, tuple(others)
-        self._patience = SpinPolicy(is_crowded=len(others) >= cores)
+        self._spin = SpinPolicy(is_crowded=len(others) >= cores)
         self.step = 0
-        """The last step that this rank has posted; its parity tells the room."""
+        """The last step that this rank has posted; its parity tells the slot."""
         self._calls, self._about, self._is_checked = 0, 0, True
         self._deadline = math.inf
         self._error: Exception | None = None
@@ -69,11 +69,11 @@ class ShmBarrier:
 
     @contextmanager
     def call(self, about: int, deadline: float) -> Iterator[None]:
-        """One call, of which ``about`` is a digest. What cuts it off ends the meeting:
-        this rank and the others no longer are at the same step.
+        """One call, of which ``about`` is a digest. What cuts it off ends the barrier
+        for good: this rank and the others no longer are at the same step.
 
         Raises:
-            Exception: What ended the meeting before.
+            Exception: What ended the barrier before.
         """
         if self._error is not None:
             raise self._error
@@ -92,7 +92,7 @@ class ShmBarrier:
             raise
 
     def post(self) -> None:
-        """This rank's room is written; the next one may be written after `wait`."""
+        """This rank's slot is written; the next one may be written after `wait`."""
         self.step += 1
         fence()
         self._mine.words[0] = self.step
@@ -106,9 +106,9 @@ class ShmBarrier:
             Differs: A rank calls something else.
             Exception: What `abort` was given.
         """
-        for line in self._others:
-            if line.words[0] < self.step:
-                self._wait_for(line)
+        for other in self._others:
+            if other.words[0] < self.step:
+                self._wait_for(other)
         fence()
         if not self._is_checked:
             self._check()
@@ -121,37 +121,37 @@ class ShmBarrier:
     def waits(self) -> tuple[int, ...]:
         """Ranks that are not as far as this one has posted. From any thread."""
         posted = self._mine.words[0]
-        return tuple(line.rank for line in self._others if line.words[0] < posted)
+        return tuple(other.rank for other in self._others if other.words[0] < posted)
 
     def abort(self, error: Exception) -> None:
         """From any thread: calls, the one that waits too, raise ``error`` or what came
         before it."""
         self._error = self._error or error
-        line = self._asleep
-        if line is not None:
+        other = self._asleep
+        if other is not None:
             ring = threading.Thread(
-                target=self._ring, args=(line,), name="zstrat-ring", daemon=True
+                target=self._ring, args=(other,), name="zstrat-ring", daemon=True
             )
             ring.start()
 
-    def _ring(self, line: ControlWords) -> None:
-        """Wakes who sleeps on ``line`` until it has heard.
+    def _ring(self, other: ControlWords) -> None:
+        """Wakes the thread that sleeps on the word of ``other`` until it has heard.
 
-        Between its last look at the error and its sleep nobody can reach it: the word
-        is another rank's, and only a change of it would keep it awake.
+        Between that thread's last look at the error and its sleep nobody can reach it:
+        the word is another rank's, and only a change of it would keep it awake.
         """
-        while self._asleep is line:
-            wake(line.address)
+        while self._asleep is other:
+            wake(other.address)
             self._has_heard.wait(_RING_AGAIN)
 
-    def _wait_for(self, line: ControlWords) -> None:
-        looks = self._patience.looks()
-        if looks and self._look(line, looks):
+    def _wait_for(self, other: ControlWords) -> None:
+        looks = self._spin.looks()
+        if looks and self._look(other, looks):
             return
-        words, step = line.words, self.step
+        words, step = other.words, self.step
         try:
             while (posted := words[0]) < step:
-                self._asleep = line  # before the look at the error: see `abort`
+                self._asleep = other  # before the look at the error: see `abort`
                 if self._error is not None:
                     self._has_heard.set()
                     raise self._error
@@ -159,12 +159,12 @@ class ShmBarrier:
                 if now >= self._deadline:
                     raise Overdue(self.waits())
                 until = min(self._deadline, now + _NAP)
-                sleep_while(line.address, posted, until)
+                sleep_while(other.address, posted, until)
         finally:
             self._asleep = None
 
-    def _look(self, line: ControlWords, looks: int) -> bool:
-        words, step, yields = line.words, self.step, self._patience.yields
+    def _look(self, other: ControlWords, looks: int) -> bool:
+        words, step, yields = other.words, self.step, self._spin.yields
         started, arrived = time.monotonic(), False
         for _ in range(looks):
             if words[0] >= step:
@@ -172,12 +172,12 @@ class ShmBarrier:
                 break
             if yields:
                 os.sched_yield()
-        self._patience.ended(arrived, time.monotonic() - started)
+        self._spin.ended(arrived, time.monotonic() - started)
         return arrived
 
     def _check(self) -> None:
         self._is_checked = True
-        for line in self._others:
-            about = line.words[1 + self._calls % 2]
+        for other in self._others:
+            about = other.words[1 + self._calls % 2]
             if about != self._about:
-                raise Differs(line.rank, about)
+                raise Differs(other.rank, about)

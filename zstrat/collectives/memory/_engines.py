@@ -1,6 +1,6 @@
 """Engines that carry a group's calls out in shared memory: on one host, or within each.
 
-*Ranks on one host.* Every call is carried out in the rooms of the group. An algorithm
+*Ranks on one host.* Every call is carried out in the slots of the ranks. An algorithm
 that a caller names says how messages go. Here none go, so it says nothing, and the call
 stays in memory: a name must not make it slower.
 
@@ -14,57 +14,98 @@ The algorithm that a caller names, or the table chooses, is that of the first ra
 
 Between hosts travels what is reduced in part (f32 for f16 and bf16); each first rank
 takes the mean and rounds, from the same bits, so all ranks hold the same.
+
+*Which engine it is* depends on who the members are, so it is chosen when the group has
+formed. The memory of a rank is there before, and until the group is closed.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 
 import numpy as np
 
 from zstrat.collectives._engine import CallKind
 from zstrat.collectives._reduction import Reduction, reduction_of
 from zstrat.collectives._terms import ReduceOp
+from zstrat.transport import Arena
+
+from ._futex import IS_AVAILABLE
+from ._shm_collectives import CAPACITY, RankMemory, ShmCollectives, segment_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.collectives._engine import Between, CollectiveCall, Started
+    from zstrat.collectives._engine import (
+        Between,
+        CollectiveCall,
+        CollectiveEngine,
+        HostMemory,
+        Started,
+    )
+    from zstrat.wire import MemberEntry
 
-    from ._shm_collectives import ShmCollectives
+Part = TypeVar("Part")
+
+_LOG: Final = logging.getLogger("zstrat.collectives")
 
 
 class OneHost:
-    """The engine of a group whose ranks all run on this host. ``closed`` is called
-    when it is closed."""
+    """The engine of a group whose ranks all run on this host.
 
-    def __init__(self, rooms: ShmCollectives, closed: Callable[[], object]) -> None:
-        self._rooms: ShmCollectives | None = rooms
+    Args:
+        closed: Called when the engine is closed.
+    """
+
+    def __init__(self, shared: ShmCollectives, closed: Callable[[], object]) -> None:
+        self._shared: ShmCollectives | None = shared
         self._closed = closed
 
     def takes(self, call: CollectiveCall) -> bool:
         return may_take(call)
 
     def run(self, call: CollectiveCall) -> None:
-        rooms = self._rooms
-        assert rooms is not None, "the group runs nothing after close()"
-        with rooms.meeting.call(call.about, call.deadline):
-            carry_out(rooms, call)
+        shared = self._shared
+        assert shared is not None, "the group runs nothing after close()"
+        with shared.barrier.call(call.about, call.deadline):
+            self._carry_out(shared, call)
 
     def waits(self) -> Sequence[int]:
-        rooms = self._rooms
-        return () if rooms is None else rooms.meeting.waits()
+        shared = self._shared  # another thread may close the engine meanwhile
+        return () if shared is None else shared.barrier.waits()
 
     def abort(self, error: Exception) -> None:
-        rooms = self._rooms
-        if rooms is not None:
-            rooms.meeting.abort(error)
+        shared = self._shared
+        if shared is not None:
+            shared.barrier.abort(error)
 
     def close(self) -> None:
-        self._rooms = None
+        self._shared = None
         self._closed()
+
+    def _carry_out(self, shared: ShmCollectives, call: CollectiveCall) -> None:
+        source, target = call.source, call.target
+        match call.kind:
+            case CallKind.ALL_REDUCE:
+                reduction = reduction_of(call.op, source.dtype, shared.size)
+                shared.all_reduce(reduction, source, target)
+            case CallKind.BROADCAST:
+                shared.broadcast(call.root, source, target)
+            case CallKind.ALL_GATHER:
+                shared.all_gather(call.sizes, source, target)
+            case CallKind.REDUCE_SCATTER:
+                reduction = reduction_of(call.op, source.dtype, shared.size)
+                shared.reduce_scatter(reduction, call.sizes, source, target)
+            case CallKind.ALL_TO_ALL:
+                shared.all_to_all(call.sizes, source, target)
+            case CallKind.BARRIER:
+                shared.barrier.meet()
+            case _:
+                assert_never(call.kind)
 
 
 def may_take(call: CollectiveCall) -> bool:
@@ -73,30 +114,8 @@ def may_take(call: CollectiveCall) -> bool:
     return call.tag is None and call.compression is None
 
 
-def carry_out(rooms: ShmCollectives, call: CollectiveCall) -> None:
-    """A call among the ranks of ``rooms`` alone."""
-    source, target = call.source, call.target
-    match call.kind:
-        case CallKind.ALL_REDUCE:
-            reduction = reduction_of(call.op, source.dtype, rooms.size)
-            rooms.all_reduce(reduction, source, target)
-        case CallKind.BROADCAST:
-            rooms.broadcast(call.root, source, target)
-        case CallKind.ALL_GATHER:
-            rooms.all_gather(call.sizes, source, target)
-        case CallKind.REDUCE_SCATTER:
-            reduction = reduction_of(call.op, source.dtype, rooms.size)
-            rooms.reduce_scatter(reduction, call.sizes, source, target)
-        case CallKind.ALL_TO_ALL:
-            rooms.all_to_all(call.sizes, source, target)
-        case CallKind.BARRIER:
-            rooms.meeting.meet()
-        case _:
-            assert_never(call.kind)
-
-
 PART: Final = 4 * 2**20
-"""Bytes of a part: four rooms, so that a ring of some hosts still has hops of 1 MiB."""
+"""Bytes of a part: four slots, so that a ring of some hosts still has hops of 1 MiB."""
 
 AHEAD: Final = 8
 """Parts that travel at once: 32 MiB, what 25 Gb/s carry in 10 ms; what the first ranks
@@ -127,21 +146,20 @@ def places_of(hosts: Sequence[object]) -> tuple[list[RankPlace], list[int]]:
     return places, [ranks[0] for ranks in seen.values()]
 
 
-class HostsEngine:
+class HostsEngine(OneHost):
     """The engine of a group on several hosts. Gathers and exchanges, which save nothing
     by it, go by messages."""
 
     def __init__(
         self,
-        rooms: ShmCollectives,
+        shared: ShmCollectives,
         rank: int,
         places: Sequence[RankPlace],
         leaders: Sequence[int],
         between: Between,
         closed: Callable[[], object],
     ) -> None:
-        self._closed = closed
-        self._rooms: ShmCollectives | None = rooms
+        super().__init__(shared, closed)
         self._places, self._leaders = tuple(places), tuple(leaders)
         self._host, self._leads = places[rank].host, places[rank].place == 0
         self._others = tuple(leader for leader in leaders if leader != rank)
@@ -152,96 +170,71 @@ class HostsEngine:
         shares = len(self._leaders) < len(self._places)
         return shares and call.kind in _KINDS and may_take(call)
 
-    def run(self, call: CollectiveCall) -> None:
-        rooms = self._rooms
-        assert rooms is not None, "the group runs nothing after close()"
-        with rooms.meeting.call(call.about, call.deadline):
-            if call.kind is CallKind.ALL_REDUCE:
-                self._all_reduce(rooms, call)
-            elif call.kind is CallKind.BROADCAST:
-                self._broadcast(rooms, call)
-            else:
-                self._barrier(rooms, call)
-
     def waits(self) -> Sequence[int]:
-        rooms = self._rooms
-        if self._is_between:
-            return self._others
-        return () if rooms is None else rooms.meeting.waits()
+        return self._others if self._is_between else super().waits()
 
-    def abort(self, error: Exception) -> None:
-        rooms = self._rooms
-        if rooms is not None:
-            rooms.meeting.abort(error)
+    def _carry_out(self, shared: ShmCollectives, call: CollectiveCall) -> None:
+        if call.kind is CallKind.ALL_REDUCE:
+            self._all_reduce(shared, call)
+        elif call.kind is CallKind.BROADCAST:
+            self._broadcast(shared, call)
+        else:
+            self._barrier(shared, call)
 
-    def close(self) -> None:
-        self._rooms = None
-        self._closed()
-
-    def _all_reduce(self, rooms: ShmCollectives, call: CollectiveCall) -> None:
+    def _all_reduce(self, shared: ShmCollectives, call: CollectiveCall) -> None:
         """Cost on the network, per host: one all-reduce of the array."""
         whole = reduction_of(call.op, call.source.dtype, len(self._places))
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
-        within = Reduction(op, whole.accumulator, whole.accumulator, rooms.size)
+        within = Reduction(op, whole.accumulator, whole.accumulator, shared.size)
 
-        def hand_out(part: slice, total: np.ndarray, started: Started | None) -> None:
+        def started() -> Iterator[tuple[slice, np.ndarray, Started | None]]:
+            for number, part in enumerate(_parts(call, whole.accumulator)):
+                total, between = call.target[part], None
+                if whole.rounds and self._leads:
+                    total = np.empty(total.size, whole.accumulator)
+                shared.reduce(within, call.source[part], total)
+                if self._leads:
+                    across = replace(call, source=total, target=total, op=op)
+                    between = self._between.start(across, self._leaders, number)
+                yield part, total, between
+
+        for part, total, between in _some_ahead(started()):
             target = call.target[part]
-            if started is not None:
-                self._wait(started)
+            if between is not None:
+                self._wait(between)
                 whole.finish(total, target if whole.rounds else total)
-            rooms.broadcast(0, target, target)
+            shared.broadcast(0, target, target)
 
-        travelling: deque[tuple[slice, np.ndarray, Started | None]] = deque()
-        for number, part in enumerate(_parts(call, whole.accumulator)):
-            total = call.target[part]
-            if whole.rounds and self._leads:
-                total = np.empty(total.size, whole.accumulator)
-            rooms.reduce(within, call.source[part], total)
-            started = None
-            if self._leads:
-                across = replace(call, source=total, target=total, op=op)
-                started = self._between.start(across, self._leaders, number)
-            travelling.append((part, total, started))
-            if len(travelling) >= AHEAD:
-                hand_out(*travelling.popleft())
-        while travelling:
-            hand_out(*travelling.popleft())
-
-    def _broadcast(self, rooms: ShmCollectives, call: CollectiveCall) -> None:
+    def _broadcast(self, shared: ShmCollectives, call: CollectiveCall) -> None:
         """Cost on the network: one broadcast of the array among the hosts."""
         root = self._places[call.root]
         is_here = root.host == self._host
-        travelling: deque[tuple[slice, Started | None]] = deque()
 
-        def arrive(part: slice, started: Started | None) -> None:
-            if started is not None:
-                self._wait(started)
+        def started() -> Iterator[tuple[np.ndarray, Started | None]]:
+            for number, part in enumerate(_parts(call, call.source.dtype)):
+                target, between = call.target[part], None
+                if is_here:
+                    # The root may have no more than read-only memory: nothing is
+                    # written to what is one and the same.
+                    is_same = call.source is call.target
+                    source = target if is_same else call.source[part]
+                    shared.broadcast(root.place, source, target)
+                if self._leads:
+                    across = replace(call, source=target, target=target, root=root.host)
+                    between = self._between.start(across, self._leaders, number)
+                yield target, between
+
+        for target, between in _some_ahead(started()):
+            if between is not None:
+                self._wait(between)
             if not is_here:
-                target = call.target[part]
-                rooms.broadcast(0, target, target)
+                shared.broadcast(0, target, target)
 
-        for number, part in enumerate(_parts(call, call.source.dtype)):
-            target = call.target[part]
-            if is_here:
-                # The root may have no more than read-only memory: nothing is written
-                # to what is one and the same.
-                source = call.source[part] if call.source is not call.target else target
-                rooms.broadcast(root.place, source, target)
-            started = None
-            if self._leads:
-                across = replace(call, source=target, target=target, root=root.host)
-                started = self._between.start(across, self._leaders, number)
-            travelling.append((part, started))
-            if len(travelling) >= AHEAD:
-                arrive(*travelling.popleft())
-        while travelling:
-            arrive(*travelling.popleft())
-
-    def _barrier(self, rooms: ShmCollectives, call: CollectiveCall) -> None:
-        rooms.meeting.meet()
+    def _barrier(self, shared: ShmCollectives, call: CollectiveCall) -> None:
+        shared.barrier.meet()
         if self._leads:
             self._wait(self._between.start(call, self._leaders, 0))
-        rooms.meeting.meet()
+        shared.barrier.meet()
 
     def _wait(self, started: Started) -> None:
         self._is_between = True
@@ -251,8 +244,79 @@ class HostsEngine:
             self._is_between = False
 
 
+def _some_ahead(started: Iterator[Part]) -> Iterator[Part]:
+    """The same parts in their order, each when `AHEAD` of them are under way or no more
+    are to be started."""
+    travelling: deque[Part] = deque()
+    for part in started:
+        travelling.append(part)
+        if len(travelling) >= AHEAD:
+            yield travelling.popleft()
+    yield from travelling
+
+
 def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
     """At least one: there is something to agree about in an empty array, too."""
     step, size = PART // dtype.itemsize, call.source.size
     for start in range(0, max(size, 1), step):
         yield slice(start, min(start + step, size))
+
+
+class SharedMemory:
+    """Implements `zstrat.collectives._engine.HostMemory`."""
+
+    def __init__(self) -> None:
+        """Raises: OSError: the kernel gives no anonymous memory."""
+        made = Arena(CAPACITY)
+        self._arena: Arena | None = made
+        self._descriptor, self._word = made.descriptor, made.word
+
+    @property
+    def descriptor(self) -> int:
+        return self._descriptor
+
+    @property
+    def capacity(self) -> int:
+        return CAPACITY
+
+    @property
+    def word(self) -> bytes:
+        return self._word
+
+    def attach(
+        self, rank: int, members: Sequence[MemberEntry], between: Between
+    ) -> CollectiveEngine:
+        assert self._arena is not None, "it is closed"
+        mine = self._arena.memory
+        # Without memory to share a rank is a host of its own.
+        places, leaders = places_of(
+            [each.host if each.capacity else i for i, each in enumerate(members)]
+        )
+        me = places[rank]
+        segments = [
+            RankMemory(i, mine) if i == rank else segment_of(i, members[i])
+            for i, place in enumerate(places)
+            if place.host == me.host
+        ]
+        shared = ShmCollectives(me.place, segments, len(os.sched_getaffinity(0)))
+        if len(leaders) == 1:
+            return OneHost(shared, self.close)
+        return HostsEngine(shared, rank, places, leaders, between, self.close)
+
+    def close(self) -> None:
+        """Lets go of the memory. The engine's `close` does it as well; the second time
+        nothing happens."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None  # whoever keeps a closed group keeps no memory
+
+
+def host_memory(lane: str) -> HostMemory | None:
+    """What this rank shares with ranks of its host, None where all goes by messages."""
+    if lane not in ("auto", "shm") or not IS_AVAILABLE:
+        return None
+    try:
+        return SharedMemory()
+    except OSError as error:
+        _LOG.info("calls of this rank go by socket, not by shared memory: %s", error)
+        return None

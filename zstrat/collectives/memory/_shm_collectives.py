@@ -1,7 +1,11 @@
 """Collectives of ranks that all run on one host, through the memory that they share.
 
+The memory is anonymous (`zstrat.transport.Arena`): a page of words, and two slots. Each
+rank writes its own and has the others' mapped read-only, so that no rank can spoil
+another's; the kernel frees all of it with the last process, however that ends.
+
 A call is a row of steps (`_barrier`): write what the others need of this rank into its
-room, meet, read the others' rooms. What is larger than a room goes chunk by chunk, so
+slot, meet, read the others' slots. What is larger than a slot goes chunk by chunk, so
 that both the memory and the cache that a call needs are bounded.
 
 Reductions are made in the order of ranks, each element by one rank or by all alike, so
@@ -15,15 +19,62 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ._barrier import ShmBarrier
-from ._segment import ROOM
+from zstrat.transport import Mapping
+
+from ._barrier import ControlWords, ShmBarrier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zstrat.collectives._reduction import Reduction
+    from zstrat.wire import MemberEntry
 
-    from ._segment import RankMemory
+SLOT: Final = 2**20
+"""Bytes of a slot. A chunk and its result stay in the cache of a core on their way:
+smaller ones meet more often, larger ones go through memory."""
+
+_WORDS: Final = 64
+"""Where the control words lie, a cache line behind the proof of the arena."""
+_WORDS_BYTES: Final = 64
+_SLOTS: Final = 4096
+
+CAPACITY: Final = _SLOTS + 2 * SLOT
+
+
+class RankMemory:
+    """The memory of one rank, ours or mapped: its ``words`` and its ``slots``
+    (two of uint8 [SLOT])."""
+
+    def __init__(self, rank: int, memory: np.ndarray) -> None:
+        # Arrays of the memory keep it mapped; `words` has only an address.
+        self.words = ControlWords(
+            rank,
+            memory[_WORDS : _WORDS + _WORDS_BYTES].data.cast("Q"),
+            memory.ctypes.data + _WORDS,
+        )
+        self.slots = (
+            memory[_SLOTS : _SLOTS + SLOT],
+            memory[_SLOTS + SLOT : _SLOTS + 2 * SLOT],
+        )
+
+
+def segment_of(rank: int, member: MemberEntry) -> RankMemory:
+    """The memory of another rank of this host.
+
+    Raises:
+        OSError: It cannot be mapped, or is not what ``member`` says; says which rank.
+    """
+    try:
+        if member.capacity != CAPACITY:
+            raise OSError(f"it has {member.capacity} bytes, expected {CAPACITY}")
+        mapping = Mapping(member.pid, member.descriptor, member.capacity, member.word)
+    except OSError as error:
+        raise OSError(
+            f"the shared memory of rank {rank} ({member.task}, pid {member.pid}) "
+            f"cannot be mapped: {error}"
+        ) from error
+    return RankMemory(rank, mapping.memory)
+
 
 SMALL: Final = 64 * 1024
 """Bytes up to which every rank reads all and reduces for itself: one step, not two."""
@@ -39,19 +90,19 @@ class ShmCollectives:
 
     def __init__(self, place: int, segments: Sequence[RankMemory], cores: int) -> None:
         self.place, self.size = place, len(segments)
-        self._rooms = [segment.rooms for segment in segments]
-        others = [each.line for i, each in enumerate(segments) if i != place]
-        self.meeting = ShmBarrier(segments[place].line, others, cores)
+        self._slots = [segment.slots for segment in segments]
+        others = [each.words for i, each in enumerate(segments) if i != place]
+        self.barrier = ShmBarrier(segments[place].words, others, cores)
 
     def own(self, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
         """Where this rank writes for the next step: ``count`` elements."""
-        room = self._rooms[self.place][(self.meeting.step + 1) & 1]
-        return _part(room, dtype, count, start)
+        slot = self._slots[self.place][(self.barrier.step + 1) & 1]
+        return _part(slot, dtype, count, start)
 
     def of(self, place: int, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
         """What a rank wrote for the step that this rank has met."""
-        room = self._rooms[place][self.meeting.step & 1]
-        return _part(room, dtype, count, start)
+        slot = self._slots[place][self.barrier.step & 1]
+        return _part(slot, dtype, count, start)
 
     def all_reduce(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
@@ -64,7 +115,7 @@ class ShmCollectives:
         if source.nbytes <= SMALL:
             self._reduce_at_once(reduction, source, target)
             return
-        chunk = ROOM // source.itemsize
+        chunk = SLOT // source.itemsize
         for start in range(0, source.size, chunk):
             end = min(start + chunk, source.size)
             self._reduce_chunk(reduction, source[start:end], target[start:end])
@@ -77,28 +128,28 @@ class ShmCollectives:
 
         Cost: two steps a chunk; each rank copies it in, the first one also out.
         """
-        chunk = ROOM // reduction.accumulator.itemsize
+        chunk = SLOT // reduction.accumulator.itemsize
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
             bounds = self._reduce_shares(reduction, source[start:end])
-            self.meeting.meet()
+            self.barrier.meet()
             if self.place == 0:
                 self._take_shares(bounds, target[start:end])
 
     def broadcast(self, root: int, source: np.ndarray, target: np.ndarray) -> None:
         """``target`` becomes the ``source`` of the rank at place ``root``, where both
         may be the same. Cost: a step a chunk; each rank copies once."""
-        dtype, chunk = source.dtype, ROOM // source.itemsize
+        dtype, chunk = source.dtype, SLOT // source.itemsize
         for start in range(0, max(source.size, 1), chunk):
             end = min(start + chunk, source.size)
             if self.place == root:
                 self.own(dtype, end - start)[...] = source[start:end]
-                self.meeting.post()
+                self.barrier.post()
                 if target is not source:
                     target[start:end] = source[start:end]
-                self.meeting.wait()
+                self.barrier.wait()
             else:
-                self.meeting.meet()
+                self.barrier.meet()
                 target[start:end] = self.of(root, dtype, end - start)
 
     def all_gather(
@@ -108,11 +159,11 @@ class ShmCollectives:
 
         Cost: a step a chunk of the largest source; each rank reads all others'.
         """
-        dtype, chunk = source.dtype, ROOM // source.itemsize
+        dtype, chunk = source.dtype, SLOT // source.itemsize
         for done in range(0, max(*sizes, 1), chunk):
             mine = source[done : done + chunk]
             self.own(dtype, mine.size)[...] = mine
-            self.meeting.meet()
+            self.barrier.meet()
             for place, piece in enumerate(_pieces(target, sizes, done, chunk)):
                 piece[...] = self.of(place, dtype, piece.size)
 
@@ -132,7 +183,7 @@ class ShmCollectives:
         for done in range(0, max(*sizes, 1), chunk):
             for place, piece in enumerate(_pieces(source, sizes, done, chunk)):
                 self.own(dtype, piece.size, place * chunk)[...] = piece
-            self.meeting.meet()
+            self.barrier.meet()
             mine = target[done : done + chunk]
             parts = [self.of(i, dtype, mine.size, first) for i in range(self.size)]
             _reduce(reduction, parts, mine)
@@ -152,7 +203,7 @@ class ShmCollectives:
         for done in range(0, max(*sizes, 1), chunk):
             for place, piece in enumerate(_pieces(source, row, done, chunk)):
                 self.own(dtype, piece.size, place * chunk)[...] = piece
-            self.meeting.meet()
+            self.barrier.meet()
             for place, piece in enumerate(_pieces(target, column, done, chunk)):
                 piece[...] = self.of(place, dtype, piece.size, first)
 
@@ -160,8 +211,8 @@ class ShmCollectives:
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
         self.own(source.dtype, source.size)[...] = source
-        self.meeting.meet()
-        # All from the rooms: an in-place call overwrites its own source on the way.
+        self.barrier.meet()
+        # All from the slots: an in-place call overwrites its own source on the way.
         parts = [self.of(i, source.dtype, source.size) for i in range(self.size)]
         _reduce(reduction, parts, target)
 
@@ -171,13 +222,13 @@ class ShmCollectives:
         bounds = self._reduce_shares(reduction, source)
         low, high = bounds[self.place], bounds[self.place + 1]
         result = self.own(target.dtype, high - low)
-        self.meeting.post()
+        self.barrier.post()
         target[low:high] = result
-        self.meeting.wait()
+        self.barrier.wait()
         self._take_shares(bounds, target, besides=self.place)
 
     def _reduce_shares(self, reduction: Reduction, source: np.ndarray) -> list[int]:
-        """A step, after which each rank has its share of the result in its next room;
+        """A step, after which each rank has its share of the result in its next slot;
         where the shares begin and end."""
         dtype, count = source.dtype, source.size
         bounds = _shares(count, self.size, _LINE // reduction.dtype.itemsize)
@@ -185,7 +236,7 @@ class ShmCollectives:
         # Nobody reads this rank's own share but itself.
         self.own(dtype, low)[...] = source[:low]
         self.own(dtype, count - high, high)[...] = source[high:]
-        self.meeting.meet()
+        self.barrier.meet()
         parts = [
             source[low:high]
             if place == self.place
@@ -204,13 +255,13 @@ class ShmCollectives:
                 target[low:high] = self.of(place, target.dtype, high - low)
 
     def _share(self, dtype: np.dtype) -> int:
-        """Elements of a room that are one rank's when all ranks share it."""
-        return ROOM // self.size // _LINE * (_LINE // dtype.itemsize)
+        """Elements of a slot that are one rank's when all ranks share it."""
+        return SLOT // self.size // _LINE * (_LINE // dtype.itemsize)
 
 
-def _part(room: np.ndarray, dtype: np.dtype, count: int, start: int) -> np.ndarray:
+def _part(slot: np.ndarray, dtype: np.dtype, count: int, start: int) -> np.ndarray:
     size = dtype.itemsize
-    return room[start * size : (start + count) * size].view(dtype)
+    return slot[start * size : (start + count) * size].view(dtype)
 
 
 def _pieces(

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from zstrat.config import MiB
 
 from ._algorithms import algorithm_named
-from ._schedule import Act
+from ._schedule import Act, first_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,8 +127,9 @@ class _SimulatedCall:
 
     def _starts(self) -> Iterator[tuple[int, int, int]]:
         for rank, schedule in enumerate(self._schedules):
+            places = [first_place(actions) for actions in schedule.blocks]
             blocks = [b for b, actions in enumerate(schedule.blocks) if actions]
-            blocks.sort(key=partial(_first, schedule))
+            blocks.sort(key=places.__getitem__)
             for chunk in range(self._chunks):
                 for block in blocks:
                     yield rank, block, chunk
@@ -191,7 +191,3 @@ def _rank(schedule: Schedule) -> _Rank:
     # The n-th hop that comes was the n-th of a rank that does as this one does.
     like = dict(zip(sorted(sends), sorted(receipts), strict=False))
     return _Rank(0.0, 0.0, receipts, like)
-
-
-def _first(schedule: Schedule, block: int) -> int:
-    return next((a.place for a in schedule.blocks[block] if a.act is _SEND), 0)

@@ -6,7 +6,12 @@ flooded while others idle.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ._schedule import Act, Action, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def direct_all_reduce(rank: int, size: int) -> Schedule:
@@ -20,14 +25,8 @@ def direct_all_reduce(rank: int, size: int) -> Schedule:
         if block != rank:
             send = Action(Act.SEND, block, (block - rank) % size)
             return send, Action(Act.TAKE, block, size + (rank - block) % size)
-        reduces = (
-            Action(Act.REDUCE, (rank - step) % size, step) for step in range(1, size)
-        )
-        sends = (
-            Action(Act.SEND, (rank + step) % size, size + step)
-            for step in range(1, size)
-        )
-        return *reduces, Action(Act.FINISH), *sends
+        reduces = _reduces(rank, size)
+        return *reduces, Action(Act.FINISH), *_sends(rank, size, size)
 
     return Schedule(tuple(map(actions, range(size))), 2 * size, tuple(range(size)))
 
@@ -41,10 +40,7 @@ def direct_reduce_scatter(rank: int, size: int) -> Schedule:
     def actions(block: int) -> tuple[Action, ...]:
         if block != rank:
             return (Action(Act.SEND, block, (block - rank) % size),)
-        reduces = (
-            Action(Act.REDUCE, (rank - step) % size, step) for step in range(1, size)
-        )
-        return *reduces, Action(Act.FINISH)
+        return *_reduces(rank, size), Action(Act.FINISH)
 
     return Schedule(tuple(map(actions, range(size))), size, (rank,))
 
@@ -58,10 +54,7 @@ def direct_all_gather(rank: int, size: int) -> Schedule:
     def actions(block: int) -> tuple[Action, ...]:
         if block != rank:
             return (Action(Act.TAKE, block, (rank - block) % size),)
-        sends = (
-            Action(Act.SEND, (rank + step) % size, step) for step in range(1, size)
-        )
-        return Action(Act.FINISH), *sends
+        return Action(Act.FINISH), *_sends(rank, size, 0)
 
     return Schedule(tuple(map(actions, range(size))), size, tuple(range(size)))
 
@@ -143,3 +136,15 @@ def chain_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
         return Schedule(((first,),), size - 1, (0,))
     send = Action(Act.SEND, (rank + 1) % size, number)
     return Schedule(((first, send),), size - 1, (0,))
+
+
+def _reduces(rank: int, size: int) -> Iterator[Action]:
+    """What all others send to this rank, reduced: first that of the rank before it."""
+    for step in range(1, size):
+        yield Action(Act.REDUCE, (rank - step) % size, step)
+
+
+def _sends(rank: int, size: int, places: int) -> Iterator[Action]:
+    """To all others: first to the rank after this one."""
+    for step in range(1, size):
+        yield Action(Act.SEND, (rank + step) % size, places + step)

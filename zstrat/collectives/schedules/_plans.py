@@ -77,12 +77,6 @@ def progress_of(
     )
 
 
-def checked_algorithm(kind: CallKind, name: str | None) -> None:
-    """Raises: ValueError: There is no such algorithm for the call; says which."""
-    if name not in (None, "auto"):
-        algorithm_named(kind.value, name)
-
-
 def _algorithm(
     call: CollectiveCall, choices: Choices, size: int, one_host: bool
 ) -> str:

@@ -14,7 +14,7 @@ from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 
 from ._chunks import CHUNKS, Block, Values
-from ._schedule import Act
+from ._schedule import Act, first_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -113,7 +113,7 @@ class ScheduleProgress:
         To be drawn to the end, before which nothing is done; hops may arrive meanwhile.
         """
         # What the others wait for first goes first, and all peers get some of it.
-        blocks = sorted(self._blocks, key=_first_place)
+        blocks = sorted(self._blocks, key=lambda block: first_place(block.actions))
         for chunk in range(max((len(block.at) for block in blocks), default=0)):
             for block in blocks:
                 if chunk < len(block.at):
@@ -173,7 +173,3 @@ def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
     short, more = divmod(len(flat), size)
     ends = [block * short + min(block, more) for block in range(size + 1)]
     return [flat[start:end] for start, end in pairwise(ends)]
-
-
-def _first_place(block: Block) -> int:
-    return next((a.place for a in block.actions if a.act is _SEND), 0)

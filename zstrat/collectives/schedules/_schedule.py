@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Act(enum.Enum):
@@ -41,6 +44,12 @@ class Action(NamedTuple):
     act: Act
     peer: int = -1
     place: int = -1
+
+
+def first_place(actions: Sequence[Action]) -> int:
+    """The place of the first hop that is sent: blocks that others wait for first have
+    the lowest."""
+    return next((each.place for each in actions if each.act is Act.SEND), 0)
 
 
 @dataclass(frozen=True, slots=True)

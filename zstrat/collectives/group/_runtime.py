@@ -72,8 +72,8 @@ class GroupRuntime:
             self.users -= 1
             if self.users or self._portal is None:
                 return
-            for key in [key for key, each in _stations.items() if each is self]:
-                del _stations[key]
+            for key in [key for key, each in _runtimes.items() if each is self]:
+                del _runtimes[key]
         self._portal.close()
 
     def _handle(
@@ -103,7 +103,7 @@ class GroupRuntime:
 
     @classmethod
     def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
-        """A station of this process's own, bound at ``bind`` ("": nowhere, for a group
+        """A runtime of this process's own, bound at ``bind`` ("": nowhere, for a group
         of one).
 
         Raises:
@@ -118,41 +118,41 @@ class GroupRuntime:
 
         async def begin() -> GroupRuntime:
             me = hello(seat.job, seat.number, new_incarnation())
-            station = cls(GroupNode(me, settings, security))
+            runtime = cls(GroupNode(me, settings, security))
             if bind:
-                await station._open(bind, security)
-            return station
+                await runtime._open(bind, security)
+            return runtime
 
         try:
-            station = portal.run(begin(), _BINDING, f"binding {bind}")
+            runtime = portal.run(begin(), _BINDING, f"binding {bind}")
         except BaseException:  # to whoever makes a group; Ctrl-C, too
             portal.close()
             raise
-        station._portal = portal
-        portal.at_close(station._close)
-        return station
+        runtime._portal = portal
+        portal.at_close(runtime._close)
+        return runtime
 
 
-def station_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
-    """The station of a task of this process, made if there is none.
+def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
+    """The runtime of a task of this process, made if there is none.
 
     Blocks while it binds. Give it back with `GroupRuntime.release`.
     """
     with _lock:
-        station = _stations.get((seat.job, seat.number, bind)) or _daemons.get(
+        runtime = _runtimes.get((seat.job, seat.number, bind)) or _daemons.get(
             (seat.job, seat.number)
         )
-        if station is None:
-            station = GroupRuntime.settle(seat, bind, settings)
-            _stations[seat.job, seat.number, bind] = station
-        station.users += 1
-        return station
+        if runtime is None:
+            runtime = GroupRuntime.settle(seat, bind, settings)
+            _runtimes[seat.job, seat.number, bind] = runtime
+        runtime.users += 1
+        return runtime
 
 
 async def awaited(make: Callable[[], GroupRuntime]) -> GroupRuntime:
     """What ``make`` gives, which blocks and so runs on a thread.
 
-    Cancellation: the station is given back as soon as it is there.
+    Cancellation: the runtime is given back as soon as it is there.
     """
     making = asyncio.get_running_loop().run_in_executor(None, make)
     try:
@@ -187,5 +187,5 @@ def only_daemon() -> tuple[str, int] | None:
 
 
 _lock: Final = threading.Lock()
-_stations: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
+_runtimes: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
 _daemons: Final[dict[tuple[str, int], GroupRuntime]] = {}

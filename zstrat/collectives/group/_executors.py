@@ -1,0 +1,336 @@
+"""The two ways in which an operation is carried out: by messages, or by an engine.
+
+By messages any number of operations are under way, and the loop carries them on. An
+engine takes one at a time, in an order: a turn is drawn where the operation gets its
+number, so that it stands in the same order on all ranks; whoever has drawn it waits for
+it, uses the engine, and passes it on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zstrat.collectives._engine import Differs, Overdue, margin_of
+from zstrat.errors import ClosedError, ZstratError
+from zstrat.transport import ThreadBell
+
+from ._keys import key_between
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from zstrat.collectives._engine import CollectiveCall, CollectiveEngine
+
+    from ._generation import Generation
+    from ._operations import Steps
+    from ._pending import Pending
+    from ._runtime import GroupRuntime
+
+
+class StartedOperation(NamedTuple):
+    """An operation whose first calls are made: they, what makes the next ones, and who
+    is to hear of the end."""
+
+    steps: Steps
+    calls: Sequence[CollectiveCall]
+    pending: Pending[Any]
+
+
+class MessageExecutor:
+    """Carries operations and single calls of a generation out by messages; implements
+    `zstrat.collectives._engine.Between`."""
+
+    def __init__(self, runtime: GroupRuntime, generation: Generation) -> None:
+        self._runtime, self._generation = runtime, generation
+
+    def begin(self, operation: StartedOperation) -> None:
+        """Begins an operation, from any thread; the loop carries it on."""
+        steps = MessageSteps(self._generation, operation)
+        if not self.soon(steps.start, operation.calls):
+            operation.pending.fail(ClosedError("the loop of the group has ended"))
+
+    def call(
+        self, call: CollectiveCall, ranks: Sequence[int] | None = None
+    ) -> AwaitedCall:
+        """Starts one call, among all ranks or these; from a thread that will wait."""
+        awaited = AwaitedCall()
+        start = self._generation.start
+        if not self.soon(start, call, awaited.ended, ranks):
+            awaited.ended(ClosedError("the loop of the group has ended"))
+        return awaited
+
+    def start(
+        self, call: CollectiveCall, ranks: Sequence[int], part: int
+    ) -> AwaitedCall:
+        named = replace(call, key=key_between(call.key, part), whole=call.key)
+        return self.call(named, ranks)
+
+    def abort_by(self, error: Exception) -> None:
+        """Ends the generation for all ranks, from any thread: something went wrong here
+        that the others cannot know."""
+        self.soon(self._generation.abort_by, error)
+
+    def soon(self, function: Callable[..., object], *args: object) -> bool:
+        """Runs a function of the generation on its loop; False: the loop has ended."""
+        return self._runtime.call_soon(function, *args)
+
+
+class MessageSteps:
+    """The steps of one operation, all of whose calls travel as messages. Belongs to the
+    thread of the loop."""
+
+    __slots__ = ("_error", "_generation", "_left", "_pending", "_steps")
+
+    def __init__(self, generation: Generation, operation: StartedOperation) -> None:
+        self._generation = generation
+        self._steps, _, self._pending = operation
+        self._left = 0
+        """Calls of this step that are not over."""
+        self._error: Exception | None = None
+
+    def start(self, calls: Sequence[CollectiveCall]) -> None:
+        """Starts the calls of a step."""
+        # One more: a call may be over before the next one has begun.
+        self._left = len(calls) + 1
+        for call in calls:
+            self._generation.start(call, self._ended)
+        self._ended(None)
+
+    def _ended(self, error: Exception | None) -> None:
+        if error is not None and self._error is None:
+            self._error = error
+        self._left -= 1
+        if self._left:
+            return
+        if self._error is not None:
+            self._pending.fail(self._error)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        try:
+            calls = next(self._steps)
+        except StopIteration as end:
+            self._pending.settle(end.value)
+        except Exception as error:  # to the caller: his arrays do not fit, say
+            self._generation.abort_by(error)
+            self._pending.fail(error)
+        else:
+            self.start(calls)
+
+
+class AwaitedCall:
+    """A call by messages that a thread waits for; implements
+    `zstrat.collectives._engine.Started`."""
+
+    __slots__ = ("_bell", "_error")
+
+    def __init__(self) -> None:
+        self._bell = ThreadBell()
+        self._error: Exception | None = None
+
+    def ended(self, error: Exception | None) -> None:
+        self._error = error
+        self._bell.ring()
+
+    def wait(self) -> None:
+        self._bell.wait(None)  # bounded: the call has a deadline
+        if self._error is not None:
+            raise self._error
+
+
+class EngineExecutor:
+    """Carries operations out with the engine of a generation, one after the other: in
+    the thread that calls `run`, or after `put` on a thread of its own.
+
+    That thread is made with the first operation that needs it; it ends with `close`.
+    """
+
+    def __init__(
+        self,
+        messages: MessageExecutor,
+        generation: Generation,
+        engine: CollectiveEngine,
+    ) -> None:
+        self._messages, self._generation, self._engine = messages, generation, engine
+        self._turns = CallTurns()
+        self._lock = threading.Lock()
+        self._bell: ThreadBell | None = None
+        self._queue: list[tuple[CallTurn, StartedOperation]] = []
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        generation.engine_waits = engine.waits
+        generation.on_broken = engine.abort
+
+    def draw(self) -> CallTurn:
+        """A turn at the engine; see `CallTurns.draw`."""
+        return self._turns.draw()
+
+    def run(self, turn: CallTurn, operation: StartedOperation) -> None:
+        """Carries it out; the pending result has its outcome when this returns.
+
+        An exception that is none of ours, Ctrl-C say, ends the generation and is
+        raised: nobody knows what the engine was doing.
+        """
+        pending = operation.pending
+        try:
+            with turn:
+                finish = self._finish(operation)
+        except Exception as error:  # to whoever waits for the result
+            pending.fail(error)
+        except BaseException:  # Ctrl-C: on to the caller
+            ended = ClosedError(f"{pending.words} was interrupted")
+            self._messages.abort_by(ended)
+            pending.fail(ended)
+            raise
+        else:
+            pending.settle(finish)
+
+    def put(self, turn: CallTurn, operation: StartedOperation) -> None:
+        """Has it carried out after those before it."""
+        with self._lock:
+            self._queue.append((turn, operation))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._live,
+                    name=f"zstrat group {self._generation.group}",
+                    daemon=True,
+                )
+                self._thread.start()
+            self._wake()
+
+    def close(self) -> None:
+        """Ends the thread, after what is queued: that fails at once, as the generation
+        has ended. Then lets go of the engine."""
+        with self._lock:
+            self._is_closed = True
+            self._wake()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        with self._turns.draw():
+            self._engine.close()
+
+    def _finish(self, operation: StartedOperation) -> Any:
+        """Carries all steps out; what makes the result."""
+        calls = operation.calls
+        while True:
+            if self._generation.broken is not None:
+                raise self._generation.refusal()
+            self._step(calls)
+            try:
+                calls = next(operation.steps)
+            except StopIteration as end:
+                return end.value
+
+    def _step(self, calls: Sequence[CollectiveCall]) -> None:
+        # Messages first: they travel while the engine keeps this thread busy.
+        by_message = [call for call in calls if not self._engine.takes(call)]
+        started = [self._messages.call(call) for call in by_message]
+        for call in calls:
+            if call not in by_message:
+                self._run(call)
+        for each in started:
+            each.wait()
+
+    def _run(self, call: CollectiveCall) -> None:
+        generation = self._generation
+        try:
+            self._engine.run(call)
+        except Overdue as late:
+            self._messages.soon(generation.overdue, call, late.ranks)
+        except Differs as other:
+            self._messages.soon(generation.differs, call, other.rank)
+        except ZstratError:
+            if generation.broken is None:
+                raise
+            # The reason why the engine was aborted: now it is known here.
+        else:
+            return
+        # The inquiry takes a margin at most; the rest is for a loop that is busy.
+        raise generation.wait_broken(2 * margin_of(call.timeout) + 1.0)
+
+    def _wake(self) -> None:
+        if self._bell is not None:
+            self._bell.ring()
+            self._bell = None
+
+    def _live(self) -> None:
+        while True:
+            with self._lock:
+                queue, self._queue = self._queue, []
+                if not queue and self._is_closed:
+                    return
+                bell = self._bell = None if queue else ThreadBell()
+            for turn, operation in queue:
+                self.run(turn, operation)
+            if bell is not None:
+                bell.wait(None)  # until there is more, or `close`
+
+
+class CallTurn:
+    """A place in the order; a context manager: entered when it has come."""
+
+    __slots__ = ("_bell", "_turns")
+
+    def __init__(self, turns: CallTurns, bell: ThreadBell | None) -> None:
+        self._turns, self._bell = turns, bell
+
+    def __enter__(self) -> None:
+        if self._bell is None:
+            return
+        try:
+            self._bell.wait(None)  # bounded: every operation before it has a deadline
+        except BaseException:  # Ctrl-C: nobody leaves what was not entered
+            self._turns.give_up(self._bell)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._turns.pass_on()
+
+
+class CallTurns:
+    """Turns of one generation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[ThreadBell] = deque()
+        self._is_taken = False
+
+    def draw(self) -> CallTurn:
+        """The next turn. It must be entered, whatever happens, and is then left."""
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                return CallTurn(self, None)
+            bell = ThreadBell()
+            self._waiting.append(bell)
+            return CallTurn(self, bell)
+
+    def pass_on(self) -> None:
+        """Whoever is next has its turn."""
+        with self._lock:
+            self._ring_next()
+
+    def give_up(self, bell: ThreadBell) -> None:
+        """Whoever waits for ``bell`` does not want its turn any more."""
+        with self._lock:
+            if bell in self._waiting:
+                self._waiting.remove(bell)
+            else:  # it had come, unheard
+                self._ring_next()
+
+    def _ring_next(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().ring()
+        else:
+            self._is_taken = False

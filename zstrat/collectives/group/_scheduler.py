@@ -1,0 +1,145 @@
+"""The operations of one generation: numbered, described, and sent on their way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.collectives._engine import margin_of
+from zstrat.errors import BusyError, ClosedError
+
+from ._executors import EngineExecutor, MessageExecutor, StartedOperation
+from ._operations import CallFactory
+from ._pending import Pending
+
+if TYPE_CHECKING:
+    from zstrat.collectives._engine import CollectiveEngine
+
+    from ._executors import CallTurn
+    from ._generation import Generation
+    from ._requests import OperationRequest
+
+IN_FLIGHT: Final = 1024
+"""Operations of one group that may be under way: each holds memory of its caller."""
+
+
+class OperationScheduler:
+    """A generation, and what carries its operations out: ``messages``, and ``engine``
+    if all ranks have one."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        messages: MessageExecutor,
+        engine: CollectiveEngine | None,
+    ) -> None:
+        self.generation, self.engine, self._messages = generation, engine, messages
+        self._by_engine: EngineExecutor | None = None
+        if engine is not None:
+            self._by_engine = EngineExecutor(messages, generation, engine)
+        self._lock = threading.Lock()
+        self._tagged: Counter[str] = Counter()
+        self._in_flight = 0
+
+    def launch(self, request: OperationRequest, *, blocking: bool) -> Pending[Any]:
+        """Begins an operation; if ``blocking``, an engine may run it before this
+        returns. Its number is drawn here, in the thread of the caller.
+
+        Raises:
+            UnavailableError: The generation has ended.
+            BusyError: Too many are under way.
+        """
+        factory, turn = self._number(request)
+        pending: Pending[Any] = Pending(request.words, partial(self._over, factory))
+        try:
+            steps = request.make(factory)
+            operation = StartedOperation(steps, next(steps), pending)
+        except BaseException as error:  # to the caller; the others hear of it first
+            self._give_up(factory, turn, error)
+            raise
+        if turn is None:
+            self._messages.begin(operation)
+        else:
+            assert self._by_engine is not None
+            if blocking:
+                self._by_engine.run(turn, operation)
+                return pending
+            self._by_engine.put(turn, operation)
+        if not blocking and factory.meanwhile is not None:
+            factory.meanwhile()
+        return pending
+
+    def carry_out(self, request: OperationRequest) -> Any:
+        """Begins an operation and waits for its result.
+
+        If it is interrupted nobody knows what becomes of its arrays: the generation
+        ends, and the others hear of it.
+
+        Raises:
+            What went wrong; as `launch`.
+        """
+        try:
+            return self.launch(request, blocking=True).result()
+        except Exception:  # to the caller: the operation has ended
+            raise
+        except BaseException:  # Ctrl-C, to the caller: the others hear of it first
+            self.interrupt(request.words)
+            raise
+
+    def interrupt(self, words: str) -> None:
+        """Ends the generation for all: the operation that ``words`` describes is cut
+        off here."""
+        self._messages.abort_by(ClosedError(f"{words} was interrupted"))
+
+    def close(self) -> None:
+        """Lets go of the engine. The generation has ended."""
+        if self._by_engine is not None:
+            self._by_engine.close()
+
+    def _number(self, request: OperationRequest) -> tuple[CallFactory, CallTurn | None]:
+        generation, options = self.generation, request.options
+        words, tag, timeout = request.words, options.tag, options.timeout
+        deadline = time.monotonic() + timeout - margin_of(timeout)
+        turn = None
+        with self._lock:
+            if generation.broken is not None:
+                raise generation.refusal()
+            if self._in_flight >= IN_FLIGHT:
+                raise BusyError(
+                    f"{IN_FLIGHT} operations of {generation.title} are under way: wait "
+                    "for some of them"
+                )
+            self._in_flight += 1
+            if tag is not None:
+                self._tagged[tag] += 1
+                number = self._tagged[tag]
+            else:
+                number = generation.calls + 1
+                generation.begun[number] = words
+                generation.calls = number
+                if generation.leavers:  # looked at after `begun` is set: see `left`
+                    self._messages.soon(generation.check_begun, number)
+                if self._by_engine is not None:
+                    turn = self._by_engine.draw()
+        rank, size = generation.rank, generation.size
+        return CallFactory(rank, size, number, words, deadline, options), turn
+
+    def _over(self, factory: CallFactory) -> None:
+        with self._lock:
+            self._in_flight -= 1
+        if factory.options.tag is None:
+            self.generation.end(factory.number)
+
+    def _give_up(
+        self, factory: CallFactory, turn: CallTurn | None, error: BaseException
+    ) -> None:
+        """The operation has a number, and the other ranks wait for it."""
+        what = ClosedError(f"{factory.words}: {type(error).__name__}: {error}")
+        self._messages.abort_by(what)
+        self._over(factory)
+        if turn is not None:
+            with turn:  # or whoever has drawn the next one waits for ever
+                pass
