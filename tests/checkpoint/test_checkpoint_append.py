@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstrat.checkpoint import _append
-from zstrat.checkpoint._append import BLOCK, LARGE, AppendedFile
+from zstrat.checkpoint import BLOCK, _append
+from zstrat.checkpoint._append import LARGE, AppendedFile
 from zstrat.errors import AlreadyExistsError, ResourceExhaustedError
 from zstrat.rows import aligned
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import zstrat.program as zs
 from zstrat.program.lookup._lookups import Level, PlannedLookup
-from zstrat.program.trace._flow import Flow
+from zstrat.program.trace import Flow
 from zstrat.rows import sums
 from zstrat.variables import (
     ABSENT,

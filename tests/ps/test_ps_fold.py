@@ -35,9 +35,8 @@ from zstrat.wire import (
     Update,
     UpdateOp,
 )
-from zstrat.wire.connection._orders import Answered, Failed, Requested
-from zstrat.wire.connection._peer import Peer as Connection
-from zstrat.wire.connection._peer import failure
+from zstrat.wire.connection import Answered, Failed, Requested, failure
+from zstrat.wire.connection import Peer as Connection
 
 KEY, SIZE = 1, 96
 ADD, SUB, ASSIGN = (int(op) for op in (UpdateOp.ADD, UpdateOp.SUB, UpdateOp.ASSIGN))

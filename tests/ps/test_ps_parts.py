@@ -8,8 +8,9 @@ from zstrat.errors import (
     RetryDiffersError,
     StaleSessionError,
 )
+from zstrat.ps import ordinal
 from zstrat.ps.store._ledger import Ledger
-from zstrat.ps.store._parts import Parts, ordinal
+from zstrat.ps.store._parts import Parts
 
 
 def apply(parts, ledger, part, *names, step=1, attempt=1):

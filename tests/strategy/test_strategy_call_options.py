@@ -12,7 +12,7 @@ from ranks import ranks
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, free_ports
 from zstrat.errors import CollectiveTimeoutError
-from zstrat.program.stages._cross import Channel
+from zstrat.program.stages import Channel
 from zstrat.strategy.reduce._options import ChosenGroup, called_with
 from zstrat.strategy.replica._collective import Team
 

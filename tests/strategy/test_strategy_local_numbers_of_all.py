@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.program.stages._cross import PROCESS, Channel, within_mesh
+from zstrat.program.stages import PROCESS, Channel, within_mesh
 from zstrat.strategy.replica._collective import AXIS, Team
 
 

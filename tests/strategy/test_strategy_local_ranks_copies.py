@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from ranks import Board, Threads, ranks
 
 import zstrat as zs
-from zstrat.program.stages._cross import PROCESS, Channel
+from zstrat.program.stages import PROCESS, Channel
 from zstrat.strategy import Mirrored
 from zstrat.strategy.mirrored._copy_home import as_values
 from zstrat.strategy.mirrored._mirrored_store import MirroredVariables

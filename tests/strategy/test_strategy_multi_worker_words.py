@@ -10,7 +10,7 @@ from ranks import Board, Threads, ranks
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
-from zstrat.program.stages._cross import PROCESS
+from zstrat.program.stages import PROCESS
 from zstrat.strategy.mirrored import _multi_worker
 from zstrat.strategy.replica._collective import AXIS
 

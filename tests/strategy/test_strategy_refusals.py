@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import zstrat as zs
 from zstrat.errors import InvalidArgumentError
-from zstrat.program.stages._cross import PROCESS
+from zstrat.program.stages import PROCESS
 from zstrat.strategy.mirrored import _distributed
 from zstrat.strategy.mirrored._mirrored_store import MirroredVariables
 from zstrat.strategy.mirrored._takeover import taken_over

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
-from zstrat.variables._home import Detached
+from zstrat.variables import Detached
 
 
 class Counting(Detached):

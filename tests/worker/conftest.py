@@ -15,8 +15,7 @@ from zstrat.errors import PeerLostError
 from zstrat.program import Resource, dump, rebuild
 from zstrat.program import load as load_pickled
 from zstrat.ps import PsService
-from zstrat.variables import VariableSpec
-from zstrat.variables._variable import detached
+from zstrat.variables import VariableSpec, detached
 from zstrat.wire import (
     Batch,
     BuildResource,
@@ -28,12 +27,12 @@ from zstrat.wire import (
     Job,
     OpenSession,
     Outcome,
+    Pull,
     PutArguments,
     PutCode,
     Read,
     VariableEntry,
 )
-from zstrat.wire._messages import Pull
 from zstrat.worker import WorkerService
 
 TIMEOUTS = Timeouts(connect=5.0, request=20.0, drain=5.0)
