@@ -49,6 +49,7 @@ FLOORS = {
     "zstrat.compat": 8,
     "zstrat.contrib": 8,
     "zstrat.cli": 9,
+    "zstrat.testing": 9,
     "zstrat.daemons": 10,
 }
 
@@ -451,6 +452,7 @@ def _canonical(requirement: str) -> str:
         ("zstrat.launch", ("jax",)),
         ("zstrat.compat", ("jax", "zmq")),
         ("zstrat.cli", ("jax",)),
+        ("zstrat.testing", ("jax",)),
         ("zstrat.daemons.ps", ("jax", "optax", "cloudpickle", "click", "rich")),
         ("zstrat.daemons.worker", ("jax", "click", "rich")),
     ],
