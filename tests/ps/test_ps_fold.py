@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from ps_callers import SESSION, Gated, Peer
+from ps_callers import SESSION, Gated, caller
 from ps_trees import binding, message
 
 from zstrat.config import Limits, Timeouts
@@ -73,7 +73,7 @@ class Sender:
 
     def __init__(self, ps, role=Job.WORKER, limits=CHUNKS):
         self.ps, self.trips, self.folds, self.waiting = ps, 0, 0, []
-        self.caller = Peer(role)
+        self.caller = caller(role)
         common = {"timeouts": Timeouts(), "limits": limits, "now": 0.0}
         me, it = self.caller.hello, Hello(PROTOCOL, "ps", 0, 5, "there", 12)
         self.client = Connection(

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from ps_callers import SESSION, Peer
+from ps_callers import SESSION, caller
 from ps_snapshot_rig import TASK, halt, size_of, snapshot_rig, wait
 from ps_trees import binding
 from ps_trees import message as bind_message
@@ -330,7 +330,7 @@ async def test_an_unwanted_write_leaves_no_file(rig, tmp_path, monkeypatch, end)
             rig.services[0].lost(rig.chief, "gone")
         case "replaced":
             rig.services[0].lost(rig.chief, "gone")
-            rig.services[0].handle(Peer(incarnation=8), OpenSession(8, 0, 1, []))
+            rig.services[0].handle(caller(incarnation=8), OpenSession(8, 0, 1, []))
         case "cancelled":
             writing.cancel()
     onward.set()
@@ -380,7 +380,7 @@ def test_only_a_coordinator_has_snapshots(role):
         ReleaseSnapshot(SESSION, 1),
     ):
         with pytest.raises(PermissionDeniedError, match="from chief"):
-            service.handle(Peer(role), message)
+            service.handle(caller(role), message)
 
 
 async def test_another_session_has_no_snapshots_here(rig):
