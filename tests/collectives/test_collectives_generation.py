@@ -15,7 +15,7 @@ from zstrat.collectives import CallKind, CollectiveCall
 from zstrat.collectives.group._attribution import FORGOTTEN
 from zstrat.collectives.group._generation import Generation
 from zstrat.collectives.group._keys import key_of
-from zstrat.collectives.schedules._plans import progress_of
+from zstrat.collectives.schedules import progress_of
 from zstrat.errors import (
     ClosedError,
     CollectiveTimeoutError,

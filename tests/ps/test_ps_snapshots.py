@@ -28,7 +28,7 @@ from zstrat.ps import PsService, Ref
 from zstrat.ps.snapshots import _file_thread as disk_module
 from zstrat.ps.snapshots import _snapshot as snapshot_module
 from zstrat.ps.snapshots import _snapshot_service as service_module
-from zstrat.ps.store._pins import Pin
+from zstrat.ps.store import Pin
 from zstrat.wire import (
     CreateOptimizer,
     Done,

@@ -10,7 +10,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.program.stages import PROCESS, Channel, within_mesh
-from zstrat.strategy.replica._collective import AXIS, Team
+from zstrat.strategy.replica import AXIS, Team
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.program.stages import PROCESS
 from zstrat.strategy.mirrored import _multi_worker
-from zstrat.strategy.replica._collective import AXIS
+from zstrat.strategy.replica import AXIS
 
 SPEC = ClusterSpec({"worker": ["127.0.0.1:9000", "127.0.0.1:9001"]})
 
