@@ -82,6 +82,7 @@ SLOWEST = (
     "test_transport_loss.py",
     "test_strategy_multi_worker.py",
     "test_packaging.py",
+    "test_testing_clusters.py",
     "test_parts.py",
 )
 """Files of some ten seconds or more: none of them begins when the others have ended."""

@@ -141,6 +141,9 @@ class FakeLink:
         self._handler, self._hello = handler, hello
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
         self._on_change = on_change
+        self._connection = 0
+        """Counts them: what was sent over one does not arrive over the next, though the
+        task may greet with the same words."""
         self._waiters: list[asyncio.Future[Hello]] = []
 
     # ---- what the program under test calls
@@ -227,6 +230,7 @@ class FakeLink:
         if hello is None:
             raise ValueError(f"{self.name} was never there: give its hello")
         self.peer = self._hello = hello
+        self._connection += 1
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -256,12 +260,13 @@ class FakeLink:
         """What was held arrives, in order, before this returns."""
         held, self.held = self.held or [], None
         for message, future in held:
-            self._deliver(message, future, self.peer)
+            self._deliver(message, future, self._connection)
 
     def say(self, message: Message) -> None:
         """The task sends a notice; lost if it is not connected."""
         if self.peer is not None:
-            self._loop.call_soon(self._hear, through_the_codec(message), self.peer)
+            received = through_the_codec(message)
+            self._loop.call_soon(self._hear, received, self._connection)
 
     # ---- private
 
@@ -270,13 +275,11 @@ class FakeLink:
         if self.held is not None:
             self.held.append((received, future))
         else:
-            self._loop.call_soon(self._deliver, received, future, self.peer)
+            self._loop.call_soon(self._deliver, received, future, self._connection)
 
-    def _deliver(
-        self, message: Message, future: Reply | None, peer: Hello | None
-    ) -> None:
-        if peer is None or self.peer is not peer:
-            return  # of a connection that is lost
+    def _deliver(self, message: Message, future: Reply | None, connection: int) -> None:
+        if not self._is_of_now(connection):
+            return
         try:
             answer = self._handler(message)
         except Exception as error:  # the outcome of the request
@@ -295,9 +298,12 @@ class FakeLink:
                 future.set_result(through_the_codec(answer))
         self._on_change()
 
-    def _hear(self, message: Message, peer: Hello) -> None:
-        if self.peer is peer:
+    def _hear(self, message: Message, connection: int) -> None:
+        if self._is_of_now(connection):
             self._on_notice(message)
+
+    def _is_of_now(self, connection: int) -> bool:
+        return self.peer is not None and connection == self._connection
 
     def _fail(self, error: Exception) -> None:
         for future in list(self.requests):

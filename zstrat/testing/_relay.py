@@ -21,6 +21,9 @@ _PIECE: Final = 65536
 """Bytes that are passed on at a time."""
 _TIMEOUT: Final = 30.0
 """Seconds after which the relay's own loop hangs: all that it is asked for is short."""
+_LAST: Final = 1.0
+"""Seconds in which connections end by themselves once they are reset; one to a task
+that does not answer may not."""
 
 
 class Relay:
@@ -144,9 +147,12 @@ class Relay:
 
     async def _end(self) -> None:
         self._server.close()
+        self._is_refusing = True  # whoever is being connected is hung up on, too
         await self._gate(is_open=True)
         await self._reset(1)
         left = asyncio.all_tasks() - {asyncio.current_task()}
+        if left:
+            _, left = await asyncio.wait(left, timeout=_LAST)
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
