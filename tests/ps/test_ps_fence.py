@@ -11,7 +11,7 @@ from ps_callers import SESSION, Gated, caller
 from ps_trees import message, of_values
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError
-from zstrat.ps.store._ledger import Ledger
+from zstrat.ps.store import Ledger
 from zstrat.wire import (
     AskParts,
     CreateOptimizer,

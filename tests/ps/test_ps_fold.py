@@ -17,7 +17,7 @@ from ps_trees import binding, message
 from zstrat.config import Limits, Timeouts
 from zstrat.errors import InvalidArgumentError, NotFoundError, StaleSessionError
 from zstrat.ps.store import _fold as fold_module
-from zstrat.transport._pool import Pool
+from zstrat.transport import Pool
 from zstrat.wire import (
     PROTOCOL,
     CloseSession,

@@ -13,8 +13,7 @@ from zstrat.errors import (
     PermissionDeniedError,
     StaleSessionError,
 )
-from zstrat.ps.store import _ledger
-from zstrat.ps.store._ledger import CAPACITY
+from zstrat.ps.store import CAPACITY, _ledger
 from zstrat.wire import Done, Job, Pull, Push, Pushed, RaiseMark, Read, Update, UpdateOp
 
 FAR = 2**62
