@@ -203,6 +203,12 @@ def test_imports_go_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_needs_the_test_kit() -> None:
+    kit = "zstrat.testing"
+    found = [i for i in edges() if floor_of(i.target) == kit != floor_of(i.module)]
+    assert not found, "\n".join(map(str, found))
+
+
 def test_no_cycles() -> None:
     """Imports in functions count: they would only hide a cycle. So do those for types:
     whoever reads one file of a circle has to read all. But a strategy and the contexts

@@ -21,8 +21,7 @@ from zstrat.errors import (
     BusyError,
     to_wire,
 )
-from zstrat.program import StepIterator, load
-from zstrat.program.trace._structure import encode as encode_structure
+from zstrat.program import StepIterator, Structure, load
 from zstrat.testing import FakeLink
 from zstrat.wire import (
     PROTOCOL,
@@ -270,7 +269,7 @@ def layout_of(number, treedef, leaves):
         number,
         [leaf.dtype.name for leaf in leaves],
         [list(leaf.shape) for leaf in leaves],
-        encode_structure(treedef, range(len(leaves))),
+        Structure(treedef, tuple(range(len(leaves)))).plain,
     )
 
 

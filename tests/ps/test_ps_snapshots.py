@@ -104,7 +104,7 @@ async def test_a_pin_keeps_rows_while_rows_are_trained(rig):
 
 
 async def test_requests_come_between_the_pieces_of_a_large_tensor(rig, monkeypatch):
-    monkeypatch.setattr(service_module, "PIECE", 64, raising=False)
+    monkeypatch.setattr(service_module, "PIECE", 64)
     value = np.random.default_rng(0).normal(size=(50, 4)).astype("f4")
     table = await rig.create(0, 1, value)
     (pinned,) = await rig.client.pin(1, [table], [])
