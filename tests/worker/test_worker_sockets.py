@@ -87,7 +87,7 @@ class Chief:
             at += len(data)
             assert done.step not in self.ends
             self.ends[done.step] = self.outcome(done, data)
-        self.notified.set()
+        self.rang.set()
 
     def outcome(self, done, data):
         if done.outcome != Outcome.OK:
@@ -130,8 +130,8 @@ class Chief:
     async def outcomes(self, steps):
         async with asyncio.timeout(30):
             while not all(step in self.ends for step in steps):
-                self.notified.clear()
-                await self.notified.wait()
+                self.rang.clear()
+                await self.rang.wait()
         return [self.ends[step] for step in steps]
 
     async def run(self, function, steps, arguments=0):

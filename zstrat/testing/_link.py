@@ -182,10 +182,10 @@ class FakeLink:
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
         """As of a `Link`; no deadline passes by itself."""
         del deadline
-        self.sent.append(message)
-        future: Reply = self._loop.create_future()
         if self.is_closed:
             raise ClosedError(self.name)
+        self.sent.append(message)
+        future: Reply = self._loop.create_future()
         if self.peer is None:
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future

@@ -43,7 +43,11 @@ class Relay:
         self._pairs: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
         self._is_refusing = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="relay")
+        # A daemon thread: a relay that was forgotten does not keep a program from
+        # ending. `leak_check` finds it by its name.
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="zstrat relay", daemon=True
+        )
         self._thread.start()
         self.address: Final[str] = self._call(self._start())
         """"host:port" where the relay listens; on the loopback."""
