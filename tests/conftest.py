@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from zstrat.testing import leak_check
 
 # Before anything imports jax, and inherited by the daemons that tests start: one XLA
 # thread per process, or the processes of a test fight for the cores of a small machine.
@@ -82,6 +82,7 @@ SLOWEST = (
     "test_transport_loss.py",
     "test_strategy_multi_worker.py",
     "test_packaging.py",
+    "test_testing_clusters.py",
     "test_parts.py",
 )
 """Files of some ten seconds or more: none of them begins when the others have ended."""
@@ -148,38 +149,6 @@ def hasty() -> HastyLoop:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Fails a test that leaves a thread of ours or a child process behind.
-
-    Fixtures of a wider scope are set up before this one: what they hold is theirs.
-    """
-    threads, children = set(threading.enumerate()), _children()
-    yield
-    left = [t for t in threading.enumerate() if t not in threads and _is_ours(t)]
-    for thread in left:
-        thread.join(5.0)  # it may be on its way out; a join is no sleep
-    names = [t.name for t in left if t.is_alive()]
-    assert not names, f"the test left threads behind: {names}"
-    orphans = {pid: _command(pid) for pid in _children() - children}
-    assert not orphans, f"the test left processes behind: {orphans}"
-
-
-def _is_ours(thread: threading.Thread) -> bool:
-    """Daemon threads of libraries may stay; everything else must end."""
-    return not thread.daemon or thread.name.startswith("zstrat")
-
-
-def _children() -> set[int]:
-    found: set[int] = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        try:
-            found.update(int(pid) for pid in path.read_text().split())
-        except OSError:  # the thread ended between the listing and the reading
-            continue
-    return found
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return "(ended)"
+    """Fixtures of a wider scope are set up before this one, and keep what they hold."""
+    with leak_check():
+        yield

@@ -49,6 +49,7 @@ FLOORS = {
     "zstrat.compat": 8,
     "zstrat.contrib": 8,
     "zstrat.cli": 9,
+    "zstrat.testing": 9,
     "zstrat.daemons": 10,
 }
 
@@ -200,6 +201,12 @@ def test_imports_go_down() -> None:
         and FLOORS[floor_of(edge.module)] <= FLOORS[floor_of(edge.target)]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_needs_the_test_kit() -> None:
+    kit = "zstrat.testing"
+    found = [i for i in edges() if floor_of(i.target) == kit != floor_of(i.module)]
+    assert not found, "\n".join(map(str, found))
 
 
 def test_no_cycles() -> None:
@@ -446,6 +453,7 @@ def _canonical(requirement: str) -> str:
         ("zstrat.launch", ("jax",)),
         ("zstrat.compat", ("jax", "zmq")),
         ("zstrat.cli", ("jax",)),
+        ("zstrat.testing", ("jax",)),
         ("zstrat.daemons.ps", ("jax", "optax", "cloudpickle", "click", "rich")),
         ("zstrat.daemons.worker", ("jax", "click", "rich")),
     ],

@@ -182,6 +182,7 @@ _MODULES: Final[dict[str, str]] = {
     "experimental": "zstrat.experimental",
     "initializers": "zstrat.initializers",
     "partitioners": "zstrat.variables.partitioners",
+    "testing": "zstrat.testing",
     "tpu": "zstrat.tpu",
 }
 """Public name -> the module that it is."""

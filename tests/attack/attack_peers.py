@@ -15,8 +15,7 @@ import zmq
 
 from zstrat.config import Limits
 from zstrat.transport import Security
-from zstrat.wire import PROTOCOL, Hello, Job, Message, encode
-from zstrat.wire._codec import decode
+from zstrat.wire import PROTOCOL, Hello, Job, Message, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -41,9 +41,9 @@ from zstrat.wire import (
     VariableEntry,
     Withdraw,
     WriteSnapshot,
+    decode_header,
     encode,
 )
-from zstrat.wire._codec import decode_header
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
 

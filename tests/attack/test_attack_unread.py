@@ -10,7 +10,7 @@ from attack_peers import claim, raw
 from attack_tasks import MiB
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
-from zstrat.ps.client._reading import READS
+from zstrat.ps.client import READS
 from zstrat.wire import (
     CreateVariables,
     Inspect,

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from chaos_cluster import LONGER, PATIENCE, RECONNECT, SHORTER
-from switched import Machines
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
+from zstrat.testing import SwitchedNetwork
 from zstrat.transport import generate_keys
 
 PORT = 7070
@@ -30,7 +30,7 @@ class Network:
     """``kinds`` of faults are the methods of this class, by name."""
 
     def __init__(self, name):
-        self._machines = Machines(2 * COUNT + 1, name)
+        self._machines = SwitchedNetwork(2 * COUNT + 1, name)
         self._tasks = [f"{job}:{n}" for job in ("ps", "worker") for n in range(COUNT)]
         self._running = {}
 
@@ -68,40 +68,40 @@ class Network:
 
     def pulled(self, rng):
         """The cable of a server is out for less than anybody's patience."""
-        self._unplugged(rng.choice(self.tasks("ps")), SHORTER)
+        self._for(SHORTER, self._machines.unplugged, rng.choice(self.tasks("ps")))
 
     def long_pulled(self, rng):
         """For longer, and is put in again."""
-        self._unplugged(rng.choice(self.tasks("ps")), LONGER)
+        self._for(LONGER, self._machines.unplugged, rng.choice(self.tasks("ps")))
 
     def worker_pulled(self, rng):
         """The cable of a worker, for long."""
-        self._unplugged(rng.choice(self.tasks("worker")), LONGER)
+        self._for(LONGER, self._machines.unplugged, rng.choice(self.tasks("worker")))
 
     def loss(self, rng):
         """All that a server sends and is sent is lost, for less than anybody's
         patience."""
-        self._lossy(rng.choice(self.tasks("ps")), SHORTER)
+        self._for(SHORTER, self._machines.lossy, rng.choice(self.tasks("ps")))
 
     def long_loss(self, rng):
         """For longer, and heals."""
-        self._lossy(rng.choice(self.tasks("ps")), LONGER)
+        self._for(LONGER, self._machines.lossy, rng.choice(self.tasks("ps")))
 
     def worker_loss(self, rng):
         """All that a worker sends and is sent is lost, for long."""
-        self._lossy(rng.choice(self.tasks("worker")), LONGER)
+        self._for(LONGER, self._machines.lossy, rng.choice(self.tasks("worker")))
 
     def mute(self, rng):
         """A server hears and is not heard, for less than anybody's patience."""
-        self._muted(rng.choice(self.tasks("ps")), SHORTER)
+        self._for(SHORTER, self._machines.mute, rng.choice(self.tasks("ps")))
 
     def long_mute(self, rng):
         """For longer, and heals."""
-        self._muted(rng.choice(self.tasks("ps")), LONGER)
+        self._for(LONGER, self._machines.mute, rng.choice(self.tasks("ps")))
 
     def worker_mute(self, rng):
         """A worker hears and is not heard, for long."""
-        self._muted(rng.choice(self.tasks("worker")), LONGER)
+        self._for(LONGER, self._machines.mute, rng.choice(self.tasks("worker")))
 
     def kill(self, rng):
         """A worker is killed, and started again."""
@@ -113,22 +113,9 @@ class Network:
 
     # ---- private
 
-    def _unplugged(self, task, seconds):
-        self._for(seconds, self._machines.plug, task)
-
-    def _lossy(self, task, seconds):
-        self._for(seconds, self._machines.switch, task)
-
-    def _muted(self, task, seconds):
-        self._for(seconds, self._machines.mute, task)
-
-    def _for(self, seconds, set_line, task):
-        number = self._tasks.index(task)
-        set_line(number, False)
-        try:
+    def _for(self, seconds, fault, task):
+        with fault(self._tasks.index(task)):
             time.sleep(seconds)
-        finally:
-            set_line(number, True)
 
     def _address(self, task):
         return f"{self._machines.addresses[self._tasks.index(task)]}:{PORT}"

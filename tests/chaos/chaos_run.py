@@ -30,9 +30,9 @@ import chaos_network
 from chaos_cluster import Cluster
 from chaos_network import COUNT, Network
 from chaos_work import WAYS, Work
-from switched import NotHereError, switched
 
 import zstrat as zs
+from zstrat.testing import NoNamespacesError, switched_network
 
 FAULTS = 8
 """Of one round."""
@@ -113,9 +113,9 @@ def on_the_network(seed, faults=()):
     these alone. Whether nothing was wrong.
 
     Raises:
-        NotHereError: There can be no machines here.
+        NoNamespacesError: There can be no machines here.
     """
-    with switched(2 * COUNT + 1) as machines:
+    with switched_network(2 * COUNT + 1) as machines:
         command = [*machines.inside(machines.names[-1]), sys.executable, __file__]
         command += ["--inside", machines.name, "--seed", str(seed), "--faults", *faults]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -151,7 +151,7 @@ def play(kind, rng, totals):
         case "network":
             try:
                 totals.elsewhere += not on_the_network(rng.randrange(2**32))
-            except NotHereError as error:
+            except NoNamespacesError as error:
                 print(f"  left out: {error}")
 
 

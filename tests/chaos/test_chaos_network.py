@@ -2,7 +2,8 @@
 
 import chaos_run
 import pytest
-from switched import NotHereError
+
+from zstrat.testing import NoNamespacesError
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -11,6 +12,6 @@ def test_nothing_is_lost_or_doubled_when_lines_are_cut():
     faults = "pulled", "loss", "mute", "worker_loss"
     try:
         done = chaos_run.on_the_network(1, faults)
-    except NotHereError as error:
+    except NoNamespacesError as error:
         pytest.skip(str(error))
     assert done

@@ -5,11 +5,11 @@ import threading
 
 import numpy as np
 import pytest
-from chaos_relay import Relay
 
 import zstrat as zs
 from zstrat.config import Settings
 from zstrat.coordinator import ClusterSession
+from zstrat.testing import Relay
 from zstrat.variables import VariableSpec
 from zstrat.wire import UpdateOp
 
@@ -67,7 +67,7 @@ def under_cuts(relay, programs, specs, each, one):
     half.wait(60)
     for number in range(CUTS):
         threads[number % len(threads)].join(0.02)  # updates are under way meanwhile
-        relay.cut(1 + number % 3)
+        relay.reset(1 + number % 3)
     for thread in threads:
         thread.join()
     return errors

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstrat.checkpoint import _append
-from zstrat.checkpoint._append import BLOCK, LARGE, AppendedFile
+from zstrat.checkpoint import BLOCK, _append
+from zstrat.checkpoint._append import LARGE, AppendedFile
 from zstrat.errors import AlreadyExistsError, ResourceExhaustedError
 from zstrat.rows import aligned
+from zstrat.testing import full_disk
 
 portions = st.lists(
     st.tuples(
@@ -118,7 +119,7 @@ def test_a_file_system_that_refuses_in_the_middle(tmp_path, monkeypatch, transfe
 
 
 @pytest.mark.parametrize("room", [BLOCK, 3 * BLOCK + 100, LARGE + 512])
-def test_a_disk_that_is_full_is_an_error_and_leaves_no_file(tmp_path, full_disk, room):
+def test_a_disk_that_is_full_is_an_error_and_leaves_no_file(tmp_path, room):
     path = str(tmp_path / "file")
     with full_disk(room):
         file = AppendedFile(path, 2 * LARGE)
@@ -129,7 +130,7 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_no_file(tmp_path, full_disk,
     assert os.listdir(tmp_path) == []
 
 
-def test_the_end_may_be_what_does_not_fit(tmp_path, full_disk):
+def test_the_end_may_be_what_does_not_fit(tmp_path):
     file = AppendedFile(str(tmp_path / "file"), LARGE)
     file.append(data(100))
     with full_disk(50), pytest.raises(ResourceExhaustedError):

@@ -33,6 +33,7 @@ from zstrat.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from zstrat.testing import full_disk
 
 
 def fill(folder: CheckpointFolder, data: bytes) -> Manifest:
@@ -182,7 +183,7 @@ def test_a_checkpoint_is_replaced_when_the_next_is_complete(tmp_path):
     assert len(list(path.iterdir())) == 2
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, full_disk):
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     path = tmp_path / "ckpt-1"
     old = save(path, b"old")
     with CheckpointFolder(str(path)) as folder:

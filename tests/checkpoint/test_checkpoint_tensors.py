@@ -19,6 +19,7 @@ from zstrat.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from zstrat.testing import full_disk
 from zstrat.wire import DTYPES
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -124,7 +125,7 @@ def test_the_writer_refuses(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_a_full_disk_leaves_no_file(tmp_path, full_disk):
+def test_a_full_disk_leaves_no_file(tmp_path):
     info = TensorInfo("a", "uint8", (100_000,))
     with full_disk(50_000):
         writer = TensorWriter(str(tmp_path / "a"), [info])

@@ -8,7 +8,7 @@ from collectives_hosts import ranks_on
 
 import zstrat as zs
 from zstrat.collectives.group import _traffic as traffic
-from zstrat.strategy.reduce._options import ChosenGroup
+from zstrat.strategy.reduce import ChosenGroup
 
 SOURCES = [np.arange(3.0) + rank for rank in range(5)]
 

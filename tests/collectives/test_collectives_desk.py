@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zstrat.collectives.group._rendezvous import RendezvousService
+from zstrat.collectives.group import RendezvousService
 from zstrat.errors import CollectiveTimeoutError
 from zstrat.wire import JoinGroup, MemberEntry
 

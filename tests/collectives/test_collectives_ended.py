@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from zstrat.collectives import CallKind, CollectiveCall
-from zstrat.collectives.group._attribution import FailureInquiry, verdict
-from zstrat.collectives.group._generation import Generation
+from zstrat.collectives.group import FailureInquiry, Generation, verdict
 from zstrat.errors import CollectiveTimeoutError, StaleSessionError, to_wire
 from zstrat.wire import AbortCall, CallState, GroupFormed, MemberEntry
 

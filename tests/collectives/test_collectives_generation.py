@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from zstrat.collectives import CallKind, CollectiveCall
-from zstrat.collectives.group._attribution import FORGOTTEN
-from zstrat.collectives.group._generation import Generation
+from zstrat.collectives.group import FORGOTTEN, Generation
 from zstrat.collectives.group._keys import key_of
-from zstrat.collectives.schedules._plans import progress_of
+from zstrat.collectives.schedules import progress_of
 from zstrat.errors import (
     ClosedError,
     CollectiveTimeoutError,

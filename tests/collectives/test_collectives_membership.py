@@ -6,20 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.collectives.group._attribution import FORGOTTEN, FailureInquiry, verdict
+from zstrat.collectives.group import (
+    FORGOTTEN,
+    FailureInquiry,
+    Formed,
+    GroupSeat,
+    MembershipState,
+    Refused,
+    seat_of,
+    verdict,
+)
 from zstrat.collectives.group._keys import (
     FORMING,
     PARTS,
     key_between,
     key_of,
     number_of,
-)
-from zstrat.collectives.group._rendezvous import (
-    Formed,
-    GroupSeat,
-    MembershipState,
-    Refused,
-    seat_of,
 )
 from zstrat.errors import (
     AlreadyExistsError,

@@ -10,14 +10,17 @@ import pytest
 from collectives_groups import ranks_of
 
 import zstrat as zs
-from zstrat.collectives import GroupNode, Pending
+from zstrat.collectives import Choices, GroupNode, Pending
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives.group import _rendezvous, _scheduler
-from zstrat.collectives.group._mesh import Mesh
+from zstrat.collectives.group import (
+    GroupRuntime,
+    GroupSeat,
+    Mesh,
+    RendezvousService,
+    _rendezvous,
+    _scheduler,
+)
 from zstrat.collectives.group._node import _formed
-from zstrat.collectives.group._rendezvous import GroupSeat, RendezvousService
-from zstrat.collectives.group._runtime import GroupRuntime
-from zstrat.collectives.schedules._choice import Choices
 from zstrat.config import Settings
 from zstrat.errors import (
     BusyError,

@@ -18,7 +18,7 @@ from zstrat.collectives import (
     choices_from,
     read_choices,
 )
-from zstrat.collectives.schedules._plans import progress_of
+from zstrat.collectives.schedules import progress_of
 
 RULES = (
     Rule("all_reduce", "double_tree", ranks=2, nbytes=1000, one_host=True),

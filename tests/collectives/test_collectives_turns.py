@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zstrat.collectives.group._executors import CallTurns
+from zstrat.collectives.group import CallTurns
 from zstrat.transport import ThreadBell
 
 PATIENCE = 30.0

@@ -14,17 +14,14 @@ import jax
 import numpy as np
 
 from zstrat.cluster import ClusterSpec
-from zstrat.config import Limits, Settings, Timeouts
+from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import ClusterCoordinator, ClusterSession, CoordinatedStrategy
 from zstrat.errors import (
     BusyError,
-    ClosedError,
-    DeadlineExceededError,
-    PeerLostError,
     to_wire,
 )
-from zstrat.program import StepIterator, load
-from zstrat.program.trace._structure import encode as encode_structure
+from zstrat.program import StepIterator, Structure, load
+from zstrat.testing import FakeLink
 from zstrat.wire import (
     PROTOCOL,
     BuildResource,
@@ -51,116 +48,10 @@ from zstrat.wire import (
     PutCode,
     ResourceBuilt,
     SessionOpened,
-    decode,
-    encode,
 )
 
-LIMITS = Limits()
 INLINE = 1024
 """Larger results stay on the fake worker."""
-
-
-def through_the_wire(message):
-    header, arrays = encode(message)
-    return decode(header, [a.tobytes() for a in arrays], LIMITS)[1]
-
-
-class FakeLink:
-    """The coordinator's end; the task is found by its address in the world."""
-
-    def __init__(self, world, address, *, name, expect, on_notice, on_open, on_lost):
-        self.world, self.address, self.name = world, address, name
-        self.on_notice, self.on_open, self.on_lost = on_notice, on_open, on_lost
-        self.is_open, self.closed, self.peer = False, False, None
-        self.is_refused = False
-        self.open_requests = set()
-        self.waiters = []
-        self.task = world.tasks[address]
-
-    def start(self):
-        self.loop = asyncio.get_running_loop()
-        self.task.link = self
-        if self.task.alive:
-            self.connect()
-
-    def connect(self):
-        self.is_open, self.peer = True, self.task.hello
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(self.task.hello)
-        self.on_open(self.task.hello)
-        self.world.changed()
-
-    def cut(self, reason, left=False):
-        """The connection is lost: nothing of it arrives any more."""
-        if not self.is_open:
-            return
-        self.is_open, self.peer = False, None
-        error = PeerLostError(self.name, reason, left)
-        for future in list(self.open_requests):
-            if not future.done():
-                future.set_exception(error)
-        self.on_lost(error)
-        self.world.changed()
-
-    async def wait_open(self, deadline):
-        if self.is_open:
-            return self.task.hello
-        waiter = self.loop.create_future()
-        self.waiters.append(waiter)
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await waiter
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{self.name} at {self.address} did not answer"
-            ) from None
-
-    def submit(self, message, *, deadline=None):
-        future = self.loop.create_future()
-        if not self.is_open:
-            future.set_exception(PeerLostError(self.name, "it is not connected"))
-            return future
-        self.open_requests.add(future)
-        future.add_done_callback(self.open_requests.discard)
-        self.loop.call_soon(self._deliver, through_the_wire(message), future, self.peer)
-        return future
-
-    def notify(self, message):
-        if self.closed:
-            raise ClosedError(self.name)
-        if not self.is_open:
-            raise PeerLostError(self.name, "it is not connected")
-        self.loop.call_soon(self._deliver, through_the_wire(message), None, self.peer)
-
-    def _deliver(self, message, future, peer):
-        if self.peer is not peer:
-            return
-        try:
-            answer = self.task.handle(message)
-        except Exception as error:  # the outcome of the request
-            answer = error
-        if future is not None and not future.done() and answer is not None:
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(through_the_wire(answer))
-        self.world.changed()
-
-    def say(self, message):
-        """A notice of the task."""
-        if self.is_open:
-            peer = self.peer
-            message = through_the_wire(message)
-            self.loop.call_soon(
-                lambda: self.on_notice(message) if self.peer is peer else None
-            )
-
-    async def close(self):
-        self.closed, self.is_open = True, False
-        for future in list(self.open_requests):
-            if not future.done():
-                future.set_exception(ClosedError(self.name))
 
 
 class FakeTask:
@@ -208,7 +99,7 @@ class FakeTask:
         if not same:
             self.born()
         self.alive = True
-        self.link.connect()
+        self.link.connect(self.hello)
 
 
 class FakePs(FakeTask):
@@ -237,7 +128,7 @@ class FakePs(FakeTask):
 
     def answer_pushes(self):
         """On the loop: what waits is answered."""
-        for future in self.link.open_requests:
+        for future in self.link.requests:
             if not future.done():
                 future.set_result(Pushed(True, [1]))
 
@@ -377,7 +268,7 @@ def layout_of(number, treedef, leaves):
         number,
         [leaf.dtype.name for leaf in leaves],
         [list(leaf.shape) for leaf in leaves],
-        encode_structure(treedef, range(len(leaves))),
+        Structure(treedef, tuple(range(len(leaves)))).plain,
     )
 
 
@@ -403,8 +294,17 @@ class World:
         """How long a lost parameter server may come back before that is told."""
         self._waiting = []
 
-    def make_link(self, address, **events):
-        return FakeLink(self, address, **events)
+    def make_link(self, address, *, name, expect, **events):
+        task = self.tasks[address]
+        task.link = FakeLink(
+            lambda message: task.handle(message),
+            name=name,
+            address=address,
+            hello=task.hello if task.alive else None,
+            on_change=self.changed,
+            **events,
+        )
+        return task.link
 
     def connect(self, connect=30.0, prefetch=None):
         timeouts = Timeouts(connect=connect, request=20.0, reconnect=self.reconnect)

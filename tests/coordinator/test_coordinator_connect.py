@@ -10,24 +10,7 @@ import zstrat.program as zs
 from zstrat.coordinator import _task_session
 from zstrat.coordinator._task_session import Arrival
 from zstrat.errors import BusyError, DeadlineExceededError
-
-
-class Clock:
-    """The timers of a loop; the test lets them go off."""
-
-    def __init__(self):
-        self.timers = []
-
-    def call_later(self, delay, callback):
-        timer = SimpleNamespace(delay=delay, callback=callback)
-        timer.cancel = lambda: self.timers.remove(timer)
-        self.timers.append(timer)
-        return timer
-
-    def go_off(self):
-        timer = self.timers.pop()
-        timer.callback()
-        return timer.delay
+from zstrat.testing import FakeClock
 
 
 def lane(name, *, ready=False):
@@ -37,21 +20,21 @@ def lane(name, *, ready=False):
 
 
 def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog):
-    ps, workers, clock = [lane("p0"), lane("p1")], [lane("w0"), lane("w1")], Clock()
+    ps, workers, clock = [lane("p0"), lane("p1")], [lane("w0"), lane("w1")], FakeClock()
     arrival = Arrival(ps, workers, clock.call_later)
     arrival.start()
-    assert clock.go_off() == 2.0
+    assert clock.advance_to_next() == 2.0
     (first,) = caplog.messages
     assert all(f"{x.name} at {x.address} (no answer)" in first for x in (*ps, *workers))
     ps[0].is_ready = workers[1].is_ready = True
-    assert clock.go_off() == 10.0
+    assert clock.advance_to_next() == 10.0
     assert "p1" in caplog.messages[1]
     assert not any(name in caplog.messages[1] for name in ("p0", "w0", "w1"))
     ps[1].is_ready = True
-    assert clock.go_off() == 10.0
+    assert clock.advance_to_next() == 10.0
     assert len(caplog.messages) == 2
     arrival.stop()
-    assert clock.timers == []
+    assert clock.timers == ()
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):

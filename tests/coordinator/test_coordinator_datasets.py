@@ -225,7 +225,7 @@ def test_a_worker_gets_no_closure_before_its_resources(world):
         for worker, message in builds:
             if worker is first:
                 built = worker.deferred(message)
-                (future,) = [f for f in worker.link.open_requests if not f.done()]
+                (future,) = [f for f in worker.link.requests if not f.done()]
                 future.set_result(built)
 
     world.on_loop(answer)

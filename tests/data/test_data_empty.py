@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zstrat.data import AutoShardPolicy, Dataset, Worker, allotted
-from zstrat.data._foreign import foreign
-from zstrat.data._rebatch import cutter
+from zstrat.data import (
+    Allotment,
+    AutoShardPolicy,
+    Dataset,
+    Worker,
+    allotted,
+    as_dataset,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,14 +24,16 @@ from zstrat.data._rebatch import cutter
     ],
 )
 def test_batches_without_rows_say_nothing_about_the_others(batches):
-    assert foreign(batches).batch_size is None
-    assert foreign(batches).ranks == (batches[0].ndim,)
+    assert as_dataset(batches).recipe.batch_size is None
+    assert as_dataset(batches).recipe.ranks == (batches[0].ndim,)
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.OFF, AutoShardPolicy.DATA])
 def test_a_batch_size_of_nothing_is_cut_as_an_unknown_one(policy):
-    worker = Worker(replicas=2)
-    empty, unknown = cutter(0, policy, worker), cutter(None, policy, worker)
+    recipe, worker = as_dataset([np.zeros(2)]).recipe, Worker(replicas=2)
+    empty, unknown = (
+        Allotment(recipe, worker, policy, size, None).cutter() for size in (0, None)
+    )
     for rows in (0, 5, 1):
         assert empty.take(rows) == unknown.take(rows)
     assert empty.finish() == unknown.finish()

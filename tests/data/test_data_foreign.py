@@ -17,7 +17,6 @@ from zstrat.data import (
     allotted,
     as_dataset,
 )
-from zstrat.data._foreign import foreign
 
 
 @dataclass
@@ -65,7 +64,7 @@ class StandIn:
 
 def test_a_dataset_of_tensorflow_is_told_by_its_shape():
     batches = [(np.zeros((4, 2)), np.zeros(4)), (np.ones((4, 2)), np.ones(4))]
-    recipe = foreign(StandIn(batches, (Spec((4, 2)), Spec((4,))), 2))
+    recipe = as_dataset(StandIn(batches, (Spec((4, 2)), Spec((4,))), 2)).recipe
     assert recipe.batch_size == 4
     assert recipe.ranks == (2, 1)
     assert recipe.size() == 2
@@ -84,7 +83,7 @@ def test_a_dataset_of_tensorflow_is_told_by_its_shape():
     ],
 )
 def test_what_its_spec_says(spec, size, ranks):
-    recipe = foreign(StandIn([], spec))
+    recipe = as_dataset(StandIn([], spec)).recipe
     assert (recipe.batch_size, recipe.ranks) == (size, ranks)
 
 
@@ -110,11 +109,11 @@ def grain():
 
 def test_a_dataset_of_grain_says_what_it_knows(grain):
     numbers = grain.MapDataset.range(12).map(lambda i: {"x": np.float32(i)})
-    recipe = foreign(numbers.batch(4))
+    recipe = as_dataset(numbers.batch(4)).recipe
     assert (recipe.batch_size, recipe.ranks) == (None, None)  # a map does not say
     assert recipe.size() == UNKNOWN_CARDINALITY
     here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    passed = foreign(numbers.batch(4).to_iter_dataset(here))
+    passed = as_dataset(numbers.batch(4).to_iter_dataset(here)).recipe
     found = [x for batch in passed.elements() for x in batch["x"]]
     assert found == list(range(12))
     assert passed.size() == UNKNOWN_CARDINALITY
@@ -122,16 +121,16 @@ def test_a_dataset_of_grain_says_what_it_knows(grain):
 
 def test_batch_sizes_that_grain_knows(grain):
     numbers = grain.MapDataset.range(12)
-    whole = foreign(numbers.batch(4, drop_remainder=True))
+    whole = as_dataset(numbers.batch(4, drop_remainder=True)).recipe
     assert (whole.batch_size, whole.ranks) == (4, (1,))
-    assert foreign(numbers.batch(4)).batch_size is None
-    assert foreign(numbers.repeat()).size() == INFINITE_CARDINALITY
+    assert as_dataset(numbers.batch(4)).recipe.batch_size is None
+    assert as_dataset(numbers.repeat()).recipe.size() == INFINITE_CARDINALITY
     with pytest.raises(ValueError, match="`batch` method"):
         allotted(numbers, Worker(replicas=2))
 
 
 def test_threads_of_grain_end_with_the_pass(grain):
-    elements = foreign(grain.MapDataset.range(100).batch(2)).elements()
+    elements = as_dataset(grain.MapDataset.range(100).batch(2)).recipe.elements()
     assert next(elements).tolist() == [0, 1]
     elements.close()  # the fixture of all tests looks for what is left
 
@@ -153,8 +152,8 @@ def test_threads_of_grain_end_with_the_pass(grain):
     ],
 )
 def test_batches_in_a_list_are_looked_at(batches, size):
-    assert foreign(batches).batch_size == size
-    assert foreign(batches).size() == len(batches)
+    assert as_dataset(batches).recipe.batch_size == size
+    assert as_dataset(batches).recipe.size() == len(batches)
 
 
 def test_arrays_are_data_themselves():
@@ -177,7 +176,7 @@ def test_a_generator_is_passed_over_as_it_is():
         finally:
             ended.append(True)
 
-    recipe = foreign(batches())
+    recipe = as_dataset(batches()).recipe
     assert not recipe.is_steady
     elements = recipe.elements()
     next(elements)

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from zstrat.data import Worker, allotted
-from zstrat.data._foreign import foreign
+from zstrat.data import Worker, allotted, as_dataset
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +38,7 @@ class Told:
     ],
 )
 def test_of_what_only_jax_can_open_nothing_is_known(batch):
-    recipe = foreign([batch, batch])
+    recipe = as_dataset([batch, batch]).recipe
     assert (recipe.batch_size, recipe.ranks) == (None, None)
     assert (recipe.size(), recipe.is_steady) == (2, True)
     allotment = allotted([batch, batch], Worker(replicas=2))
@@ -48,17 +47,17 @@ def test_of_what_only_jax_can_open_nothing_is_known(batch):
 
 @pytest.mark.parametrize("batch", [UserDict(x=np.zeros(4)), object()])
 def test_of_what_nobody_can_open_nothing_is_known(batch):
-    recipe = foreign([batch, batch])
+    recipe = as_dataset([batch, batch]).recipe
     assert (recipe.batch_size, recipe.ranks) == (None, None)
 
 
 def test_arrays_of_others_are_asked_for_their_shape_alone():
-    recipe = foreign([Told(), Told()])
+    recipe = as_dataset([Told(), Told()]).recipe
     assert (recipe.batch_size, recipe.ranks) == (4, (2,))
 
 
 @pytest.mark.parametrize("scalar", [3, 2.5, True, 1j, b"ab", "ab", np.float32(1)])
 def test_scalars_cannot_be_cut(scalar):
-    assert foreign([{"n": scalar}]).ranks == (0,)
+    assert as_dataset([{"n": scalar}]).recipe.ranks == (0,)
     with pytest.raises(ValueError, match="`batch` method"):
         allotted([{"n": scalar}], Worker(replicas=2))

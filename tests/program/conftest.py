@@ -21,7 +21,7 @@ from zstrat.variables import (
     creator,
     handle,
 )
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 
 class Here(Residence):

@@ -12,7 +12,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.variables import IndexedSlices, Variable, apply
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 Pair = namedtuple("Pair", "first second")
 

@@ -18,7 +18,6 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.errors import ProtocolError, VersionMismatchError
-from zstrat.program.ship import _code
 from zstrat.program.ship._pytrees import Registration
 from zstrat.variables import Optimizer, Variable
 
@@ -90,7 +89,7 @@ def test_a_step_runs_in_another_process(home, tmp_path):
     state = State(np.float32(1), np.float32(2), "name")
     arguments = (state, Node(np.float32(5)))
     (tmp_path / "code").write_bytes(step.code)
-    (tmp_path / "args").write_bytes(_code.dump_code(arguments))
+    (tmp_path / "args").write_bytes(zs.dump_code(arguments))
     paths = [str(tmp_path / name) for name in ("code", "args", "out.npz")]
     subprocess.run([sys.executable, "-c", RUNNER, *paths], check=True, cwd="/")
     got = np.load(tmp_path / "out.npz")

@@ -4,7 +4,7 @@ element stays what it was when it was drawn."""
 import numpy as np
 import pytest
 
-from zstrat.contrib.distribute._dataset import PerDeviceDataset
+from zstrat.contrib.distribute import PerDeviceDataset
 from zstrat.data import Dataset, InputContext, as_dataset, is_steady
 from zstrat.program import StepIterator, kept
 from zstrat.strategy import ProcessInputs

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import zstrat.program as zs
-from zstrat.program.lookup._lookups import Level, PlannedLookup
-from zstrat.program.trace._flow import Flow
+from zstrat.program.lookup import PlannedLookup
+from zstrat.program.lookup._lookups import Level
+from zstrat.program.trace import Flow
 from zstrat.rows import sums
 from zstrat.variables import (
     ABSENT,

@@ -13,7 +13,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.variables import ABSENT, IndexedSlices, NarrowingWarning, apply
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
 

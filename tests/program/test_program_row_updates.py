@@ -17,7 +17,7 @@ from zstrat.variables import (
     IndexedSlices,
     apply,
 )
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
 

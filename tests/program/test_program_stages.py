@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zstrat.program as zs
-from zstrat.program.stages._cross import Channel, gather_from, sum_over
-from zstrat.program.stages._stages import stages
+from zstrat.program.stages import Channel, gather_from, stages, sum_over
 
 FACTOR = 3
 

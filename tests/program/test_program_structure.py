@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.program import rebuild
-from zstrat.program.trace._structure import split
+from zstrat.program.trace import split
 
 Point = namedtuple("Point", "x y")
 

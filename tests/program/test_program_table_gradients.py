@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zstrat.program as zs
-from zstrat.strategy.replica._collective import Team
+from zstrat.strategy.replica import Team
 from zstrat.variables import IndexedSlices
 
 RNG = np.random.default_rng(5)
@@ -291,8 +291,8 @@ def test_training(home, eager):
 @pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
 def test_replicas(home, inside, devices):
     """Each looks its own rows up; their gradients are summed."""
+    from zstrat.strategy.replica import Spread, mesh_of
     from zstrat.strategy.replica._replicas import replicate
-    from zstrat.strategy.replica._spread import Spread, mesh_of
 
     table, w = home.sharded(TABLE, 3), home.variable(W)
     chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())

@@ -2,18 +2,16 @@
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
 
 import numpy as np
 import optax
 
 from zstrat.config import Settings
 from zstrat.ps import PsService
+from zstrat.testing import FakeRemote
 from zstrat.wire import (
-    PROTOCOL,
     CreateVariables,
     Done,
-    Hello,
     Job,
     OpenSession,
     VariableEntry,
@@ -22,18 +20,9 @@ from zstrat.wire import (
 SESSION = 7
 
 
-@dataclass(eq=False)
-class Peer:
+def caller(role=Job.CHIEF, incarnation=SESSION):
     """What the service knows of a connection."""
-
-    role: Job = Job.CHIEF
-    incarnation: int = SESSION
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(PROTOCOL, str(self.role), 0, self.incarnation, "here", 11)
+    return FakeRemote(role, incarnation)
 
 
 class Gated:
@@ -47,7 +36,7 @@ class Gated:
         self.service = PsService(
             load_code=self.load, settings=Settings(), task="/job:ps/task:0"
         )
-        self.chief = Peer()
+        self.chief = caller()
         self.ask(OpenSession(SESSION, 0, 1, []))
 
     def load(self, code):

@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
-import inspect
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import optax
-from ps_callers import SESSION, Peer
+from ps_callers import SESSION, caller
 from ps_trees import binding
 
 from zstrat.config import Settings, Timeouts
 from zstrat.ps import PinnedTensor, PsClient, PsService, PsUpdate, Ref
 from zstrat.ps.snapshots import _file_thread as disk_module
-from zstrat.wire import OpenSession, UpdateOp, VariableEntry
+from zstrat.testing import FakeLink, FakeRemote
+from zstrat.wire import Job, OpenSession, UpdateOp, VariableEntry
 
 TASK = "/job:ps/task:0"
 
@@ -25,28 +26,9 @@ OPTIMIZERS = {
 }
 
 
-class Line:
-    """A link without sockets: the service answers in this process."""
-
-    def __init__(self, service, peer):
-        self.service, self.peer, self.remote = service, None, peer
-
-    def submit(self, message, *, deadline=None):
-        answer = asyncio.get_running_loop().create_future()
-        try:
-            outcome = self.service.handle(self.remote, message)
-        except Exception as error:
-            answer.set_exception(error)
-            return answer
-        if inspect.isawaitable(outcome):
-            return asyncio.ensure_future(outcome)
-        answer.set_result(outcome)
-        return answer
-
-
 class Rig:
     def __init__(self, servers: int = 2):
-        self.chief = Peer()
+        self.chief = caller()
         self.services = [
             PsService(
                 load_code=lambda code: OPTIMIZERS[code](),
@@ -58,8 +40,17 @@ class Rig:
         ]
         for service in self.services:
             service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
-        lines = [Line(service, self.chief) for service in self.services]
-        self.client = PsClient(lines, SESSION)
+        links = [
+            FakeLink(
+                partial(service.handle, self.chief),
+                name=f"/job:ps/task:{index}",
+                hello=FakeRemote(Job.PS, 5, index=index).hello,
+            )
+            for index, service in enumerate(self.services)
+        ]
+        for link in links:
+            link.start()
+        self.client = PsClient(links, SESSION)
 
     async def create(self, ps: int, key: int, value, sharded: bool = False) -> Ref:
         entry = VariableEntry(key, f"v{key}", True, sharded)

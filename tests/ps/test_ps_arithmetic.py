@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.ps.engine._arithmetic import SCATTERS, check, compute
+from zstrat.ps.engine import SCATTERS, check, compute
 from zstrat.rows import runs
 from zstrat.wire import UpdateOp
 

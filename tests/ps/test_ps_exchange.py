@@ -7,7 +7,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ps_callers import SESSION, Gated, Peer
+from ps_callers import SESSION, Gated, caller
 from ps_trees import binding, message
 
 from zstrat.errors import (
@@ -260,8 +260,8 @@ def tell(key: int):
 @pytest.mark.parametrize("role", [Job.EVALUATOR, Job.OBSERVER, Job.PS])
 async def test_who_may_not_push_may_not_exchange(rig, role):
     with pytest.raises(PermissionDeniedError, match="Exchange from chief or worker"):
-        rig.ask(exchange(0), Peer(role))
-    assert rig.ask(exchange(0), Peer(Job.WORKER)).applied
+        rig.ask(exchange(0), caller(role))
+    assert rig.ask(exchange(0), caller(Job.WORKER)).applied
 
 
 # ---- one message does what two do ------------------------------------------------

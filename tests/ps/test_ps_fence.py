@@ -7,11 +7,11 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_callers import SESSION, Gated, Peer
+from ps_callers import SESSION, Gated, caller
 from ps_trees import message, of_values
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError
-from zstrat.ps.store._ledger import Ledger
+from zstrat.ps.store import Ledger
 from zstrat.wire import (
     AskParts,
     CreateOptimizer,
@@ -29,7 +29,7 @@ from zstrat.wire import (
     encode,
 )
 
-WORKER = Peer(Job.WORKER, 8)
+WORKER = caller(Job.WORKER, 8)
 ADD = [Update(0, int(UpdateOp.ADD), 0, 1)]
 LEARN = [Update(0, int(UpdateOp.OPTIMIZE), 9, 1)]
 
@@ -158,7 +158,7 @@ async def test_only_the_coordinator_of_the_session_may_say_so(rig):
 async def test_a_new_session_begins_without_one(rig):
     await fence(rig, 5, [(7, 9)])
     rig.service.lost(rig.chief, "it ended")
-    later = Peer(incarnation=SESSION + 1)
+    later = caller(incarnation=SESSION + 1)
     rig.ask(OpenSession(SESSION + 1, 0, 1, []), later)
     assert rig.service.statistics()["low_water"] == 0
 

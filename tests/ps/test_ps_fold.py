@@ -11,13 +11,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from ps_callers import SESSION, Gated, Peer
+from ps_callers import SESSION, Gated, caller
 from ps_trees import binding, message
 
 from zstrat.config import Limits, Timeouts
 from zstrat.errors import InvalidArgumentError, NotFoundError, StaleSessionError
 from zstrat.ps.store import _fold as fold_module
-from zstrat.transport._pool import Pool
+from zstrat.transport import Pool
 from zstrat.wire import (
     PROTOCOL,
     CloseSession,
@@ -35,9 +35,8 @@ from zstrat.wire import (
     Update,
     UpdateOp,
 )
-from zstrat.wire.connection._orders import Answered, Failed, Requested
-from zstrat.wire.connection._peer import Peer as Connection
-from zstrat.wire.connection._peer import failure
+from zstrat.wire.connection import Answered, Failed, Requested, failure
+from zstrat.wire.connection import Peer as Connection
 
 KEY, SIZE = 1, 96
 ADD, SUB, ASSIGN = (int(op) for op in (UpdateOp.ADD, UpdateOp.SUB, UpdateOp.ASSIGN))
@@ -74,7 +73,7 @@ class Sender:
 
     def __init__(self, ps, role=Job.WORKER, limits=CHUNKS):
         self.ps, self.trips, self.folds, self.waiting = ps, 0, 0, []
-        self.caller = Peer(role)
+        self.caller = caller(role)
         common = {"timeouts": Timeouts(), "limits": limits, "now": 0.0}
         me, it = self.caller.hello, Hello(PROTOCOL, "ps", 0, 5, "there", 12)
         self.client = Connection(

@@ -1,8 +1,6 @@
 """Workers that are programs of their own join a session, and wait for what is created
 in it. No sockets."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import optax
 import pytest
@@ -15,6 +13,7 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ps import PsService, _joining
+from zstrat.testing import FakeRemote
 from zstrat.wire import (
     Awaited,
     AwaitedOptimizer,
@@ -22,7 +21,6 @@ from zstrat.wire import (
     CreateOptimizer,
     CreateVariables,
     Done,
-    Hello,
     InitialEntry,
     InitializeVariables,
     Job,
@@ -33,18 +31,6 @@ from zstrat.wire import (
 )
 
 SESSION = 7
-
-
-@dataclass(eq=False)
-class Peer:
-    role: Job = Job.WORKER
-    incarnation: int = 3
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(1, str(self.role), 0, self.incarnation, "here", 11)
 
 
 def loaded(code):
@@ -63,7 +49,10 @@ class Rig:
         self.service = PsService(
             load_code=loaded, settings=Settings(), task="/job:ps/task:0"
         )
-        self.chief, self.worker = Peer(Job.CHIEF, SESSION), Peer()
+        self.chief, self.worker = (
+            FakeRemote(Job.CHIEF, SESSION),
+            FakeRemote(Job.WORKER, 3),
+        )
 
     def open(self, session=SESSION, chief=None):
         opening = OpenSession(session, 0, 0, [])
@@ -105,7 +94,7 @@ async def test_a_session_is_waited_for(rig):
     assert not other.done()
     assert rig.join(session=0) == joined()
     rig.service.lost(rig.chief, "ended")
-    rig.open(9, Peer(Job.CHIEF, 9))
+    rig.open(9, FakeRemote(Job.CHIEF, 9))
     assert await other == joined(9)
 
 
@@ -115,7 +104,7 @@ async def test_of_a_program_that_is_gone_nobody_waits_for_the_session(rig):
     waiting = rig.join(session=0)
     # Who is in it stays in it.
     assert rig.join(session=SESSION) == joined()
-    rig.open(8, Peer(Job.CHIEF, 8))
+    rig.open(8, FakeRemote(Job.CHIEF, 8))
     assert await waiting == joined(8)
 
 
@@ -143,7 +132,7 @@ async def test_who_waits_for_variables_of_a_session_that_ended_is_told(rig):
         await waiting
     with pytest.raises(StaleSessionError, match="connect to the cluster again"):
         rig.join(1)
-    rig.open(8, Peer(Job.CHIEF, 8))
+    rig.open(8, FakeRemote(Job.CHIEF, 8))
     with pytest.raises(StaleSessionError):
         rig.join(optimizers=[1])
 
@@ -154,12 +143,12 @@ async def test_only_workers_join(rig):
         with pytest.raises(
             PermissionDeniedError, match="takes JoinSession from worker"
         ):
-            rig.join(peer=Peer(role))
+            rig.join(peer=FakeRemote(role, 3))
 
 
 async def test_a_worker_that_is_lost_is_forgotten(rig, monkeypatch):
     monkeypatch.setattr(_joining, "MOST", 2)
-    lost = Peer(incarnation=5)
+    lost = FakeRemote(Job.WORKER, 5)
     first, second = rig.join(session=0, peer=lost), rig.join(session=0)
     with pytest.raises(BusyError, match="2 workers wait"):
         rig.join(session=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import optax
 import pytest
@@ -11,13 +9,13 @@ import pytest
 from zstrat.config import Settings
 from zstrat.errors import BusyError, DeadlineExceededError, InvalidArgumentError
 from zstrat.ps import PsService, _joining
+from zstrat.testing import FakeRemote
 from zstrat.wire import (
     Awaited,
     AwaitedOptimizer,
     CreateOptimizer,
     CreateVariables,
     Done,
-    Hello,
     Job,
     JoinSession,
     OpenSession,
@@ -28,18 +26,7 @@ from zstrat.wire import (
 SESSION = 7
 
 
-@dataclass(eq=False)
-class Peer:
-    role: Job
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(1, str(self.role), 0, SESSION, "here", 11)
-
-
-CHIEF, WORKER = Peer(Job.CHIEF), Peer(Job.WORKER)
+CHIEF, WORKER = FakeRemote(Job.CHIEF, SESSION), FakeRemote(Job.WORKER, SESSION)
 HERE = SessionOpened("cpu", 1, resumed=True, session=SESSION)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zstrat.coordinator._queue import MAX_AHEAD
 from zstrat.errors import BusyError
-from zstrat.ps.store._ledger import CAPACITY, UNNAMED, Ledger
+from zstrat.ps.store import CAPACITY, UNNAMED, Ledger
 
 steps = st.integers(0, 40)
 calls = st.tuples(st.sampled_from(["record", "raise"]), steps, st.integers(0, 2))

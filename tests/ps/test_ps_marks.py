@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_callers import SESSION, Gated, Peer
+from ps_callers import SESSION, Gated, caller
 
 from zstrat.errors import (
     BusyError,
@@ -13,8 +13,7 @@ from zstrat.errors import (
     PermissionDeniedError,
     StaleSessionError,
 )
-from zstrat.ps.store import _ledger
-from zstrat.ps.store._ledger import CAPACITY
+from zstrat.ps.store import CAPACITY, _ledger
 from zstrat.wire import Done, Job, Pull, Push, Pushed, RaiseMark, Read, Update, UpdateOp
 
 FAR = 2**62
@@ -29,7 +28,7 @@ class Rig(Gated):
     def __init__(self):
         super().__init__()
         self.create({1: np.zeros(3, "f4")})
-        self.worker = Peer(Job.WORKER, 8)
+        self.worker = caller(Job.WORKER, 8)
 
     def applied(self, message, peer=None):
         answer = self.ask(message, peer or self.worker)
@@ -69,37 +68,37 @@ async def test_the_holder_of_the_session_says_which_closures_are_over(rig):
 
 
 async def test_an_own_update_that_comes_again_is_applied_once(rig):
-    chief, other = rig.chief, Peer(Job.WORKER, 9)
+    chief, other = rig.chief, caller(Job.WORKER, 9)
     for peer in (chief, other):
-        name = peer.incarnation
+        name = peer.hello.incarnation
         found = [rig.applied(add(n, 0, name), peer) for n in (0, 1, 0, 1)]
         assert found == [True, True, False, False]
     assert rig.applied(add(0))  # the closure of that number is another thing
     assert rig.value == 5
     # Number 2 was given up; what still comes of it comes too late.
-    assert rig.applied(add(3, 3, chief.incarnation), chief)
-    assert not rig.applied(add(2, 2, chief.incarnation), chief)
-    assert rig.applied(add(2, 0, other.incarnation), other)
+    assert rig.applied(add(3, 3, chief.hello.incarnation), chief)
+    assert not rig.applied(add(2, 2, chief.hello.incarnation), chief)
+    assert rig.applied(add(2, 0, other.hello.incarnation), other)
     assert rig.value == 7
 
 
 async def test_a_mark_of_own_updates_is_raised_by_their_writer_alone(rig):
     chief = rig.chief
-    assert rig.applied(add(0, 0, chief.incarnation), chief)
+    assert rig.applied(add(0, 0, chief.hello.incarnation), chief)
     with pytest.raises(PermissionDeniedError, match="worker:0 names an update as anot"):
-        rig.ask(add(FAR, FAR, chief.incarnation), rig.worker)
+        rig.ask(add(FAR, FAR, chief.hello.incarnation), rig.worker)
     with pytest.raises(InvalidArgumentError, match=r"update 1 .* below 2 are over"):
-        rig.ask(add(1, 2, chief.incarnation), chief)
-    assert rig.applied(add(FAR, FAR, rig.worker.incarnation), rig.worker)
-    assert rig.applied(add(1, 0, chief.incarnation), chief)
+        rig.ask(add(1, 2, chief.hello.incarnation), chief)
+    assert rig.applied(add(FAR, FAR, rig.worker.hello.incarnation), rig.worker)
+    assert rig.applied(add(1, 0, chief.hello.incarnation), chief)
     assert rig.applied(add(1))
 
 
 async def test_the_latest_writers_are_remembered(rig, monkeypatch):
     monkeypatch.setattr(_ledger, "WRITERS", 2)
-    peers = [Peer(Job.WORKER, incarnation) for incarnation in (21, 22, 23)]
+    peers = [caller(Job.WORKER, incarnation) for incarnation in (21, 22, 23)]
     for peer in (peers[0], peers[1], peers[0], peers[2], peers[0]):
-        rig.ask(add(0, 0, peer.incarnation), peer)
+        rig.ask(add(0, 0, peer.hello.incarnation), peer)
     assert rig.value == 3
     assert rig.service.statistics()["remembered_steps"] == 2
 
@@ -108,7 +107,7 @@ async def test_the_latest_writers_are_remembered(rig, monkeypatch):
 def test_updates_of_all_writers_are_applied_once_each(sent):
     """Against a set that forgets nothing."""
     rig = Rig()
-    peers = {0: rig.worker, 5: Peer(Job.CHIEF, 5), 6: Peer(Job.WORKER, 6)}
+    peers = {0: rig.worker, 5: caller(Job.CHIEF, 5), 6: caller(Job.WORKER, 6)}
     for writer, step in sent:
         rig.ask(add(step, 0, writer), peers[writer])
     assert rig.value == len(set(sent))

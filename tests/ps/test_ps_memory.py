@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from zstrat.errors import ResourceExhaustedError
-from zstrat.ps.engine._engine import OptimizerEngine
+from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps.store import _creating, _lookups
-from zstrat.ps.store._store import Store
 from zstrat.wire import VariableEntry
 
 MiB = 2**20

@@ -8,8 +8,8 @@ from zstrat.errors import (
     RetryDiffersError,
     StaleSessionError,
 )
-from zstrat.ps.store._ledger import Ledger
-from zstrat.ps.store._parts import Parts, ordinal
+from zstrat.ps import ordinal
+from zstrat.ps.store import Ledger, Parts
 
 
 def apply(parts, ledger, part, *names, step=1, attempt=1):

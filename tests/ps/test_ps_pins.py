@@ -15,9 +15,7 @@ from hypothesis.stateful import (
 )
 
 from zstrat.errors import NotFoundError, ResourceExhaustedError
-from zstrat.ps.store import _pins
-from zstrat.ps.store._cell import Cell, Write
-from zstrat.ps.store._pins import Pin
+from zstrat.ps.store import Cell, Pin, Write, _pins
 
 SHAPES = [(), (0,), (7,), (5, 3), (13, 2), (4, 0), (2, 40), (1, 2, 3)]
 DTYPES = [np.float32, np.int8, ml_dtypes.bfloat16]

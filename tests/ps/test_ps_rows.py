@@ -11,7 +11,7 @@ from ps_trees import bind_each
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps.engine import _row_programs as row_kinds
-from zstrat.ps.engine._arithmetic import gather
+from zstrat.ps.engine import gather
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -6,15 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstrat.ps.engine._arithmetic import (
-    are_increasing,
-    as_rows,
-    bucket,
-    distinct,
-    pack,
-    sizes,
-)
-from zstrat.ps.store._cell import Cell
+from zstrat.ps.engine import as_rows
+from zstrat.ps.engine._arithmetic import are_increasing, bucket, distinct, pack, sizes
+from zstrat.ps.store import Cell
 
 
 @given(st.lists(st.integers(0, 12), max_size=40))

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from ps_callers import SESSION, Gated, Peer
+from ps_callers import SESSION, Gated, caller
 from ps_trees import binding, message
 
 from zstrat.errors import (
@@ -73,7 +73,7 @@ SHIPPED = {
 @pytest.fixture
 async def rig():
     rig = Gated(SHIPPED)
-    rig.worker = Peer(Job.WORKER, 8)
+    rig.worker = caller(Job.WORKER, 8)
     value = np.arange(20, dtype="f4").reshape(10, 2)
     rig.create(dict.fromkeys(range(3), value))
     yield rig

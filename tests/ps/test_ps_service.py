@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import optax
 import pytest
-from ps_callers import SESSION, Peer
+from ps_callers import SESSION, caller
 from ps_trees import binding
 from ps_trees import message as bind_message
 
@@ -75,7 +75,7 @@ class Rig:
             on_exit=lambda: self.left.append(True),
             clock=lambda: self.now,
         )
-        self.chief, self.worker = Peer(), Peer(Job.WORKER, 8)
+        self.chief, self.worker = caller(), caller(Job.WORKER, 8)
 
     def open(self) -> None:
         opened = self.service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
@@ -212,7 +212,7 @@ async def test_what_fails_on_the_thread_frees_its_names(rig):
 
 @pytest.mark.parametrize("role", list(Job))
 async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
-    peer = Peer(role)
+    peer = caller(role)
     may = {
         Job.CHIEF: {
             OpenSession,
@@ -263,8 +263,8 @@ async def test_what_a_parameter_server_does_not_answer_is_refused(rig, message):
 
 async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig):
     rig.ask(add(0, step=1))
-    stranger = Peer(incarnation=99)
-    with pytest.raises(BusyError, match=r"chief:0 .pid 11 on here"):
+    stranger = caller(incarnation=99)
+    with pytest.raises(BusyError, match=r"chief:0 .pid 1 on here"):
         assert not rig.ask(OpenSession(99, 0, 1, []), stranger).resumed
     rig.service.lost(rig.chief, "silent")
     assert rig.ask(pull(0), rig.worker).versions == [1]
@@ -278,7 +278,7 @@ async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig
 
 async def test_the_same_coordinator_comes_back_to_what_it_had(rig):
     rig.ask(add(0, step=1))
-    back = Peer()
+    back = caller()
     assert rig.ask(OpenSession(SESSION, 0, 1, []), back).resumed
     rig.service.lost(rig.chief, "its old connection timed out")
     assert rig.ask(add(0, step=1), back) == Pushed(False, [1])
@@ -361,7 +361,7 @@ async def test_statistics_are_plain_and_complete(rig):
         "incarnation": 5,
         "uptime": 12.5,
         "session": SESSION,
-        "owner": "chief:0 (pid 11 on here)",
+        "owner": "chief:0 (pid 1 on here)",
         "owner_alive": True,
         "optimizers": 0,
         "programs": 0,

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from ps_callers import SESSION, Peer
+from ps_callers import SESSION, caller
 from ps_snapshot_rig import TASK, halt, size_of, snapshot_rig, wait
 from ps_trees import binding
 from ps_trees import message as bind_message
@@ -28,7 +28,7 @@ from zstrat.ps import PsService, Ref
 from zstrat.ps.snapshots import _file_thread as disk_module
 from zstrat.ps.snapshots import _snapshot as snapshot_module
 from zstrat.ps.snapshots import _snapshot_service as service_module
-from zstrat.ps.store._pins import Pin
+from zstrat.ps.store import Pin
 from zstrat.wire import (
     CreateOptimizer,
     Done,
@@ -104,7 +104,7 @@ async def test_a_pin_keeps_rows_while_rows_are_trained(rig):
 
 
 async def test_requests_come_between_the_pieces_of_a_large_tensor(rig, monkeypatch):
-    monkeypatch.setattr(service_module, "PIECE", 64, raising=False)
+    monkeypatch.setattr(service_module, "PIECE", 64)
     value = np.random.default_rng(0).normal(size=(50, 4)).astype("f4")
     table = await rig.create(0, 1, value)
     (pinned,) = await rig.client.pin(1, [table], [])
@@ -330,7 +330,7 @@ async def test_an_unwanted_write_leaves_no_file(rig, tmp_path, monkeypatch, end)
             rig.services[0].lost(rig.chief, "gone")
         case "replaced":
             rig.services[0].lost(rig.chief, "gone")
-            rig.services[0].handle(Peer(incarnation=8), OpenSession(8, 0, 1, []))
+            rig.services[0].handle(caller(incarnation=8), OpenSession(8, 0, 1, []))
         case "cancelled":
             writing.cancel()
     onward.set()
@@ -380,7 +380,7 @@ def test_only_a_coordinator_has_snapshots(role):
         ReleaseSnapshot(SESSION, 1),
     ):
         with pytest.raises(PermissionDeniedError, match="from chief"):
-            service.handle(Peer(role), message)
+            service.handle(caller(role), message)
 
 
 async def test_another_session_has_no_snapshots_here(rig):

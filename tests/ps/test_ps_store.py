@@ -16,7 +16,7 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.ps.store._plans import PushPlan
+from zstrat.ps.store import PushPlan
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 SHAPES = {1: (), 2: (6,), 3: (4, 3), 4: (0, 2)}

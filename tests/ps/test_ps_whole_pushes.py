@@ -14,8 +14,8 @@ from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps.engine._slots import Ahead, SlotStep
 from zstrat.ps.engine._xla import UpdatePrograms
+from zstrat.ps.store import Cell
 from zstrat.ps.store import _cell as cell_module
-from zstrat.ps.store._cell import Cell
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 import numpy as np
 import optax
@@ -13,11 +12,11 @@ from ps_trees import binding, message
 from zstrat.config import Settings
 from zstrat.errors import NotFoundError, PermissionDeniedError, StaleSessionError
 from zstrat.ps import PsService
+from zstrat.testing import FakeRemote
 from zstrat.wire import (
     CreateOptimizer,
     CreateVariables,
     Done,
-    Hello,
     InitialEntry,
     InitializeVariables,
     Job,
@@ -35,18 +34,7 @@ from zstrat.wire import (
 SESSION = 7
 
 
-@dataclass(eq=False)
-class Peer:
-    role: Job
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(1, str(self.role), 0, SESSION, "here", 11)
-
-
-CHIEF = Peer(Job.CHIEF)
+CHIEF = FakeRemote(Job.CHIEF, SESSION)
 
 
 def ones(shape, dtype, partition_shape, partition_offset):
@@ -135,6 +123,6 @@ async def test_an_optimizer_makes_room_for_another_and_leaves_no_slots(ps):
 
 async def test_only_the_program_of_the_session_withdraws(ps):
     with pytest.raises(PermissionDeniedError, match="takes Withdraw from chief"):
-        ps.handle(Peer(Job.WORKER), Withdraw(SESSION, [1], []))
+        ps.handle(FakeRemote(Job.WORKER, SESSION), Withdraw(SESSION, [1], []))
     with pytest.raises(StaleSessionError):
         ps.handle(CHIEF, Withdraw(8, [1], []))

@@ -24,16 +24,10 @@ from zstrat.saving import (
     CheckpointWarning,
     latest_checkpoint,
 )
+from zstrat.testing import FakeClock
 from zstrat.variables import Variable
 
 HOUR = 3600.0
-
-
-class Clock:
-    now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -75,16 +69,16 @@ def test_all_are_kept(checkpoint, tmp_path):
 
 
 def test_one_every_few_hours_is_kept_for_good(checkpoint, tmp_path):
-    clock = Clock()
+    clock = FakeClock(1e9)
     options = {"keep_checkpoint_every_n_hours": 2, "clock": clock}
     manager = CheckpointManager(checkpoint, tmp_path, 1, **options)
     for _ in range(3):
-        clock.now += HOUR
+        clock.advance(HOUR)
         manager.save()
     manager.close()
     again = CheckpointManager(checkpoint, tmp_path, 1, **options)
     for _ in range(3):
-        clock.now += HOUR
+        clock.advance(HOUR)
         again.save()
     assert names(again) == ["ckpt-6"]
     assert folders(tmp_path) == ["ckpt-2", "ckpt-4", "ckpt-6"]

@@ -12,9 +12,9 @@ from ranks import ranks
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, free_ports
 from zstrat.errors import CollectiveTimeoutError
-from zstrat.program.stages._cross import Channel
-from zstrat.strategy.reduce._options import ChosenGroup, called_with
-from zstrat.strategy.replica._collective import Team
+from zstrat.program.stages import Channel
+from zstrat.strategy.reduce import ChosenGroup, called_with
+from zstrat.strategy.replica import Team
 
 SOON = zs.CommunicationOptions(timeout_seconds=1.0)
 RING = zs.CommunicationOptions(implementation="RING", bytes_per_pack=7)

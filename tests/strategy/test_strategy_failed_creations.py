@@ -10,8 +10,7 @@ from hypothesis import given
 
 import zstrat.variables as zv
 from zstrat.errors import DeadlineExceededError, InvalidArgumentError
-from zstrat.strategy.server._variable_numbers import Numbers, Placement, PlacementRule
-from zstrat.strategy.server._variable_plan import draft
+from zstrat.strategy.server import Numbers, Placement, PlacementRule, draft
 from zstrat.variables import (
     VariableAggregation,
     VariableRequest,

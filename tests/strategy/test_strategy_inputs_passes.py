@@ -4,8 +4,7 @@ import threading
 
 import numpy as np
 
-from zstrat.data import Dataset, InputContext
-from zstrat.data._passes import Recipe
+from zstrat.data import Dataset, InputContext, Recipe
 from zstrat.strategy import ProcessInputs
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.strategy.replica._regroup import regroup
+from zstrat.strategy import regroup
 
 
 @jax.tree_util.register_pytree_node_class

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.program.stages._cross import PROCESS, Channel, within_mesh
-from zstrat.strategy.replica._collective import AXIS, Team
+from zstrat.program.stages import PROCESS, Channel, within_mesh
+from zstrat.strategy.replica import AXIS, Team
 
 
 @pytest.fixture

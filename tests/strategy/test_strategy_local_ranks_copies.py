@@ -9,11 +9,11 @@ from jax.sharding import Mesh
 from ranks import Board, Threads, ranks
 
 import zstrat as zs
-from zstrat.program.stages._cross import PROCESS, Channel
+from zstrat.program.stages import PROCESS, Channel
 from zstrat.strategy import Mirrored
+from zstrat.strategy.mirrored import MirroredVariables
 from zstrat.strategy.mirrored._copy_home import as_values
-from zstrat.strategy.mirrored._mirrored_store import MirroredVariables
-from zstrat.strategy.replica._collective import AXIS, Team
+from zstrat.strategy.replica import AXIS, Team
 from zstrat.variables import creator
 
 HERE, ALL = 4, 8

@@ -10,9 +10,9 @@ from ranks import Board, Threads, ranks
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
-from zstrat.program.stages._cross import PROCESS
+from zstrat.program.stages import PROCESS
 from zstrat.strategy.mirrored import _multi_worker
-from zstrat.strategy.replica._collective import AXIS
+from zstrat.strategy.replica import AXIS
 
 SPEC = ClusterSpec({"worker": ["127.0.0.1:9000", "127.0.0.1:9001"]})
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import ranks
 
 from zstrat.data import Dataset, Elements
-from zstrat.strategy.input._epoch_sync import Length, Paced
+from zstrat.strategy.input import Length, Paced
 
 FOREVER = "for ever"
 DRAWN = 7

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import ranks
 
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, Elements, Options
-from zstrat.strategy.input._epoch_sync import Length, Paced
+from zstrat.strategy.input import Length, Paced
 
 ROWS = 12
 WORDS = r"do not all begin the same pass of its shuffle.*after reform\(\).*make the "

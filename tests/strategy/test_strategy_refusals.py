@@ -12,12 +12,11 @@ from jax.sharding import Mesh
 
 import zstrat as zs
 from zstrat.errors import InvalidArgumentError
-from zstrat.program.stages._cross import PROCESS
-from zstrat.strategy.mirrored import _distributed
-from zstrat.strategy.mirrored._mirrored_store import MirroredVariables
+from zstrat.program.stages import PROCESS
+from zstrat.strategy.mirrored import MirroredVariables, _distributed
 from zstrat.strategy.mirrored._takeover import taken_over
 from zstrat.strategy.reduce._values import reduce_slices
-from zstrat.strategy.replica._collective import AXIS, Team
+from zstrat.strategy.replica import AXIS, Team
 from zstrat.variables import VariableRequest
 
 ON_READ = {

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 import zstrat.variables as zv
 from zstrat.program.trace import joined
-from zstrat.strategy import Mirrored, PerReplica
-from zstrat.strategy.replica._per_replica import local_results, select_replica
-from zstrat.strategy.replica._regroup import (
-    assert_mirrored,
-    regroup,
-    select_replica_mirrored,
-)
+from zstrat.strategy import Mirrored, PerReplica, regroup
+from zstrat.strategy.replica import local_results, select_replica
+from zstrat.strategy.replica._regroup import assert_mirrored, select_replica_mirrored
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import zstrat.variables as zv
 from zstrat import initializers
 from zstrat.program import load
-from zstrat.strategy.server import _variable_plan
-from zstrat.strategy.server._variable_numbers import Placement, PlacementRule
+from zstrat.strategy.server import Placement, PlacementRule, _variable_plan
 from zstrat.strategy.server._variable_plan import div
 from zstrat.variables import partitioners
 from zstrat.wire import UpdateOp

@@ -19,7 +19,7 @@ import pytest
 from system_worlds import DIM, ROWS, connected, numbered
 
 import zstrat as zs
-from zstrat.saving import _snapshot_sources
+from zstrat.ps import PsClient
 
 pytestmark = pytest.mark.processes
 
@@ -140,7 +140,7 @@ class Counting:
         return found
 
 
-@pytest.mark.parametrize("way", ["write", "fetch"])
+@pytest.mark.parametrize("way", ["write_snapshot", "read_snapshot"])
 def test_what_is_saved_is_as_it_was_when_the_save_began(
     world, tmp_path, monkeypatch, way
 ):
@@ -148,7 +148,7 @@ def test_what_is_saved_is_as_it_was_when_the_save_began(
     counting = Counting(world)
     counting.push(5)
     before = {n: v.numpy() for n, v in counting.variables.items()}
-    request = getattr(_snapshot_sources.ServerSnapshotSource, way)
+    request = getattr(PsClient, way)
     one_by_one = asyncio.Lock()
 
     async def after_pushes(self, *arguments):
@@ -156,9 +156,9 @@ def test_what_is_saved_is_as_it_was_when_the_save_began(
             await asyncio.to_thread(counting.push, 3)
         return await request(self, *arguments)
 
-    monkeypatch.setattr(_snapshot_sources.ServerSnapshotSource, way, after_pushes)
+    monkeypatch.setattr(PsClient, way, after_pushes)
     monkeypatch.chdir(tmp_path)  # the daemons are elsewhere
-    folder = tmp_path if way == "write" else Path("/proc/self/cwd")
+    folder = tmp_path if way == "write_snapshot" else Path("/proc/self/cwd")
     path = counting.checkpoint.save(folder / "c")
     assert counting.pushes >= 5 + 2 * 3
     for name, value in counting.saved(path).items():

@@ -18,7 +18,7 @@ import pytest
 from system_worlds import DIM, ROWS, connected, names, numbered
 
 import zstrat as zs
-from zstrat.saving import _snapshot_sources
+from zstrat.ps import PsClient
 
 pytestmark = pytest.mark.processes
 
@@ -155,7 +155,7 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
     table = world.table(numbered(ROWS))
     manager = zs.CheckpointManager(zs.Checkpoint(table=table), tmp_path, 3)
     manager.save()
-    write = _snapshot_sources.ServerSnapshotSource.write
+    write = PsClient.write_snapshot
 
     async def interrupted(self, *arguments):
         written = await write(self, *arguments)
@@ -163,7 +163,7 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
         return written
 
     with monkeypatch.context() as patched:
-        patched.setattr(_snapshot_sources.ServerSnapshotSource, "write", interrupted)
+        patched.setattr(PsClient, "write_snapshot", interrupted)
         with pytest.raises(KeyboardInterrupt):
             manager.save()
     assert names(tmp_path) == [".checkpoint.lock", "checkpoint", "ckpt-1"]

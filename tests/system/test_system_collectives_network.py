@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from switched import NotHereError, switched
 from system_ranks import Ranks
 
 from zstrat.cluster import free_ports
+from zstrat.testing import NoNamespacesError, switched_network
 
 pytestmark = pytest.mark.processes
 
@@ -101,9 +101,9 @@ def test_garbage_on_the_port_of_a_rank_disturbs_nobody():
 def machines():
     """Three machines on one switch; skips the test where we may not make them."""
     try:
-        with switched(3) as made:
+        with switched_network(3) as made:
             yield made
-    except NotHereError as error:
+    except NoNamespacesError as error:
         pytest.skip(str(error))
 
 
@@ -135,15 +135,14 @@ def test_a_rank_that_is_cut_off_is_named_and_comes_back(machines, tmp_path):
         HOSTS="abc",
     ) as ranks:
         assert ranks.lines() == ["reduces"] * 3
-        machines.plug(1, False)
-        for rank in (0, 2):
-            said = ranks.line(rank)
-            assert said.startswith("PeerLostError lost rank 1 (/job:worker/task:1"), (
-                said
-            )
-            assert "silent" in said
-        assert ranks.line(1).startswith("PeerLostError lost rank ")
-        machines.plug(1, True)
+        with machines.unplugged(1):
+            for rank in (0, 2):
+                said = ranks.line(rank)
+                assert said.startswith(
+                    "PeerLostError lost rank 1 (/job:worker/task:1"
+                ), said
+                assert "silent" in said
+            assert ranks.line(1).startswith("PeerLostError lost rank ")
         ranks.go_on(0, 1, 2)
         assert ranks.lines() == ["sum 3"] * 3
         assert ranks.ends() == [0] * 3

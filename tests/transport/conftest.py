@@ -2,9 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
-import os
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 from transport_pair import Pair
 
 from zstrat.config import Settings, Timeouts
+from zstrat.testing import Relay
 from zstrat.transport import Endpoint, Link, hello, new_event_loop, new_incarnation
 from zstrat.wire import (
     CancelSteps,
@@ -105,68 +103,11 @@ class Net:
         await link.wait_open(asyncio.get_running_loop().time() + 10)
         return link, caller
 
-    async def relay(self, address):
-        relay = Relay(address)
-        self._stack.push_async_callback(relay.close)
-        await relay.start()
-        return relay
+    def relay(self, address):
+        return self._stack.enter_context(Relay(address))
 
     async def close(self):
         await self._stack.aclose()
-
-
-class Relay:
-    """A TCP relay whose connections can be cut, or held without a word."""
-
-    def __init__(self, target):
-        self._target, self._tasks, self._writers = target, set(), set()
-        self._open = asyncio.Event()
-        self._open.set()
-        self.refuses = False
-        """Whoever connects is hung up on."""
-
-    async def start(self):
-        self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def _join(self, reader, writer):
-        if self.refuses:
-            writer.transport.abort()
-            return
-        host, port = self._target.rsplit(":", 1)
-        there = await asyncio.open_connection(host, int(port))
-        for source, sink in ((reader, there[1]), (there[0], writer)):
-            self._writers.add(sink)
-            task = asyncio.get_running_loop().create_task(self._copy(source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _copy(self, source, sink):
-        with contextlib.suppress(ConnectionError):
-            while data := await source.read(65536):
-                await self._open.wait()
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-        self._writers.discard(sink)
-
-    def cut(self):
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    @contextlib.contextmanager
-    def held(self):
-        """Nothing passes, and nobody is told."""
-        self._open.clear()
-        yield
-        self._open.set()
-
-    async def close(self):
-        self._server.close()
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @pytest.fixture
@@ -179,16 +120,3 @@ async def net():
     net = Net()
     yield net
     await net.close()
-
-
-@pytest.fixture
-def held():
-    """A function that counts what this process holds: descriptors and threads."""
-
-    def count():
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), sorted(
-            thread.name for thread in threading.enumerate()
-        )
-
-    return count

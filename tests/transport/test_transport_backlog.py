@@ -6,7 +6,7 @@ import pytest
 from transport_pair import SMALL, Pair, big, flow, flow_some
 
 from zstrat.wire import Beat, CancelSteps, Done, Inspect, Pulled, Push, Update, encode
-from zstrat.wire.connection._orders import Closed, Noticed, Requested
+from zstrat.wire.connection import Closed, Noticed, Requested
 
 FEW = dataclasses.replace(SMALL, unread=5000, window=2, requests=1000)
 

@@ -11,6 +11,7 @@ from transport_pair import SMALL, Pair, big, flow, kinds
 from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from zstrat.wire import (
     Again,
+    ArraySpec,
     Beat,
     CancelSteps,
     Chunk,
@@ -22,9 +23,8 @@ from zstrat.wire import (
     Update,
     encode,
 )
-from zstrat.wire._codec import ArraySpec
-from zstrat.wire.connection._body import Assembly, aligned, allocate, cut
-from zstrat.wire.connection._orders import Answered, Closed, Requested
+from zstrat.wire.connection import Answered, Closed, Requested, aligned
+from zstrat.wire.connection._body import Assembly, allocate, cut
 
 
 def test_a_later_small_message_does_not_overtake_a_large_one(pair):

@@ -8,12 +8,13 @@ from transport_talk import push
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import ClosedError, PeerLostError
+from zstrat.testing import ProcessResources
 from zstrat.transport import Endpoint, hello, new_incarnation
 from zstrat.wire import Inspect
 
 
 @pytest.mark.parametrize("lane", ["tcp", "shm"])
-async def test_nothing_is_left_after_close(net, lane, held):
+async def test_nothing_is_left_after_close(net, lane):
     async def round_trip():
         endpoint, address, _ = await net.serve(settings=Settings(lane=lane))
         link, _ = await net.open(address, settings=Settings(lane=lane))
@@ -25,12 +26,13 @@ async def test_nothing_is_left_after_close(net, lane, held):
         waiting.exception()
 
     await round_trip()  # pyzmq starts its collector thread with the first large array
-    descriptors, threads = held()
+    before = ProcessResources.held()
     for _ in range(3):
         await round_trip()
     # Fewer where libzmq had not yet let go of what an earlier test closed.
-    assert held()[0] <= descriptors
-    assert held()[1] == threads
+    after = ProcessResources.held()
+    assert after.descriptors <= before.descriptors
+    assert after.threads == before.threads
     assert len(asyncio.all_tasks()) == 1
 
 

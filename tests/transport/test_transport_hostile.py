@@ -26,8 +26,7 @@ from zstrat.wire import (
     Update,
     encode,
 )
-from zstrat.wire.connection._greeting import mismatch
-from zstrat.wire.connection._orders import (
+from zstrat.wire.connection import (
     Answered,
     Closed,
     Failed,
@@ -36,6 +35,7 @@ from zstrat.wire.connection._orders import (
     Opened,
     OrderState,
     Requested,
+    mismatch,
 )
 
 

@@ -4,7 +4,7 @@ from transport_pair import hello, kinds, new_peer
 
 from zstrat.errors import PeerLostError
 from zstrat.wire import Beat, CancelSteps, Inspect, encode
-from zstrat.wire.connection._orders import Closed
+from zstrat.wire.connection import Closed
 
 
 def test_a_quiet_connection_beats_and_a_busy_one_does_not(pair):

@@ -70,11 +70,11 @@ async def test_a_cut_connection_fails_requests_at_once_and_comes_back(net):
     _, address, service = await net.serve(
         handler=lambda r, m: never if isinstance(m, Pull) else Done()
     )
-    relay = await net.relay(address)
+    relay = net.relay(address)
     link, caller = await net.open(relay.address)
     first = await caller.opened.get()
     waiting = link.submit(pull(1))
-    relay.cut()
+    relay.reset()
     with pytest.raises(PeerLostError, match="its connection broke"):
         await waiting
     assert (await caller.opened.get()).incarnation == first.incarnation
@@ -144,9 +144,9 @@ async def test_a_notice_that_fails_after_its_sender_left_is_in_the_log(net, capl
 
 async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net, swift):
     _, address, service = await net.serve(settings=swift)
-    relay = await net.relay(address)
+    relay = net.relay(address)
     _, caller = await net.open(relay.address, settings=swift)
-    await relay.close()
+    relay.close()
     assert "connection broke" in (await caller.lost.get()).reason
     _, reason = await service.lost.get()
     assert "did not come back" in reason
@@ -169,10 +169,10 @@ class Hasty:
 
 async def test_a_loss_is_told_though_the_timer_came_early(net, swift):
     _, address, _ = await net.serve(settings=swift)
-    relay = await net.relay(address)
+    relay = net.relay(address)
     link, caller = await net.open(relay.address, settings=swift)
     link._loop = Hasty(link._loop)
-    await relay.close()
+    relay.close()
     assert "its connection broke" in (await caller.lost.get()).reason
 
 
@@ -180,11 +180,11 @@ async def test_a_deadline_is_told_though_the_timer_came_early(net):
     """And not at the next look at the connection, which is much later."""
     idle = Settings(timeouts=Timeouts(beat=60.0, patience=300.0))
     _, address, _ = await net.serve(settings=idle)
-    relay = await net.relay(address)
+    relay = net.relay(address)
     link, caller = await net.open(relay.address, settings=idle)
     await caller.opened.get()
     link._loop = Hasty(link._loop)
-    with relay.held():
+    with relay.blackholed():
         late = link._loop.time() + 0.05
         with pytest.raises(DeadlineExceededError, match="Inspect"):
             await asyncio.wait_for(link.request(Inspect(), deadline=late), 30)
@@ -193,10 +193,10 @@ async def test_a_deadline_is_told_though_the_timer_came_early(net):
 
 async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, swift):
     _, address, service = await net.serve(settings=swift)
-    relay = await net.relay(address)
+    relay = net.relay(address)
     link, caller = await net.open(relay.address, settings=swift)
     await caller.opened.get()
-    with relay.held():
+    with relay.blackholed():
         waiting = link.submit(Inspect())
         with pytest.raises(PeerLostError, match="silent"):
             await waiting
@@ -243,10 +243,10 @@ async def test_nobody_takes_the_place_of_a_task_that_is_here_and_answers(net):
 
 async def test_a_newcomer_waits_until_a_silent_task_is_missed(net, swift):
     _, address, service = await net.serve(settings=swift)
-    relay = await net.relay(address)
+    relay = net.relay(address)
     patient = replace(swift, timeouts=replace(swift.timeouts, patience=60.0))
     await net.open(relay.address, index=3, settings=patient)
-    with relay.held():
+    with relay.blackholed():
         new, _ = net.link(address, index=3)
         await new.wait_open(soon())
         remote, reason = await service.lost.get()
@@ -256,14 +256,13 @@ async def test_a_newcomer_waits_until_a_silent_task_is_missed(net, swift):
 
 async def test_who_broke_off_is_replaced_at_once_and_refused_when_it_returns(net):
     _, address, service = await net.serve()
-    relay = await net.relay(address)
+    relay = net.relay(address)
     old, told = await net.open(relay.address, index=3)
-    relay.refuses = True
-    relay.cut()
-    new, _ = await net.open(address, index=3)
-    remote, reason = await service.lost.get()
-    assert (remote.name, "replaced by a newer process" in reason) == ("worker:3", True)
-    relay.refuses = False
+    with relay.refusing():
+        new, _ = await net.open(address, index=3)
+        remote, reason = await service.lost.get()
+        found = (remote.name, "replaced by a newer process" in reason)
+        assert found == ("worker:3", True)
     await told.lost.get()
     with pytest.raises(ProtocolError, match="was replaced by"):
         await old.wait_open(soon())

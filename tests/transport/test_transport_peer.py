@@ -14,9 +14,7 @@ from zstrat.errors import (
     VersionMismatchError,
 )
 from zstrat.wire import Beat, Done, Fetched, Goodbye, Inspect, Pulled, encode
-from zstrat.wire.connection._greeting import mismatch
-from zstrat.wire.connection._orders import Answered, Closed, OrderState
-from zstrat.wire.connection._peer import failure
+from zstrat.wire.connection import Answered, Closed, OrderState, failure, mismatch
 
 # ---- greeting ----
 

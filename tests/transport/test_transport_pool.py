@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zstrat.transport._pool import Pool
+from zstrat.transport import Pool
 
 
 def test_the_pool_lends_memory_again_when_the_arrays_are_gone():

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.transport import hello
-from zstrat.transport._shared import Arena, Blocks, Mapping, Quota, SharedLane
+from zstrat.transport import Arena, Mapping, hello
+from zstrat.transport._shared import Blocks, Quota, SharedLane
 
 PAGE = 4096
 

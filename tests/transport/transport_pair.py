@@ -6,9 +6,7 @@ import numpy as np
 
 from zstrat.config import Limits, Timeouts
 from zstrat.wire import PROTOCOL, Hello, decode_header
-from zstrat.wire.connection._greeting import mismatch
-from zstrat.wire.connection._orders import Opened
-from zstrat.wire.connection._peer import Peer
+from zstrat.wire.connection import Opened, Peer, mismatch
 
 TIMES = Timeouts(beat=1.0, patience=5.0, reconnect=2.0, handshake=4.0)
 

@@ -10,9 +10,8 @@ import pytest
 
 import zstrat.variables as zv
 from zstrat.optimizers import Binding, TreeRule, TreeStructure
-from zstrat.ps.engine._engine import OptimizerEngine
-from zstrat.ps.store._store import Store
-from zstrat.variables._rows import row_updates
+from zstrat.ps import OptimizerEngine, Store
+from zstrat.variables import row_updates
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 STEPS = ([0], [], [0, 0], [4], [0, 3, 5])

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from zstrat import errors
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import PeerLostError
 from zstrat.program import Resource, dump, rebuild
 from zstrat.program import load as load_pickled
 from zstrat.ps import PsService
-from zstrat.variables import VariableSpec
-from zstrat.variables._variable import detached
+from zstrat.testing import FakeLink, FakeRemote
+from zstrat.variables import VariableSpec, detached
 from zstrat.wire import (
     Batch,
     BuildResource,
@@ -28,12 +27,12 @@ from zstrat.wire import (
     Job,
     OpenSession,
     Outcome,
+    Pull,
     PutArguments,
     PutCode,
     Read,
     VariableEntry,
 )
-from zstrat.wire._messages import Pull
 from zstrat.worker import WorkerService
 
 TIMEOUTS = Timeouts(connect=5.0, request=20.0, drain=5.0)
@@ -42,92 +41,6 @@ SETTINGS = Settings(timeouts=TIMEOUTS)
 
 def hello(job, index=0):
     return Hello(1, job, index, 77, "here", 1)
-
-
-@dataclass(eq=False)
-class FakeRemote:
-    """What a service sees of a peer; keeps what it is told."""
-
-    role: Job
-    hello: Hello
-    name: str = "chief:0"
-    alive: bool = True
-    told: list = field(default_factory=list)
-    refuse: list = field(default_factory=list)
-    rang: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def notify(self, message):
-        if self.refuse:
-            error = self.refuse[0](message)
-            if error is not None:
-                self.refuse.pop(0)
-                raise error
-        self.told.append(message)
-        self.rang.set()
-
-
-class FakeLink:
-    """A link to a `PsService`: a message takes one turn of the loop, in order."""
-
-    def __init__(self, service, name, log):
-        self.service, self.name, self.log = service, name, log
-        self.caller = FakeRemote(Job.WORKER, hello("worker"), "worker:0")
-        self.peer, self.lost, self.closed, self.started = (
-            hello("ps"),
-            False,
-            False,
-            False,
-        )
-        self.held = None
-
-    def start(self):
-        assert not self.started, "a link is started once"
-        self.started = True
-
-    async def wait_open(self, deadline):
-        if self.lost:
-            raise errors.DeadlineExceededError(f"{self.name} did not answer")
-        return self.peer
-
-    def submit(self, message, *, deadline=None):
-        future = asyncio.get_running_loop().create_future()
-        self.log.append(message)
-        if self.lost:
-            future.set_exception(PeerLostError(self.name, "it was cut"))
-        elif self.held is not None:
-            self.held.append((message, future))
-        else:
-            asyncio.get_running_loop().call_soon(self._serve, message, future)
-        return future
-
-    def _serve(self, message, future):
-        try:
-            answer = self.service.handle(self.caller, message)
-        except Exception as error:
-            if not future.done():
-                future.set_exception(error)
-            return
-        if asyncio.iscoroutine(answer):
-            answer = asyncio.ensure_future(answer)
-        if isinstance(answer, asyncio.Future):
-            answer.add_done_callback(
-                lambda done: future.done() or future.set_result(done.result())
-            )
-        elif not future.done():
-            future.set_result(answer)
-
-    def release(self):
-        held, self.held = self.held, None
-        for message, future in held:
-            self._serve(message, future)
-
-    def cut(self):
-        self.lost = True
-        for _, future in self.held or ():
-            future.set_exception(PeerLostError(self.name, "it was cut"))
-
-    async def close(self, reason=""):
-        self.closed = True
 
 
 class It(Resource):
@@ -140,18 +53,22 @@ class It(Resource):
 class World:
     """The coordinator's view; ``objects`` skips pickling, so tests can share events."""
 
-    def __init__(self, ps_count=1, pickled=False, load_code=None, **options):
+    def __init__(
+        self, ps_count=1, pickled=False, load_code=None, settings=SETTINGS, **options
+    ):
         self.pickled = pickled
         self.log = []
         self.services = [
-            PsService(load_code=load_code, settings=SETTINGS, task=f"/job:ps/task:{i}")
+            PsService(load_code=load_code, settings=settings, task=f"/job:ps/task:{i}")
             for i in range(ps_count)
         ]
         self.links = []
+        self.has_servers = True
+        """Whether links that are made from now on find the parameter servers."""
         self.exits, self.crashes = [], []
         self.objects = []
         self.worker = WorkerService(
-            SETTINGS,
+            settings,
             hello("worker"),
             self.make_link,
             on_exit=lambda: self.exits.append(True),
@@ -165,10 +82,19 @@ class World:
         self.layouts, self.ends, self.seen = {}, {}, 0
 
     def chief(self):
-        return FakeRemote(Job.CHIEF, hello("chief"))
+        return FakeRemote(Job.CHIEF, 77)
 
     def make_link(self, address, name, *, on_open, on_lost):
-        link = FakeLink(self.services[int(address)], name, self.log)
+        service, caller = self.services[int(address)], FakeRemote(Job.WORKER, 77)
+        link = FakeLink(
+            lambda message: service.handle(caller, message),
+            name=name,
+            address=address,
+            hello=hello("ps") if self.has_servers else None,
+            on_open=on_open,
+            on_lost=on_lost,
+        )
+        link.caller, link.sent = caller, self.log
         self.links.append(link)
         return link
 
@@ -259,8 +185,8 @@ class World:
                 self._read()
                 if all(step in self.ends for step in steps):
                     return [self.ends[step] for step in steps]
-                self.remote.rang.clear()
-                await self.remote.rang.wait()
+                self.remote.notified.clear()
+                await self.remote.notified.wait()
 
     async def run(self, digest, steps, arguments=0, **more):
         self.dispatch(digest, steps, arguments, **more)
@@ -271,7 +197,7 @@ class World:
             del self.ends[step]
 
     def _read(self):
-        for message in self.remote.told[self.seen :]:
+        for message in self.remote.notices[self.seen :]:
             self.layouts.update({layout.layout: layout for layout in message.layouts})
             at = 0
             for done in message.completions:
@@ -281,7 +207,7 @@ class World:
                 at += size
                 self.ends[done.step] = self._outcome(done, data)
             assert at == len(message.results)
-        self.seen = len(self.remote.told)
+        self.seen = len(self.remote.notices)
 
     def _outcome(self, done, data):
         if done.outcome == Outcome.CANCELLED:
@@ -331,6 +257,14 @@ async def shipping():
 async def closed():
     """A world whose session was not opened yet."""
     world = World()
+    yield world
+    await world.end()
+
+
+@pytest.fixture
+async def impatient():
+    """The same, whose worker waits for parameter servers for no time at all."""
+    world = World(settings=replace(SETTINGS, timeouts=replace(TIMEOUTS, connect=0.01)))
     yield world
     await world.end()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zstrat.worker._closure import Costs, Do
+from zstrat.worker import Costs, Do
 
 W = "weights"
 

@@ -39,12 +39,12 @@ def write_then_read(written, read):
 async def started(world, first, second, steps):
     """The writer ran; its push is under way, and so are the values of the readers."""
     (link,) = world.links
-    link.held = []
+    link.hold()
     world.dispatch(first, [steps[0]])
     world.dispatch(second, steps[1:])
     await under_way(world, [Pull], prepared=2)
     link.release()
-    link.held = []
+    link.hold()
     await under_way(world, [Exchange])
 
 
@@ -115,12 +115,12 @@ async def test_every_server_gets_its_parts_in_as_few_messages_as_can_be(make_wor
 
     first, second = await world.ship(write), await world.ship(look)
     for link in world.links:
-        link.held = []
+        link.hold()
     world.dispatch(first, [1])
     world.dispatch(second, [2])
     await under_way(world, [], [], [Pull], prepared=2)
     world.links[2].release()
-    world.links[2].held = []
+    world.links[2].hold()
     await under_way(world, [Push], [Exchange], [Pull])
     for link in reversed(world.links):
         link.release()

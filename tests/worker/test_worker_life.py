@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zstrat.worker._closure import Costs, Do
-from zstrat.worker._pipeline import Pipeline
+from zstrat.worker import Costs, Do, Pipeline
 
 W, B = "weights", "bias"
 

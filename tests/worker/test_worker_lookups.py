@@ -286,7 +286,7 @@ async def test_three_steps_are_under_way_while_one_waits(ahead):
     rows = ahead.variable(np.zeros((8, 2), np.float32))
     step, arguments = await scheduled(ahead, counting(rows), numbers(*range(8)))
     link = ahead.links[0]
-    link.held = []
+    link.hold()
     ahead.dispatch(step, range(8), arguments)
     await until_held(ahead, 4)
     await ahead.worker._executor.submit(lambda: None)
@@ -312,10 +312,10 @@ async def test_data_that_ends_while_steps_are_fetched_ahead(ahead):
     rows = ahead.variable(np.zeros((8, 2), np.float32))
     step, arguments = await scheduled(ahead, counting(rows), numbers(*range(5)))
     link = ahead.links[0]
-    link.held = []
+    link.hold()
     ahead.dispatch(step, range(6), arguments)
     await until_held(ahead, 4)
-    assert not ahead.remote.told
+    assert not ahead.remote.notices
     link.release()
     *ran, ended = await ahead.outcomes(range(6))
     assert ran == [0] * 5
@@ -327,13 +327,13 @@ async def test_cancel_gives_elements_back_in_the_order_in_which_they_came(ahead)
     rows = ahead.variable(np.zeros((9, 2), np.float32))
     step, arguments = await scheduled(ahead, counting(rows), numbers(*range(9)))
     link = ahead.links[0]
-    link.held = []
+    link.hold()
     ahead.dispatch(step, range(6), arguments)
     await until_held(ahead, 4)
     ahead.worker.handle(ahead.remote, CancelSteps(ahead.session))
     assert await ahead.outcomes(range(6)) == ["cancelled"] * 6
     link.release()  # answers to what nobody waits for any more
-    link.held = []
+    link.hold()
     ahead.dispatch(step, range(6, 15), arguments)
     await until_held(ahead, 4)
     asked = [message.arrays[0].tolist() for message, _ in link.held]
@@ -347,13 +347,13 @@ async def test_a_server_that_is_lost_while_rows_are_under_way_loses_no_element(a
     rows = ahead.variable(np.zeros((9, 2), np.float32))
     step, arguments = await scheduled(ahead, counting(rows), numbers(*range(9)))
     link = ahead.links[0]
-    link.held = []
+    link.hold()
     ahead.dispatch(step, range(4), arguments)
     await until_held(ahead, 4)
     link.cut()
     for error in await ahead.outcomes(range(4)):
         assert isinstance(error, PSUnavailableError)
-    link.lost, link.held = False, None
+    link.connect()
     assert await ahead.run(step, range(4, 13), arguments) == [0] * 9
     assert ahead.value(rows).tolist() == [[-1, -1]] * 9
 

@@ -7,8 +7,7 @@ import math
 import pytest
 from pipeline_drive import Drive, optimizer_steps, pulled
 
-from zstrat.worker._closure import Costs, Do
-from zstrat.worker._pipeline import Pipeline
+from zstrat.worker import Costs, Do, Pipeline
 
 W, B = "weights", "bias"
 

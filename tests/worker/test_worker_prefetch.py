@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pipeline_drive import Drive, optimizer_steps, pulled
 
-from zstrat.worker._closure import Costs, Do
-from zstrat.worker._pipeline import Pipeline
+from zstrat.worker import Costs, Do, Pipeline
 
 W = "weights"
 

@@ -39,7 +39,7 @@ def double(x):
 async def test_opening_tells_the_devices(closed):
     opened = await closed.open()
     assert (opened.platform, opened.devices) == ("cpu", 1)
-    assert all(link.started for link in closed.links)
+    assert all(link.is_started for link in closed.links)
 
 
 @pytest.mark.parametrize("role", [Job.WORKER, Job.PS, Job.OBSERVER, Job.EVALUATOR])
@@ -89,8 +89,8 @@ async def test_a_second_coordinator_waits_for_the_loss_of_the_first(world):
     world.seen = 0
     (error,) = await world.run(digest, [2])
     assert isinstance(error, NotFoundError)  # code of the first is gone
-    assert world.links[0].closed
-    assert not world.links[1].closed
+    assert world.links[0].is_closed
+    assert not world.links[1].is_closed
 
 
 async def test_a_coordinator_that_is_lost_while_it_opens_owns_nothing(closed):
@@ -178,10 +178,10 @@ async def test_opening_again_starts_afresh_with_the_code_that_is_compiled(world)
     (error,) = await world.run(digest, [1], 1)
     assert isinstance(error, NotFoundError)  # its arguments are gone
     assert await world.run(digest, [2], world.arguments(np.float32(1))) == [2]
-    assert len(world.remote.told[-1].layouts) == 1  # the first may have been lost
+    assert len(world.remote.notices[-1].layouts) == 1  # the first may have been lost
     assert world.worker.statistics()["compilations"] == compiled
     assert closed == [True]
-    assert [link.closed for link in world.links] == [True, False]
+    assert [link.is_closed for link in world.links] == [True, False]
 
 
 async def test_a_closure_twice_in_one_batch_is_one(world):
@@ -192,23 +192,16 @@ async def test_a_closure_twice_in_one_batch_is_one(world):
     assert await world.worker.drain() is True
 
 
-async def test_a_server_that_does_not_answer(closed):
-    make = closed.worker._make_link
-
-    def dead(address, name, **hooks):
-        link = make(address, name, **hooks)
-        link.lost = True
-        return link
-
-    closed.worker._make_link = dead
+async def test_a_server_that_does_not_answer(impatient):
+    impatient.has_servers = False
     with pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
-        await closed.open()
-    closed.worker._make_link = make
-    closed.session = 1001
-    closed.remote = closed.chief()
-    for service in closed.services:
+        await impatient.open()
+    impatient.has_servers = True
+    impatient.session = 1001
+    impatient.remote = impatient.chief()
+    for service in impatient.services:
         service._ownership.close(1000)
-    await closed.open()
+    await impatient.open()
 
 
 async def test_closing_drops_all_and_exit_is_told_once(world):
@@ -220,7 +213,7 @@ async def test_closing_drops_all_and_exit_is_told_once(world):
     await world.ask(CloseSession(world.session, True))
     assert world.exits == [True]
     await asyncio.gather(*world.worker._leaving)
-    assert world.links[0].closed
+    assert world.links[0].is_closed
 
 
 async def test_draining_sends_back_what_has_not_begun(world):
@@ -269,7 +262,7 @@ async def test_draining_has_a_bound(world):
 
 async def test_a_coordinator_that_does_not_read_is_asked_again(world):
     digest = await world.ship(double)
-    world.remote.refuse = [lambda message: BusyError("full")] * 2
+    world.remote.refusals = [lambda message: BusyError("full")] * 2
     assert await world.run(digest, [1, 2], world.arguments(np.float32(1))) == [2, 2]
 
 
@@ -282,12 +275,12 @@ async def test_completions_that_do_not_fit_are_sent_in_halves(world):
 
     digest = await world.ship(double)
     arguments = world.arguments(np.float32(1))
-    world.remote.refuse = [too_large] * 30
+    world.remote.refusals = [too_large] * 30
     assert await world.run(digest, range(20), arguments) == [2] * 20
-    world.remote.refuse = [never]
+    world.remote.refusals = [never]
     (error,) = await world.run(digest, [30], arguments)
     assert isinstance(error, ValueError)
-    world.remote.refuse = []
+    world.remote.refusals = []
 
 
 async def test_too_many_closures_are_sent_back(world, monkeypatch):

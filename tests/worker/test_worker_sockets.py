@@ -17,8 +17,7 @@ from zstrat.errors import PeerLostError, PSUnavailableError, StaleSessionError
 from zstrat.program import Resource, digest, dump, function, load, rebuild
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
-from zstrat.variables import VariableSpec
-from zstrat.variables._variable import detached
+from zstrat.variables import VariableSpec, detached
 from zstrat.wire import (
     Batch,
     BuildResource,

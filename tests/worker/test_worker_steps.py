@@ -45,7 +45,7 @@ async def test_quick_closures_share_messages_and_one_layout(world):
     digest = await world.ship(step)
     results = await world.run(digest, range(500), world.arguments(np.arange(3)))
     assert all(result.tolist() == [0, 2, 4] for result in results)
-    told = world.remote.told
+    told = world.remote.notices
     assert len(told) < 250
     assert sum(len(message.layouts) for message in told) == 1
     assert step.trace_count == 1
@@ -102,12 +102,12 @@ async def test_push_and_next_pull_travel_together(world):
     digest = await world.ship(step)
     await world.run(digest, [1])
     link = world.links[0]
-    link.held = []
+    link.hold()
     world.dispatch(digest, [2, 3])
     while not link.held:
         await world.worker._executor.submit(lambda: None)
     link.release()
-    link.held = []
+    link.hold()
     while [type(m) for m, _ in link.held] not in ([Exchange], [Push, Pull]):
         await world.worker._executor.submit(lambda: None)
     # Before the push of 2 is acknowledged, the pull of 3 is on its way with it.
@@ -246,7 +246,7 @@ async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
     arguments = world.arguments(world.it(resource))
     assert (await world.run(digest, [0], arguments)) == [None]
     link = world.links[0]
-    link.held = []
+    link.hold()
     world.dispatch(digest, [1, 2, 3], arguments)
     while not link.held:
         await world.worker._executor.submit(lambda: None)
@@ -254,7 +254,7 @@ async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
     for error in await world.outcomes([1, 2, 3]):
         assert isinstance(error, PSUnavailableError)
         assert error.task == "/job:ps/task:0"
-    link.lost, link.held = False, None
+    link.connect()
     await world.run(digest, range(4, 13), arguments)
     assert world.value(v) == sum(range(10))
 

@@ -20,6 +20,7 @@ from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import DistributeOptions as DistributeOptions
 from ._options import InputContext as InputContext
 from ._options import Options as Options
+from ._passes import Recipe as Recipe
 from ._prefetch import Prefetcher as Prefetcher
 from ._rebatch import Cut as Cut
 from ._rebatch import Cutter as Cutter

@@ -17,6 +17,7 @@ from ._loop import new_event_loop as new_event_loop
 from ._loop import outcome as outcome
 from ._loop import run as run
 from ._pool import POOL as POOL
+from ._pool import Pool as Pool
 from ._remote import Remote as Remote
 from ._shared import Arena as Arena
 from ._shared import Mapping as Mapping

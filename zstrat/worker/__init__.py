@@ -1,5 +1,7 @@
 """The worker: runs the closures of one coordinator at a time. Imports jax."""
 
+from ._closure import Costs as Costs
+from ._closure import Do as Do
 from ._executor import Executor as Executor
 from ._pipeline import Pipeline as Pipeline
 from ._service import WorkerService as WorkerService

@@ -1,3 +1,17 @@
 """The members of a group: how they come together, call, and part."""
 
 from __future__ import annotations
+
+from ._attribution import FORGOTTEN as FORGOTTEN
+from ._attribution import FailureInquiry as FailureInquiry
+from ._attribution import verdict as verdict
+from ._executors import CallTurns as CallTurns
+from ._generation import Generation as Generation
+from ._mesh import Mesh as Mesh
+from ._rendezvous import Formed as Formed
+from ._rendezvous import GroupSeat as GroupSeat
+from ._rendezvous import MembershipState as MembershipState
+from ._rendezvous import Refused as Refused
+from ._rendezvous import RendezvousService as RendezvousService
+from ._rendezvous import seat_of as seat_of
+from ._runtime import GroupRuntime as GroupRuntime

@@ -37,6 +37,7 @@ from ._refusals import is_of_shapes as is_of_shapes
 from ._refusals import lookup_inside as lookup_inside
 from ._refusals import update_inside as update_inside
 from ._signature import Plain as Plain
+from ._structure import split as split
 from ._updates import Recorded as Recorded
 from ._updates import moved as moved
 from ._updates import rows_of as rows_of

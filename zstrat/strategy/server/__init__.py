@@ -1,3 +1,8 @@
 """Strategies whose variables lie on parameter servers."""
 
 from __future__ import annotations
+
+from ._variable_numbers import Numbers as Numbers
+from ._variable_numbers import Placement as Placement
+from ._variable_numbers import PlacementRule as PlacementRule
+from ._variable_plan import draft as draft

@@ -1,0 +1,24 @@
+"""What a program that uses zstrat is tested with; nothing of zstrat itself needs it.
+
+Faults are context managers: on the way in something breaks, on the way out it heals.
+All of them are for ``with``; `in_thread` is for ``async with`` on those that take time.
+Nothing here needs pytest.
+"""
+
+from ._clock import FakeClock as FakeClock
+from ._clock import FakeTimer as FakeTimer
+from ._cluster import DaemonCluster as DaemonCluster
+from ._cluster import RelayedCluster as RelayedCluster
+from ._cluster import ThreadCluster as ThreadCluster
+from ._cluster import in_thread as in_thread
+from ._link import FakeLink as FakeLink
+from ._link import FakeRemote as FakeRemote
+from ._link import through_the_codec as through_the_codec
+from ._network import NoNamespacesError as NoNamespacesError
+from ._network import SwitchedNetwork as SwitchedNetwork
+from ._network import switched_network as switched_network
+from ._process import ProcessResources as ProcessResources
+from ._process import frozen as frozen
+from ._process import full_disk as full_disk
+from ._process import leak_check as leak_check
+from ._relay import Relay as Relay

@@ -1,0 +1,118 @@
+"""Faults of processes and of their disks, and a look for what a test leaves behind.
+
+Linux alone: signals, resource limits, and what ``/proc`` says of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ON_ITS_WAY: Final = 5.0
+"""Seconds in which a thread that was told to end has ended, on a machine that is busy.
+"""
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Stops a process (SIGSTOP) and lets it go on (SIGCONT): alive for the kernel, and
+    silent for its peers.
+
+    Raises:
+        ProcessLookupError: There is no such process. One that ended meanwhile is none
+            on the way out either, which is no error.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def full_disk(size: int, *pids: int) -> Iterator[None]:
+    """No file of these processes can grow beyond ``size`` bytes; without ``pids``, none
+    of this one. The system says EFBIG to who writes, as a full quota does.
+
+    Raises:
+        ProcessLookupError, PermissionError: The limits of one cannot be set.
+    """
+    with contextlib.ExitStack() as stack:
+        for pid in pids or (0,):
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            stack.callback(_limit, pid, before)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, before[1]))
+        yield
+
+
+def _limit(pid: int, limits: tuple[int, int]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and needs none
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+class ProcessResources(NamedTuple):
+    """What this process holds, to be compared before and after."""
+
+    descriptors: int
+    threads: tuple[str, ...]
+
+    @classmethod
+    def held(cls) -> ProcessResources:
+        """Those of now, after a collection of garbage; threads by name, sorted."""
+        gc.collect()
+        threads = sorted(thread.name for thread in threading.enumerate())
+        return cls(len(os.listdir("/proc/self/fd")), tuple(threads))
+
+
+@contextlib.contextmanager
+def leak_check() -> Iterator[None]:
+    """Fails a test that leaves a thread or a child process behind.
+
+    Daemon threads of other libraries may stay; those of zstrat, all other threads, and
+    all child processes have to end. What is there on the way in is not looked at.
+
+    Raises:
+        AssertionError: Names what was left, on the way out.
+    """
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    left = [t for t in threading.enumerate() if t not in threads and _must_end(t)]
+    for thread in left:
+        thread.join(_ON_ITS_WAY)  # it may be on its way out; a join is no sleep
+    names = [thread.name for thread in left if thread.is_alive()]
+    if names:
+        raise AssertionError(f"the test left threads behind: {names}")
+    orphans = {pid: _command(pid) for pid in _children() - children}
+    if orphans:
+        raise AssertionError(f"the test left processes behind: {orphans}")
+
+
+def _must_end(thread: threading.Thread) -> bool:
+    return not thread.daemon or thread.name.startswith("zstrat")
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(int(pid) for pid in path.read_text().split())
+        except OSError:  # the thread ended between the listing and the reading
+            continue
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return "(ended)"
