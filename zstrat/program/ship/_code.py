@@ -20,6 +20,8 @@ which one made them.
 
 from __future__ import annotations
 
+import copyreg
+import enum
 import hashlib
 import io
 import pickle
@@ -27,6 +29,8 @@ import sys
 import threading
 import types
 import warnings
+import weakref
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,8 +43,29 @@ from zstrat.errors import ProtocolError, VersionMismatchError
 from zstrat.program.trace._where import is_installed
 from zstrat.variables import is_machinery
 
+from ._classes import (
+    arriving_at,
+    functions_of,
+    known,
+    reduced_class,
+    reduced_enum,
+    reduced_instance,
+    sentinel,
+)
+from ._functions import (
+    early,
+    empty,
+    is_cached,
+    is_dispatching,
+    reduced_dispatch,
+    remade,
+    remaining,
+    whole,
+)
 from ._pickle_diagnostics import find_value, unpicklable
 from ._pytrees import Registration, register
+from ._references import ModuleAttribute, attribute
+from ._trial import difference
 from ._wrappers import reduced, reduced_vjp
 
 if TYPE_CHECKING:
@@ -55,14 +80,23 @@ compiled into the program as a constant."""
 
 _MAGIC: Final = b"zs1"
 _VERSION: Final = bytes(sys.version_info[:2])
+_CIRCLES: Final = 8
+"""How often a class may be met again before it is made: by what its body holds."""
+
 # cloudpickle's registry of modules is global; dumps of two threads would mix theirs.
 _lock: Final = threading.RLock()
+_tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
+References = dict[int, tuple[Any, ModuleAttribute]]
 
 
 class Resource:
     """Base of handles whose object lives on the receiving task under a number."""
 
     resource: int
+
+
+_STAYS: Final = (jax.Array, np.ndarray, Resource)
+"""What a trial does not copy."""
 
 
 def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
@@ -149,38 +183,105 @@ def _dumped(
     obj: object, keep: Callable[[pickle.PickleBuffer], bool] | None
 ) -> tuple[bytes, list[Any]]:
     """The bytes, and the large arrays among what was pickled."""
+    references: References = {}
+    with _lock:
+        while True:
+            try:
+                with _Pickler.session(keep, references) as (pickler, stream):
+                    # In this order: pickling the object finds the registrations.
+                    pickler.dump((obj, pickler.registrations))
+                if keep is None or not pickler.made <= set(_tried):
+                    _try(obj, references)
+            except _Refused as error:
+                _refer(obj, references, error)
+                continue
+            return _MAGIC + _VERSION + stream.getvalue(), pickler.large
+
+
+def _try(obj: object, references: References) -> None:
+    """Loads the object here as a worker would, in classes made for that.
+
+    Raises:
+        _Refused: It does not arrive, or not whole.
+    """
+    kept: list[Any] = []
+    with _Pickler.session(None, references, kept) as (pickler, stream):
+        pickler.dump((obj, pickler.registrations, pickler.instances))
+    stream.seek(0)
     try:
-        with _lock, _Pickler.session(keep) as (pickler, stream):
-            # In this order: pickling the object finds the registrations.
-            pickler.dump((obj, pickler.registrations))
-    except _Refused as error:
-        raise TypeError(_words(obj, str(error.__cause__))) from error.__cause__
-    return _MAGIC + _VERSION + stream.getvalue(), pickler.large
+        with arriving_at(known.trusting(list(_tried))):
+            _, registrations, arrived = _Trial(stream, kept, references).load()
+            for registration in registrations:
+                register(registration)
+    except Exception as error:  # user code runs in it: `_refer` says where
+        raise _Refused from error
+    if found := difference(pickler.instances, arrived):
+        raise _Refused(*found)
+    _tried.update(pickler.made)
+
+
+def _refer(obj: object, references: References, error: _Refused) -> None:
+    """Finds what was refused in a module's source, and has it go by name.
+
+    Raises:
+        TypeError: It is in none; names the path to it.
+    """
+    modules = [m for m in tuple(sys.modules.values()) if _is_file_of_users(m)]
+    if error.args:
+        raise TypeError(_not_whole(obj, *error.args))
+
+    def arrives(part: object) -> bool:
+        return _arrives(part, references)
+
+    path, chain = unpicklable(obj, arrives)
+    for part in reversed(chain):
+        if id(part) not in references and (found := attribute(part, modules)):
+            references[id(part)] = (part, found)
+            return
+    raise TypeError(
+        _words(obj, path, chain[-1], str(error.__cause__))
+    ) from error.__cause__
 
 
 class _Refused(Exception):
-    """Something was not pickled; the cause says why."""
+    """Something does not travel; the cause says why, or the arguments what is lost."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
     """cloudpickle with the rules of the module's docstring."""
 
     def __init__(
-        self, stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], bool] | None
+        self,
+        stream: io.BytesIO,
+        keep: Callable[[pickle.PickleBuffer], bool] | None,
+        references: References,
+        kept: list[Any] | None,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep)
         self.registrations: list[Registration] = []
         self.large: list[Any] = []
+        self.made: set[type] = set()
+        self.instances: list[Any] = []
         self.modules = ExitStack()
         self._known: set[str] = set()
+        self._references, self._kept = references, kept
+        self._empty: dict[int, Any] = {}
+        self._entered: Counter[type] = Counter()
 
     @staticmethod
     @contextmanager
     def session(
         keep: Callable[[pickle.PickleBuffer], bool] | None,
+        references: References,
+        kept: list[Any] | None = None,
     ) -> Iterator[tuple[_Pickler, io.BytesIO]]:
+        """
+        Args:
+            references: What goes by name, by its id.
+            kept: Gets the arrays and handles of a trial, which do not travel.
+        """
         stream = io.BytesIO()
-        pickler = _Pickler(stream, keep)
+        pickler = _Pickler(stream, keep, references, kept)
         with pickler.modules:
             try:
                 yield pickler, stream
@@ -188,16 +289,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 raise _Refused from error
 
     def persistent_id(self, obj: Any) -> Any:
+        if id(obj) in self._references:
+            return "reference", *self._references[id(obj)][1]
+        if self._kept is not None and isinstance(obj, _STAYS):
+            if not isinstance(obj, np.ndarray) or not obj.dtype.hasobject:
+                self._kept.append(obj)
+                return "kept", len(self._kept) - 1
         return ("resource", obj.resource) if isinstance(obj, Resource) else None
 
     def reducer_override(self, obj: Any) -> Any:
         match obj:
-            case types.FunctionType() | type():
-                self._by_value(sys.modules.get(obj.__module__ or ""))
-                if isinstance(obj, type) and _is_by_value(obj):
-                    self.registrations.extend(Registration.of(obj))
-                elif isinstance(obj, types.FunctionType) and (made := reduced(obj)):
-                    return made
+            case types.FunctionType():
+                return self._function(obj)
+            case type():
+                return self._class(obj)
             case jax.custom_vjp():
                 return reduced_vjp(obj)
             case types.ModuleType():
@@ -208,7 +313,63 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 return self._array(obj)
             case np.ndarray() if obj.nbytes > LARGE:
                 self.large.append(obj)
+            case _:
+                return self._instance(obj)
         return super().reducer_override(obj)
+
+    def _function(self, fn: types.FunctionType) -> Any:
+        self._by_value(sys.modules.get(fn.__module__ or ""))
+        if is_dispatching(fn) and not _goes_by_name(fn):
+            return reduced_dispatch(fn)
+        if made := reduced(fn):
+            return made
+        whole_fn = super().reducer_override(fn)
+        if whole_fn is NotImplemented:
+            return whole_fn
+        if id(fn) in self._empty:
+            return empty(whole_fn, early(fn, _goes_by_name))
+        return whole(whole_fn, early(fn, _goes_by_name))
+
+    def _class(self, cls: Any) -> Any:
+        self._by_value(sys.modules.get(cls.__module__ or ""))
+        if type(cls) in copyreg.dispatch_table:
+            return NotImplemented
+        if cls.__module__ == "builtins" or _goes_by_name(cls):
+            return super().reducer_override(cls)
+        self.made.add(cls)
+        self._entered[cls] += 1
+        if self._entered[cls] > _CIRCLES:
+            raise TypeError(
+                f"the body of {cls.__qualname__} holds what refers to it: set that "
+                "attribute in a function, or hold it in a list or dict"
+            )
+        self.registrations.extend(Registration.of(cls))
+        filled = [(fn, remaining(made)) for fn, made in self._emptied(cls)]
+        if issubclass(cls, enum.Enum):
+            return reduced_enum(cls, filled)
+        registered = super().reducer_override(cls)[2][0].get("_abc_impl", ())
+        return reduced_class(cls, filled, registered)
+
+    def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
+        """The functions of a class that are made empty, with what they are made of."""
+        found = []
+        for fn in functions_of(cls):
+            if not is_dispatching(fn) and not _goes_by_name(fn) and not reduced(fn):
+                self._by_value(sys.modules.get(fn.__module__ or ""))
+                made = super().reducer_override(fn)
+                if made is not NotImplemented:
+                    self._empty[id(fn)] = fn
+                    found.append((fn, made))
+        return found
+
+    def _instance(self, obj: Any) -> Any:
+        if self._kept is not None and type(obj) in self.made:
+            self.instances.append(obj)
+        if type(obj).__module__ == "dataclasses" and (name := sentinel(obj)):
+            return name
+        if is_cached(obj) and _goes_by_name(obj):
+            return NotImplemented
+        return remade(obj) or reduced_instance(obj) or NotImplemented
 
     def _array(self, array: jax.Array) -> Any:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -242,6 +403,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         match pid:
+            case ("reference", *reference):
+                return ModuleAttribute(*reference).find()
             case ("resource", int(number)):
                 if self._resolve is None:
                     raise ProtocolError(
@@ -251,11 +414,47 @@ class _Unpickler(pickle.Unpickler):
         raise ProtocolError(f"an unknown kind of reference arrived: {pid!r:.100}")
 
 
-def _is_by_value(cls: type) -> bool:
-    """Whether a class arrives as a new one, not as that of an imported module."""
-    module = sys.modules.get(cls.__module__)
-    local = cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
-    return module is None or local or _is_users(module)
+class _Trial(_Unpickler):
+    """Loads what stays in this process as it is, and nothing that workers lack."""
+
+    def __init__(
+        self, stream: io.BytesIO, kept: Sequence[Any], references: References
+    ) -> None:
+        super().__init__(stream, (), None)
+        self._kept = kept
+        self._found = {found: part for part, found in references.values()}
+
+    def persistent_load(self, pid: Any) -> Any:
+        match pid:
+            case ("kept", int(number)):
+                return self._kept[number]
+            case ("reference", *reference):
+                return self._found[ModuleAttribute(*reference)]
+        return super().persistent_load(pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "__main__" or _is_users(sys.modules[module]):
+            raise pickle.UnpicklingError(
+                f"it would be imported as {name!r} from {module!r}, which workers "
+                "do not have"
+            )
+        return found
+
+
+def _goes_by_name(obj: Any) -> bool:
+    """Whether workers import it: it is an attribute of what is installed there."""
+    if isinstance(obj, types.ModuleType):
+        return sys.modules.get(obj.__name__) is obj and not _is_users(obj)
+    if not isinstance(obj, (type, types.FunctionType)) and not is_cached(obj):
+        return False
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or _is_users(module):
+        return False
+    found: Any = module
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
 
 
 def _is_users(module: types.ModuleType) -> bool:
@@ -267,32 +466,41 @@ def _is_users(module: types.ModuleType) -> bool:
     return not is_machinery(filename) and not is_installed(filename)
 
 
+def _is_file_of_users(module: object) -> bool:
+    return isinstance(module, types.ModuleType) and _is_users(module)
+
+
 def _key(data: np.ndarray, impl: str) -> jax.Array:
     key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
     return key
 
 
-def _picklable(obj: object) -> bool:
+def _arrives(part: object, references: References) -> bool:
     try:
-        _dumped_plainly(obj)
-    except _Refused:
-        return False
+        _try(part, references)
+    except _Refused as error:
+        return bool(error.args)
     return True
 
 
-def _dumped_plainly(obj: object) -> None:
-    with _lock, _Pickler.session(None) as (pickler, _):
-        pickler.dump(obj)
-
-
-def _words(obj: object, reason: str) -> str:
-    path, culprit = unpicklable(obj, _picklable)
+def _words(obj: object, path: str, culprit: object, reason: str) -> str:
     what = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
     place = f"{path} is a {what}, which" if path else f"a {what}"
     return (
         f"{_name(obj)} cannot be shipped to another task: {place} cannot be pickled "
         f"({reason}). Create it inside of the function that uses it, or capture plain "
         "data, arrays and zs.Variable objects"
+    )
+
+
+def _not_whole(obj: object, part: object, words: str) -> str:
+    path = "it" if part is obj else find_value(obj, part) or "a part"
+    kind = type(part).__qualname__
+    return (
+        f"{_name(obj)} would not arrive whole on another task: {path}, a {kind}, would "
+        f"be another pytree there: {words}. Register {kind} in its own body or with "
+        "register_pytree_node_class or register_dataclass of jax.tree_util, or import "
+        "it from an installed package"
     )
 
 

@@ -20,23 +20,28 @@ MAX_PARTS: Final = 10_000
 """Of a larger structure only the first parts are looked at."""
 
 
-def unpicklable(obj: object, picklable: Callable[[object], bool]) -> tuple[str, object]:
-    """The path to the innermost part that cannot be pickled by itself, and that part.
+def unpicklable(
+    obj: object, picklable: Callable[[object], bool]
+) -> tuple[str, list[object]]:
+    """The path to the innermost part that cannot be pickled by itself.
 
-    The path is empty if it is the object itself.
+    Returns:
+        The path, which is empty if it is the object itself, and the parts on the way:
+        first the object, last the innermost part.
     """
     path: list[str] = []
-    seen = {id(obj)}
+    chain, seen = [obj], {id(obj)}
     while len(path) < MAX_DEPTH:
         for label, part in _parts(obj):
             if id(part) not in seen and not picklable(part):
                 seen.add(id(part))
                 path.append(label)
                 obj = part
+                chain.append(part)
                 break
         else:
             break
-    return " -> ".join(path), obj
+    return " -> ".join(path), chain
 
 
 def find_value(obj: object, wanted: object) -> str:

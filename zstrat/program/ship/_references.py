@@ -1,0 +1,93 @@
+"""What cannot travel goes by name, if it is found in a file that workers have, too.
+
+A lock, an open file, a class that jax knows by functions that it does not give back: a
+worker that has the same source imports the module and takes the attribute from there.
+That is the exception, because a worker's import gives what the source says, not what
+the program has made of it since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class ModuleAttribute(NamedTuple):
+    """An attribute of a module with the digest of the module's source."""
+
+    module: str
+    name: str
+    file: str
+    digest: bytes
+
+    def find(self) -> Any:
+        """The attribute in this process.
+
+        Raises:
+            ImportError: The module is not here, or its source is another one.
+        """
+        found = _file(self.module)
+        if found is None:
+            raise ImportError(_words(self, f"has no module {self.module!r}"))
+        if _digest(found) != self.digest:
+            raise ImportError(_words(self, f"has another source, {found}"))
+        value: Any = importlib.import_module(self.module)
+        for part in self.name.split("."):
+            value = getattr(value, part)
+        return value
+
+
+def attribute(
+    value: object, modules: Iterable[types.ModuleType]
+) -> ModuleAttribute | None:
+    """Where a worker with the same files would find the value."""
+    for module in modules:
+        name = _name_in(module, value)
+        file = None if name is None else _file(module.__name__)
+        if name and file:
+            return ModuleAttribute(module.__name__, name, file, _digest(file))
+    return None
+
+
+def _name_in(module: types.ModuleType, value: object) -> str | None:
+    qualname = getattr(value, "__qualname__", None)
+    if isinstance(qualname, str) and "<" not in qualname:
+        found: Any = module
+        for part in qualname.split("."):
+            found = getattr(found, part, None)
+        if found is value:
+            return qualname
+    return next((name for name, v in vars(module).items() if v is value), None)
+
+
+def _file(module: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a package above it is missing; __main__
+        return None
+    if spec is None or not spec.has_location or not spec.origin:
+        return None
+    return spec.origin if Path(spec.origin).is_file() else None
+
+
+def _digest(file: str) -> bytes:
+    return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).digest()
+
+
+def _words(wanted: ModuleAttribute, lack: str) -> str:
+    places = ", ".join(sys.path[:8])
+    return (
+        f"{wanted.module}.{wanted.name} cannot be shipped, so each task imports it from "
+        f"the source that the program has, {wanted.file}; this task {lack} (it looks in "
+        f"its folder {os.getcwd()} and in {places}). Give all workers the same file: "
+        f"install it, or put its folder on their PYTHONPATH"
+    )

@@ -1,0 +1,57 @@
+"""A round trip before anything is sent: does it arrive whole?
+
+What is shipped is loaded once in this process, as a worker would, by classes of its own.
+Arrays stay where they are. Each class is tried once: its code runs once more here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST: Final = 1000
+"""Of more objects the first are compared."""
+
+
+def difference(sent: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, str] | None:
+    """The first object that is another pytree where it arrives, and in what.
+
+    Args:
+        sent: Objects of the user's classes.
+        arrived: What became of them, in the same order.
+    """
+    seen: set[int] = set()
+    for before, after in zip(sent[:MOST], arrived[:MOST], strict=True):
+        if id(before) not in seen and (words := _differs(before, after, seen)):
+            return before, words
+    return None
+
+
+def _differs(before: Any, after: Any, seen: set[int]) -> str:
+    def note(node: Any) -> bool:
+        seen.add(id(node))
+        return False
+
+    here, there = _leaves(before, note), _leaves(after)
+    if [path for path, _ in here] != [path for path, _ in there]:
+        return f"it has the leaves {_paths(here)} here and {_paths(there)} there"
+    for (path, one), (_, other) in zip(here, there, strict=True):
+        if (one is before) != (other is after):
+            return "jax knows its class as a pytree only on one side"
+        if one is not before and type(one).__qualname__ != type(other).__qualname__:
+            return f"{path} is a {type(one).__name__} here, a {type(other).__name__} there"
+    return ""
+
+
+def _leaves(tree: Any, note: Any = None) -> list[tuple[str, Any]]:
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=note)[0]
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in found]
+
+
+def _paths(leaves: list[tuple[str, Any]]) -> str:
+    names = [path or "itself" for path, _ in leaves[:8]]
+    return f"{', '.join(names)}{', ...' if len(leaves) > 8 else ''}" or "(none)"
