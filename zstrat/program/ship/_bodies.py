@@ -17,6 +17,8 @@ import types
 import typing
 from typing import Any, Final, NamedTuple
 
+from ._functions import inner_functions
+
 _ADDED: Final = frozenset(
     {
         "__dict__",
@@ -65,6 +67,15 @@ class Body(NamedTuple):
     fields: dict[str, Any]
     later: dict[str, Any]
     generated: dict[str, Any]
+
+    def without_values(self) -> Body:
+        """The same with the functions of the statement, and without its values."""
+        said = {
+            name: value
+            for name, value in self.said.items()
+            if name.startswith("__") or any(inner_functions(value))
+        }
+        return self._replace(said=said)
 
 
 def body_of(cls: type) -> Body:
@@ -115,6 +126,8 @@ def _cut(cls: type) -> tuple[dict[str, Any], dict[str, Any]]:
             later[name] = value
         elif not _is_pythons(cls, name, value):
             into[name] = value
+    if "__slots__" in later:  # of a dataclass: it makes the class a second time
+        said["__slots__"] = later.pop("__slots__")
     if "__annotations__" in vars(cls) or "__annotate_func__" in vars(cls):
         said["__annotations__"] = later.pop("__annotations__", cls.__annotations__)
     return said, later

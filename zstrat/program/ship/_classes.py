@@ -41,6 +41,7 @@ _ENUM_NAMES: Final = (
 _PLAIN_CODE: Final = ("__new_member__", "__init__")
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 _REDUCE: Final = object.__reduce__
+_GETSTATE: Final = object.__getstate__
 
 
 class KnownClasses:
@@ -117,13 +118,18 @@ Filled = Sequence[tuple[types.FunctionType, Any]]
 """Functions of a class and what they are filled with."""
 
 
-def reduced_class(cls: type, filled: Filled, registered: Sequence[type]) -> Any:
+def reduced_class(
+    cls: type, filled: Filled, registered: Sequence[type], late: bool
+) -> Any:
     """A class that is no enum.
 
     Args:
         registered: Its virtual subclasses (`abc.ABCMeta.register`).
+        late: Attributes that may refer to the class are not in its body.
     """
     number, body = known.number(cls), body_of(cls)
+    if late:
+        body = body.without_values()
     names = {k: v for k, v in own_names(cls).items() if k not in body.generated}
     state = filled, names, body.generated, registered
     if is_bare(cls):
@@ -160,9 +166,11 @@ def reduced_instance(obj: Any) -> Any:
     return object.__new__, (cls,), obj.__getstate__()
 
 
-def sentinel(obj: object) -> str:
-    """The name in `dataclasses` of what is told apart by identity, or nothing."""
-    return next((name for name, v in vars(dataclasses).items() if v is obj), "")
+def is_sentinel(obj: object) -> bool:
+    """Whether it has no state, and pickle would make another one of its class."""
+    cls = type(obj)
+    usual = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is _REDUCE
+    return usual and cls.__getstate__ is _GETSTATE and obj.__getstate__() is None
 
 
 # How a class is made where it arrives: these are called by pickle.

@@ -21,7 +21,9 @@ which one made them.
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import enum
+import functools
 import hashlib
 import io
 import pickle
@@ -46,11 +48,11 @@ from zstrat.variables import is_machinery
 from ._classes import (
     arriving_at,
     functions_of,
+    is_sentinel,
     known,
     reduced_class,
     reduced_enum,
     reduced_instance,
-    sentinel,
 )
 from ._functions import (
     early,
@@ -86,7 +88,6 @@ _CIRCLES: Final = 8
 # cloudpickle's registry of modules is global; dumps of two threads would mix theirs.
 _lock: Final = threading.RLock()
 _tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
-References = dict[int, tuple[Any, ModuleAttribute]]
 
 
 class Resource:
@@ -95,6 +96,7 @@ class Resource:
     resource: int
 
 
+_NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 _STAYS: Final = (jax.Array, np.ndarray, Resource)
 """What a trial does not copy."""
 
@@ -183,64 +185,83 @@ def _dumped(
     obj: object, keep: Callable[[pickle.PickleBuffer], bool] | None
 ) -> tuple[bytes, list[Any]]:
     """The bytes, and the large arrays among what was pickled."""
-    references: References = {}
+    ways = _Ways()
     with _lock:
         while True:
             try:
-                with _Pickler.session(keep, references) as (pickler, stream):
+                with _Pickler.session(keep, ways) as (pickler, stream):
                     # In this order: pickling the object finds the registrations.
                     pickler.dump((obj, pickler.registrations))
                 if keep is None or not pickler.made <= set(_tried):
-                    _try(obj, references)
+                    _try(obj, ways)
             except _Refused as error:
-                _refer(obj, references, error)
+                _find_way(obj, ways, error)
                 continue
             return _MAGIC + _VERSION + stream.getvalue(), pickler.large
 
 
-def _try(obj: object, references: References) -> None:
+def _try(obj: object, ways: _Ways) -> None:
     """Loads the object here as a worker would, in classes made for that.
 
     Raises:
         _Refused: It does not arrive, or not whole.
     """
     kept: list[Any] = []
-    with _Pickler.session(None, references, kept) as (pickler, stream):
+    with _Pickler.session(None, ways, kept) as (pickler, stream):
         pickler.dump((obj, pickler.registrations, pickler.instances))
     stream.seek(0)
     try:
         with arriving_at(known.trusting(list(_tried))):
-            _, registrations, arrived = _Trial(stream, kept, references).load()
+            _, registrations, arrived = _Trial(stream, kept, ways).load()
             for registration in registrations:
                 register(registration)
-    except Exception as error:  # user code runs in it: `_refer` says where
+    except Exception as error:  # user code runs in it: `_find_way` says where
         raise _Refused from error
     if found := difference(pickler.instances, arrived):
         raise _Refused(*found)
     _tried.update(pickler.made)
 
 
-def _refer(obj: object, references: References, error: _Refused) -> None:
-    """Finds what was refused in a module's source, and has it go by name.
+def _find_way(obj: object, ways: _Ways, error: _Refused) -> None:
+    """Notes another way for what was refused.
 
     Raises:
-        TypeError: It is in none; names the path to it.
+        TypeError: There is none; names the path to it.
     """
-    modules = [m for m in tuple(sys.modules.values()) if _is_file_of_users(m)]
     if error.args:
         raise TypeError(_not_whole(obj, *error.args))
-
-    def arrives(part: object) -> bool:
-        return _arrives(part, references)
-
-    path, chain = unpicklable(obj, arrives)
+    if isinstance(error.__cause__, _Circle) and ways.late.isdisjoint(
+        error.__cause__.args
+    ):
+        ways.late.update(error.__cause__.args)
+        return
+    modules = [m for m in tuple(sys.modules.values()) if _is_file_of_users(m)]
+    path, chain = unpicklable(obj, functools.partial(_arrives, ways=ways))
     for part in reversed(chain):
-        if id(part) not in references and (found := attribute(part, modules)):
-            references[id(part)] = (part, found)
+        if id(part) not in ways.by_name and (found := attribute(part, modules)):
+            ways.by_name[id(part)] = (part, found)
             return
-    raise TypeError(
-        _words(obj, path, chain[-1], str(error.__cause__))
-    ) from error.__cause__
+    reason = str(error.__cause__)
+    raise TypeError(_words(obj, path, chain[-1], reason)) from error.__cause__
+
+
+@dataclasses.dataclass
+class _Ways:
+    """How the exceptions among the parts travel."""
+
+    by_name: dict[int, tuple[Any, ModuleAttribute]] = dataclasses.field(
+        default_factory=dict
+    )
+    """What workers import instead, by its id."""
+    late: set[type] = dataclasses.field(default_factory=set)
+    """Classes whose attributes are set when they are made, as they refer to them."""
+
+
+class _Circle(TypeError):
+    """The body of a class holds what refers to the class."""
+
+    def __str__(self) -> str:
+        return f"the body of {self.args[0].__qualname__} holds what refers to it"
 
 
 class _Refused(Exception):
@@ -254,7 +275,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         self,
         stream: io.BytesIO,
         keep: Callable[[pickle.PickleBuffer], bool] | None,
-        references: References,
+        ways: _Ways,
         kept: list[Any] | None,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep)
@@ -264,7 +285,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         self.instances: list[Any] = []
         self.modules = ExitStack()
         self._known: set[str] = set()
-        self._references, self._kept = references, kept
+        self._ways, self._kept = ways, kept
         self._empty: dict[int, Any] = {}
         self._entered: Counter[type] = Counter()
 
@@ -272,16 +293,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
     @contextmanager
     def session(
         keep: Callable[[pickle.PickleBuffer], bool] | None,
-        references: References,
+        ways: _Ways,
         kept: list[Any] | None = None,
     ) -> Iterator[tuple[_Pickler, io.BytesIO]]:
         """
         Args:
-            references: What goes by name, by its id.
             kept: Gets the arrays and handles of a trial, which do not travel.
         """
         stream = io.BytesIO()
-        pickler = _Pickler(stream, keep, references, kept)
+        pickler = _Pickler(stream, keep, ways, kept)
         with pickler.modules:
             try:
                 yield pickler, stream
@@ -289,8 +309,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 raise _Refused from error
 
     def persistent_id(self, obj: Any) -> Any:
-        if id(obj) in self._references:
-            return "reference", *self._references[id(obj)][1]
+        if id(obj) in self._ways.by_name:
+            return "reference", *self._ways.by_name[id(obj)][1]
         if self._kept is not None and isinstance(obj, _STAYS):
             if not isinstance(obj, np.ndarray) or not obj.dtype.hasobject:
                 self._kept.append(obj)
@@ -304,7 +324,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             case type():
                 return self._class(obj)
             case jax.custom_vjp():
-                return reduced_vjp(obj)
+                return _by_other_name(obj) or reduced_vjp(obj)
             case types.ModuleType():
                 self._by_value(obj)
             case jax.core.Tracer():
@@ -336,19 +356,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             return NotImplemented
         if cls.__module__ == "builtins" or _goes_by_name(cls):
             return super().reducer_override(cls)
+        if found := _by_other_name(cls):
+            return found
         self.made.add(cls)
         self._entered[cls] += 1
         if self._entered[cls] > _CIRCLES:
-            raise TypeError(
-                f"the body of {cls.__qualname__} holds what refers to it: set that "
-                "attribute in a function, or hold it in a list or dict"
-            )
+            raise _Circle(cls)
         self.registrations.extend(Registration.of(cls))
         filled = [(fn, remaining(made)) for fn, made in self._emptied(cls)]
         if issubclass(cls, enum.Enum):
             return reduced_enum(cls, filled)
         registered = super().reducer_override(cls)[2][0].get("_abc_impl", ())
-        return reduced_class(cls, filled, registered)
+        return reduced_class(cls, filled, registered, cls in self._ways.late)
 
     def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
         """The functions of a class that are made empty, with what they are made of."""
@@ -365,11 +384,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
     def _instance(self, obj: Any) -> Any:
         if self._kept is not None and type(obj) in self.made:
             self.instances.append(obj)
-        if type(obj).__module__ == "dataclasses" and (name := sentinel(obj)):
-            return name
         if is_cached(obj) and _goes_by_name(obj):
             return NotImplemented
-        return remade(obj) or reduced_instance(obj) or NotImplemented
+        return (
+            _by_other_name(obj) or remade(obj) or reduced_instance(obj) or NotImplemented
+        )
 
     def _array(self, array: jax.Array) -> Any:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -418,11 +437,11 @@ class _Trial(_Unpickler):
     """Loads what stays in this process as it is, and nothing that workers lack."""
 
     def __init__(
-        self, stream: io.BytesIO, kept: Sequence[Any], references: References
+        self, stream: io.BytesIO, kept: Sequence[Any], ways: _Ways
     ) -> None:
         super().__init__(stream, (), None)
         self._kept = kept
-        self._found = {found: part for part, found in references.values()}
+        self._found = {found: part for part, found in ways.by_name.values()}
 
     def persistent_load(self, pid: Any) -> Any:
         match pid:
@@ -457,6 +476,26 @@ def _goes_by_name(obj: Any) -> bool:
     return found is obj
 
 
+def _by_other_name(obj: Any) -> Any:
+    """What pickle needs of an attribute of an installed module, if it is one.
+
+    Of a class or function that calls itself otherwise, or of an object without state,
+    which is told apart by being that object. None for any other.
+    """
+    named = isinstance(obj, _NAMED)
+    if not named and not is_sentinel(obj):
+        return None
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or _is_users(module):
+        return None
+    name = getattr(obj, "__name__", "")
+    if getattr(module, name, None) is not obj:
+        if named and not isinstance(obj, type):
+            return None
+        name = next((n for n, v in vars(module).items() if v is obj), "")
+    return (getattr, (module, name)) if name else None
+
+
 def _is_users(module: types.ModuleType) -> bool:
     """Whether a module is part of the user's program, which workers do not have."""
     filename = module.__dict__.get("__file__")
@@ -475,9 +514,9 @@ def _key(data: np.ndarray, impl: str) -> jax.Array:
     return key
 
 
-def _arrives(part: object, references: References) -> bool:
+def _arrives(part: object, ways: _Ways) -> bool:
     try:
-        _try(part, references)
+        _try(part, ways)
     except _Refused as error:
         return bool(error.args)
     return True
