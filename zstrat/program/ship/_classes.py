@@ -23,7 +23,7 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ._bodies import Body, body_of, is_bare, own_names, write_field
 from ._functions import fill, inner_functions
@@ -40,8 +40,6 @@ _ENUM_NAMES: Final = (
 )
 _PLAIN_CODE: Final = ("__new_member__", "__init__")
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
-_REDUCE: Final = object.__reduce__
-_GETSTATE: Final = object.__getstate__
 
 
 class KnownClasses:
@@ -154,23 +152,42 @@ def reduced_instance(obj: Any) -> Any:
     equinox keeps objects there until its metaclass says that they are made. Objects that
     arrive are made already. None for any other object, which pickle knows to make.
     """
-    cls = type(obj)
-    if cls.__new__ is object.__new__ or not dataclasses.is_dataclass(cls):
+    if not _facts(type(obj)).notes_new:
         return None
-    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not _REDUCE:
-        return None
-    if any(name in dir(cls) for name in ("__getnewargs__", "__getnewargs_ex__")):
-        return None
-    if any(base.__flags__ & _HEAP_TYPE == 0 for base in cls.__mro__[:-1]):
-        return None
-    return object.__new__, (cls,), obj.__getstate__()
+    return object.__new__, (type(obj),), obj.__getstate__()
 
 
 def is_sentinel(obj: object) -> bool:
     """Whether it has no state, and pickle would make another one of its class."""
-    cls = type(obj)
-    usual = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is _REDUCE
-    return usual and cls.__getstate__ is _GETSTATE and obj.__getstate__() is None
+    return _facts(type(obj)).has_usual_state and obj.__getstate__() is None
+
+
+class PickledHow(NamedTuple):
+    """What pickling an instance asks of its class."""
+
+    has_usual_state: bool
+    notes_new: bool
+
+
+_asked: Final[weakref.WeakKeyDictionary[type, PickledHow]] = weakref.WeakKeyDictionary()
+
+
+def _facts(cls: type) -> PickledHow:
+    if (found := _asked.get(cls)) is None:
+        found = _asked[cls] = _ask(cls)
+    return found
+
+
+def _ask(cls: type) -> PickledHow:
+    usual = cls.__reduce_ex__ is object.__reduce_ex__
+    usual = usual and cls.__reduce__ is object.__reduce__
+    notes = cls.__new__ is not object.__new__ and dataclasses.is_dataclass(cls)
+    given = any(n in dir(cls) for n in ("__getnewargs__", "__getnewargs_ex__"))
+    python = all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1])
+    return PickledHow(
+        usual and cls.__getstate__ is object.__getstate__,
+        usual and notes and python and not given,
+    )
 
 
 # How a class is made where it arrives: these are called by pickle.

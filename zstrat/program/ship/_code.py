@@ -216,7 +216,7 @@ def _try(obj: object, ways: _Ways) -> None:
             for registration in registrations:
                 register(registration)
     except Exception as error:  # user code runs in it: `_find_way` says where
-        raise _Refused from error
+        raise _NotLoaded from error
     if found := difference(pickler.instances, arrived):
         raise _Refused(*found)
     _tried.update(pickler.made)
@@ -237,12 +237,13 @@ def _find_way(obj: object, ways: _Ways, error: _Refused) -> None:
         return
     modules = [m for m in tuple(sys.modules.values()) if _is_file_of_users(m)]
     path, chain = unpicklable(obj, functools.partial(_arrives, ways=ways))
-    for part in reversed(chain):
+    for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):
         if id(part) not in ways.by_name and (found := attribute(part, modules)):
             ways.by_name[id(part)] = (part, found)
             return
-    reason = str(error.__cause__)
-    raise TypeError(_words(obj, path, chain[-1], reason)) from error.__cause__
+    cause = error.__cause__
+    verb = "arrive" if isinstance(error, _NotLoaded) else "be pickled"
+    raise TypeError(_words(obj, path, chain[-1], f"{verb} ({cause})")) from cause
 
 
 @dataclasses.dataclass
@@ -266,6 +267,10 @@ class _Circle(TypeError):
 
 class _Refused(Exception):
     """Something does not travel; the cause says why, or the arguments what is lost."""
+
+
+class _NotLoaded(_Refused):
+    """It was pickled, and the bytes give no object."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
@@ -526,8 +531,8 @@ def _words(obj: object, path: str, culprit: object, reason: str) -> str:
     what = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
     place = f"{path} is a {what}, which" if path else f"a {what}"
     return (
-        f"{_name(obj)} cannot be shipped to another task: {place} cannot be pickled "
-        f"({reason}). Create it inside of the function that uses it, or capture plain "
+        f"{_name(obj)} cannot be shipped to another task: {place} cannot {reason}. "
+        f"Create it inside of the function that uses it, or capture plain "
         "data, arrays and zs.Variable objects"
     )
 

@@ -84,10 +84,12 @@ def _digest(file: str) -> bytes:
 
 
 def _words(wanted: ModuleAttribute, lack: str) -> str:
-    places = ", ".join(sys.path[:8])
+    places = ", ".join(path or os.getcwd() for path in sys.path)
     return (
         f"{wanted.module}.{wanted.name} cannot be shipped, so each task imports it from "
-        f"the source that the program has, {wanted.file}; this task {lack} (it looks in "
-        f"its folder {os.getcwd()} and in {places}). Give all workers the same file: "
-        f"install it, or put its folder on their PYTHONPATH"
+        f"the source that the program has, {wanted.file}; this task {lack} (it runs in "
+        f"{os.getcwd()} and looks in {places}). Give all workers the same file: install "
+        "it, or put its folder on their PYTHONPATH; or make it in the function that "
+        "uses it. A pytree class travels if it is registered by "
+        "register_pytree_node_class or register_dataclass of jax.tree_util"
     )
