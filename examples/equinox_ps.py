@@ -24,7 +24,7 @@ import zstrat as zs
 
 INPUTS = 4
 GOAL = 0.1
-"""Mean squared error on fresh inputs; 1.4 by the mean of the targets alone."""
+"""Mean squared error on fresh inputs; 0.36 by the mean of the targets alone."""
 
 
 class Perceptron(eqx.Module):
@@ -104,7 +104,7 @@ def arguments():
     add("--depth", type=int, default=2, help="hidden layers")
     add("--steps", type=int, default=600)
     add("--batch", type=int, default=64)
-    add("--rate", type=float, default=3e-3, help="learning rate of Adam")
+    add("--rate", type=float, default=1e-3, help="learning rate of Adam")
     add("--every", type=int, default=100, help="steps between two lines")
     add("--seed", type=int, default=0)
     return parser.parse_args()

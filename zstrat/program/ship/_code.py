@@ -387,8 +387,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         return found
 
     def _instance(self, obj: Any) -> Any:
-        if self._kept is not None and type(obj) in self.made:
-            self.instances.append(obj)
+        cls = type(obj)
+        if self._kept is not None and cls.__module__ != "builtins":
+            if not _goes_by_name(cls):
+                self.instances.append(obj)
         if is_cached(obj) and _goes_by_name(obj):
             return NotImplemented
         return (
@@ -428,7 +430,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         match pid:
             case ("reference", *reference):
-                return ModuleAttribute(*reference).find()
+                return ModuleAttribute(*reference).find_or_stand_in()
             case ("resource", int(number)):
                 if self._resolve is None:
                     raise ProtocolError(

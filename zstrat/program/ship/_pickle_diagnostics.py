@@ -15,6 +15,7 @@ from ._scoped import ScopedBody
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_CLASS: Final = "its class"
 MAX_DEPTH: Final = 16
 MAX_PARTS: Final = 10_000
 """Of a larger structure only the first parts are looked at."""
@@ -41,6 +42,9 @@ def unpicklable(
                 break
         else:
             break
+    if path and path[-1] == _CLASS:  # words about its instance say more
+        path.pop()
+        chain.pop()
     return " -> ".join(path), chain
 
 
@@ -88,6 +92,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                     yield f"module attribute {name!r}", value
         case _:
             yield from _attributes(obj)
+            yield _CLASS, type(obj)
 
 
 def _captured(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,6 +28,19 @@ class ModuleAttribute(NamedTuple):
     name: str
     file: str
     digest: bytes
+    is_class: bool
+
+    def find_or_stand_in(self) -> Any:
+        """The attribute in this process, or what says at its first use why it lacks.
+
+        A function that travels with the program may never be called.
+        """
+        try:
+            return self.find()
+        except ImportError as error:
+            if self.is_class:
+                return _AbsentClass(self.name, (), {"words": str(error)})
+            return AbsentValue(str(error))
 
     def find(self) -> Any:
         """The attribute in this process.
@@ -46,6 +59,48 @@ class ModuleAttribute(NamedTuple):
         return value
 
 
+class AbsentValue:
+    """Stands for a value that this process cannot import; its use says so."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise ImportError(self.words)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of any object, by pickle and others
+            raise AttributeError(name)
+        self._refuse()
+
+    __call__ = __enter__ = __exit__ = __getitem__ = __setitem__ = _refuse
+    __iter__ = __next__ = __len__ = __contains__ = __bool__ = _refuse
+
+
+class _AbsentClass(type):
+    """Stands for a class that this process cannot import; its use says so."""
+
+    words: str
+
+    def _refuse(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise ImportError(cls.words)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        cls._refuse()
+
+    def __new__(
+        mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]
+    ) -> Any:
+        def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
+            raise ImportError(namespace["words"])
+
+        return super().__new__(mcs, name, bases, {**namespace, "__new__": refuse})
+
+    __call__ = __instancecheck__ = __subclasscheck__ = _refuse
+
+
 def attribute(
     value: object, modules: Iterable[types.ModuleType]
 ) -> ModuleAttribute | None:
@@ -54,7 +109,8 @@ def attribute(
         name = _name_in(module, value)
         file = None if name is None else _file(module.__name__)
         if name and file:
-            return ModuleAttribute(module.__name__, name, file, _digest(file))
+            kind = isinstance(value, type)
+            return ModuleAttribute(module.__name__, name, file, _digest(file), kind)
     return None
 
 
