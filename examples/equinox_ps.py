@@ -1,9 +1,9 @@
 """A model of equinox, trained asynchronously on parameter servers.
 
 The model is a class of this script, which the workers do not have: it travels to them
-with the step. Its arrays become variables on two parameter servers, and what is no array
-(sizes, the activation) stays in the step. It learns the sum of the squares of its four
-inputs from random ones.
+with the step. Its arrays become variables on two parameter servers, and what is no
+array (sizes, the activation) stays in the step. It learns the sum of the squares of its
+four inputs from random ones.
 
     python examples/equinox_ps.py
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -21,6 +21,9 @@ import numpy as np
 import optax
 
 import zstrat as zs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INPUTS = 4
 GOAL = 0.1

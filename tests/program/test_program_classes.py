@@ -1,4 +1,4 @@
-"""Classes and functions that code makes: they arrive as they are, and that code has run.
+"""Classes and functions that code makes arrive as they are, and that code has run.
 
 This module is the user's: another process, which has no copy of it, gets its functions
 as bytes, and they must find there what they find here. Annotations are no strings here,
@@ -325,7 +325,10 @@ def plain_classes():
         (Slotted(a=1), Slotted(a=1, b=[2]) == Slotted(a=1), Slotted.__slots__),
         (hasattr(Slotted(a=1), "__dict__"), hasattr(Private(), "__dict__")),
         (Private().shown(), Config(1) < Config(2), Config(1).made),
-        (later(x=1, rate=2.0), [f.default is MISSING for f in dataclasses.fields(later)]),
+        (
+            later(x=1, rate=2.0),
+            [f.default is MISSING for f in dataclasses.fields(later)],
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""What cannot travel goes by the name it has in a file, if workers have the same file."""
+"""What cannot travel goes by its name in a file, if workers have the same file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ FACTOR = 3
 class Point:
     def __init__(self, x):
         self.x = x
-jax.tree_util.register_pytree_node(Point, lambda p: ((p.x,), None), lambda _, c: Point(*c))
+jax.tree_util.register_pytree_node(
+    Point, lambda p: ((p.x,), None), lambda _, c: Point(*c)
+)
 def locked(x):
     with LOCKS["one"][0]:
         return FACTOR * x
@@ -61,14 +63,18 @@ def test_another_source_or_none_is_an_error_that_names_module_and_place(beside):
     code, tree = zs.dump_code(module), zs.dump(([module.Point(1)], 2))
     del sys.modules["zs_beside"]
     path.write_text(SOURCE + "\n")
-    words = rf"zs_beside\.LOCKS cannot be shipped.*{re.escape(str(path))}.*another source"
+    words = (
+        rf"zs_beside\.LOCKS cannot be shipped.*{re.escape(str(path))}.*another source"
+    )
     shipped = zs.load(code)
     assert shipped.plain(2) == 6  # what does not need it is not kept from it
     with pytest.raises(ImportError, match=words):
         shipped.locked(2)
     path.unlink()
     importlib.invalidate_caches()
-    words = r"this task has no module 'zs_beside' \(it runs in .* and looks in .*PYTHONPATH"
+    words = (
+        r"this task has no module 'zs_beside' \(it runs in .* and looks in .*PYTHONPATH"
+    )
     with pytest.raises(ImportError, match=words):
         zs.load(code).locked(2)
     for use in (shipped.Point, lambda x: isinstance(x, shipped.Point)):

@@ -85,18 +85,19 @@ def body_of(cls: type) -> Body:
     runs = runs_code(cls)
     fields = _fields(cls) if runs else {}
     bases = cls.__bases__
-    if (written := vars(cls).get("__orig_bases__")) is not None:
-        if types.resolve_bases(written) == bases:
-            bases = written
-            later.pop("__orig_bases__", None)
-            said.pop("__orig_bases__", None)
+    written = vars(cls).get("__orig_bases__", ())
+    if types.resolve_bases(written) == bases:
+        bases = written
+        later.pop("__orig_bases__", None)
+        said.pop("__orig_bases__", None)
     return Body(bases, _keywords(cls) if runs else {}, said, fields, later, generated)
 
 
 def runs_code(cls: type) -> bool:
     """Whether code of a metaclass or of a base runs when the class is made."""
+    metaclass: type = type(cls)
     makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
-    found = {maker.__module__ for maker in (*type(cls).__mro__, *makers)}
+    found = {maker.__module__ for maker in (*metaclass.__mro__, *makers)}
     return not found <= set(_HOOKLESS)
 
 

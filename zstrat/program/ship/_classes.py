@@ -149,8 +149,8 @@ def reduced_enum(cls: type[enum.Enum], filled: Filled) -> Any:
 def reduced_instance(obj: Any) -> Any:
     """An instance of a dataclass with a ``__new__`` that notes each new object.
 
-    equinox keeps objects there until its metaclass says that they are made. Objects that
-    arrive are made already. None for any other object, which pickle knows to make.
+    equinox keeps objects there until its metaclass says that they are made. Objects
+    that arrive are made already. None for any other, which pickle knows to make.
     """
     if not _facts(type(obj)).notes_new:
         return None
@@ -178,7 +178,7 @@ def _facts(cls: type) -> PickledHow:
     return found
 
 
-def _ask(cls: type) -> PickledHow:
+def _ask(cls: Any) -> PickledHow:
     usual = cls.__reduce_ex__ is object.__reduce_ex__
     usual = usual and cls.__reduce__ is object.__reduce__
     notes = cls.__new__ is not object.__new__ and dataclasses.is_dataclass(cls)
@@ -193,9 +193,7 @@ def _ask(cls: type) -> PickledHow:
 # How a class is made where it arrives: these are called by pickle.
 
 
-def make(
-    number: str, metaclass: type, name: str, body: tuple[Any, ...]
-) -> type:
+def make(number: str, metaclass: type, name: str, body: tuple[Any, ...]) -> type:
     """Makes a class unless it is here. Its functions are not filled yet."""
     return _known().made(number, functools.partial(_run, metaclass, name, Body(*body)))
 
@@ -267,7 +265,7 @@ def finish_enum(cls: Any, state: Any) -> None:
         vars(cls[name]).update(given)
 
 
-def statement_of_enum(cls: type[enum.Enum]) -> tuple[dict[str, Any], dict[str, Any]]:
+def statement_of_enum(cls: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keywords of an enum, and names that it needs while its members are made."""
     keywords: dict[str, Any] = {"metaclass": type(cls)}
     if issubclass(cls, enum.Flag):

@@ -23,7 +23,7 @@ Reduced = tuple[Any, ...]
 
 _PLAIN: Final = (str, bytes, bool, int, float, complex, type(None), type(...))
 _LRU: Final = type(functools.lru_cache(lambda: None))
-_DISPATCHING: Final = functools.singledispatch(lambda _: None).__code__
+_dispatching: Final[Any] = functools.singledispatch(lambda _: None)
 _OF_DISPATCH: Final = ("register", "dispatch", "registry", "_clear_cache")
 
 
@@ -89,7 +89,7 @@ def inner_functions(value: object) -> Iterator[types.FunctionType]:
 
 def is_dispatching(fn: types.FunctionType) -> bool:
     """Whether `functools.singledispatch` made it."""
-    return fn.__code__ is _DISPATCHING
+    return fn.__code__ is _dispatching.__code__
 
 
 def reduced_dispatch(fn: Any) -> Reduced:

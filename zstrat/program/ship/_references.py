@@ -13,11 +13,11 @@ import importlib
 import importlib.util
 import os
 import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Iterable
 
 
@@ -142,10 +142,10 @@ def _digest(file: str) -> bytes:
 def _words(wanted: ModuleAttribute, lack: str) -> str:
     places = ", ".join(path or os.getcwd() for path in sys.path)
     return (
-        f"{wanted.module}.{wanted.name} cannot be shipped, so each task imports it from "
-        f"the source that the program has, {wanted.file}; this task {lack} (it runs in "
-        f"{os.getcwd()} and looks in {places}). Give all workers the same file: install "
-        "it, or put its folder on their PYTHONPATH; or make it in the function that "
-        "uses it. A pytree class travels if it is registered by "
+        f"{wanted.module}.{wanted.name} cannot be shipped, so each task imports it "
+        f"from the source that the program has, {wanted.file}; this task {lack} (it "
+        f"runs in {os.getcwd()} and looks in {places}). Give all workers the same "
+        "file: install it, or put its folder on their PYTHONPATH; or make it in the "
+        "function that uses it. A pytree class travels if it is registered by "
         "register_pytree_node_class or register_dataclass of jax.tree_util"
     )

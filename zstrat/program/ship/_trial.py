@@ -1,20 +1,50 @@
 """A round trip before anything is sent: does it arrive whole?
 
-What is shipped is loaded once in this process, as a worker would, by classes of its own.
+What is shipped is loaded once in this process as a worker would, in classes of its own.
 Arrays stay where they are. Each class is tried once: its code runs once more here.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+
+from ._classes import arriving_at, known
+from ._pickler import NotLoaded, Pickler, Refused, TrialUnpickler, Ways
+from ._pytrees import register
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST: Final = 1000
 """Of more objects the first are compared."""
+
+tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
+"""Classes that arrived whole; changed under the pickler's lock."""
+
+
+def try_out(obj: object, ways: Ways) -> None:
+    """Loads the object here as a worker would, in classes made for that.
+
+    Raises:
+        Refused: It does not arrive, or not whole.
+    """
+    kept: list[Any] = []
+    with Pickler.session(None, ways, kept) as (pickler, stream):
+        pickler.dump((obj, pickler.registrations, pickler.instances))
+    stream.seek(0)
+    try:
+        with arriving_at(known.trusting(list(tried))):
+            _, registrations, arrived = TrialUnpickler(stream, kept, ways).load()
+            for registration in registrations:
+                register(registration)
+    except Exception as error:  # user code runs in it: `find_way` says where
+        raise NotLoaded from error
+    if found := difference(pickler.instances, arrived):
+        raise Refused(*found)
+    tried.update(pickler.made)
 
 
 def difference(sent: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, str] | None:
@@ -43,7 +73,9 @@ def _differs(before: Any, after: Any, seen: set[int]) -> str:
         if (one is before) != (other is after):
             return "jax knows its class as a pytree only on one side"
         if one is not before and type(one).__qualname__ != type(other).__qualname__:
-            return f"{path} is a {type(one).__name__} here, a {type(other).__name__} there"
+            return (
+                f"{path} is a {type(one).__name__} here, a {type(other).__name__} there"
+            )
     return ""
 
 
