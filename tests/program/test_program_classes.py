@@ -520,6 +520,25 @@ def test_what_does_not_come_back_is_named_with_its_path():
         zs.dump_code(lambda: holds)
 
 
+def test_a_statement_that_cannot_run_again_is_filled_into_a_blank_class():
+    class Words(eqx.Enumeration):  # its metaclass takes the items out of the class
+        first = "one"
+
+    class Lost(eqx.Module):
+        x: Any
+
+        def __reduce__(self):
+            return zs.digest, (3,)
+
+    model = [Lost(1)]
+    with pytest.raises(TypeError, match=r"item 0 is a .*Lost, which cannot arrive"):
+        zs.dump_code(lambda: model)
+    code = zs.dump_code(lambda: (Words[Words.first], Lost(2).x))
+    assert zs.load(code)() == ("one", 2)
+    assert b"_make_skeleton_class" in code
+    assert b"_make_skeleton_class" not in zs.dump_code(lambda: Lost)
+
+
 def test_what_is_another_pytree_there_is_named_with_its_path():
     class Half(eqx.Module):
         x: Any

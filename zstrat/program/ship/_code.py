@@ -38,6 +38,7 @@ import numpy as np
 
 from zstrat.errors import ProtocolError, VersionMismatchError
 
+from ._bodies import runs_code
 from ._pickle_diagnostics import find_value, unpicklable
 from ._pickler import (
     CircularBody,
@@ -46,8 +47,10 @@ from ._pickler import (
     Refused,
     Unpickler,
     Ways,
+    goes_by_name,
     is_file_of_users,
     lock,
+    plain,
 )
 from ._pickler import Resource as Resource
 from ._pytrees import register
@@ -178,8 +181,12 @@ def find_way(obj: object, ways: Ways, error: Refused) -> None:
     ):
         ways.late.update(error.__cause__.args)
         return
-    modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
     path, chain = unpicklable(obj, functools.partial(_arrives, ways=ways))
+    if isinstance(error, NotLoaded) and (cls := _made_by_code(chain, ways)):
+        plain.add(cls)
+        tried.add(cls)
+        return
+    modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
     for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):
         if id(part) not in ways.by_name and (found := attribute(part, modules)):
             ways.by_name[id(part)] = (part, found)
@@ -187,6 +194,16 @@ def find_way(obj: object, ways: Ways, error: Refused) -> None:
     cause = error.__cause__
     verb = "arrive" if isinstance(error, NotLoaded) else "be pickled"
     raise TypeError(_words(obj, path, chain[-1], f"{verb} ({cause})")) from cause
+
+
+def _made_by_code(chain: list[object], ways: Ways) -> type | None:
+    """The innermost class that does not arrive, and whose making runs code."""
+    for part in reversed(chain):
+        cls = part if isinstance(part, type) else type(part)
+        known = cls in plain or goes_by_name(cls) or not runs_code(cls)
+        if not known and not _arrives(cls, ways):
+            return cls
+    return None
 
 
 def _arrives(part: object, ways: Ways) -> bool:

@@ -84,7 +84,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield f"item {number}", value
         case type():
             for name, value in vars(obj).items():
-                if not name.startswith("__") or isinstance(value, types.FunctionType):
+                own = isinstance(value, types.FunctionType)
+                if own or not name.startswith(("__", "_abc_")):
                     yield f"class attribute {name!r}", value
         case types.ModuleType():
             for name, value in vars(obj).items():

@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
@@ -60,6 +61,8 @@ _CIRCLES: Final = 8
 
 # cloudpickle's registry of modules is global; dumps of two threads would mix theirs.
 lock: Final = threading.RLock()
+plain: Final[weakref.WeakSet[type]] = weakref.WeakSet()
+"""Classes whose statement cannot be run again: cloudpickle fills blank ones."""
 
 
 class Resource:
@@ -142,6 +145,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if id(obj) in self._ways.by_name:
             return "reference", *self._ways.by_name[id(obj)][1]
         if self._kept is not None and _stays(obj):
+            # cloudpickle would fill the program's own class, if it is one of `plain`.
             self._kept.append(obj)
             return "kept", len(self._kept) - 1
         return ("resource", obj.resource) if isinstance(obj, Resource) else None
@@ -188,6 +192,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if found := _by_other_name(cls):
             return found
         self.made.add(cls)
+        if cls in plain:
+            self.registrations.extend(Registration.of(cls))
+            return super().reducer_override(cls)
         self._entered[cls] += 1
         if self._entered[cls] > _CIRCLES:
             raise CircularBody(cls)
@@ -297,6 +304,8 @@ def _stays(obj: object) -> bool:
     """Whether a trial takes it as it is, without a copy."""
     if isinstance(obj, np.ndarray):
         return not obj.dtype.hasobject
+    if isinstance(obj, type):
+        return obj in plain
     return isinstance(obj, (jax.Array, Resource))
 
 
