@@ -68,6 +68,10 @@ class Body(NamedTuple):
     later: dict[str, Any]
     generated: dict[str, Any]
 
+    def statement(self) -> tuple[Any, ...]:
+        """What is needed to run it: nothing that came later."""
+        return tuple(self._replace(later={}, generated={}))
+
     def without_values(self) -> Body:
         """The same with the functions of the statement, and without its values."""
         said = {

@@ -133,7 +133,7 @@ def reduced_class(
     if is_bare(cls):
         arguments: tuple[Any, ...] = (type(cls), cls.__name__, cls.__bases__, body.said)
         return make_bare, (number, *arguments), state, None, None, finish
-    arguments = (type(cls), cls.__name__, tuple(body))
+    arguments = (type(cls), cls.__name__, body.statement())
     return make, (number, *arguments), state, None, None, finish
 
 

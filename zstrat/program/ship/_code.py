@@ -43,8 +43,8 @@ from ._pickle_diagnostics import find_value, unpicklable
 from ._pickler import (
     CircularBody,
     NotLoaded,
+    NotShippable,
     Pickler,
-    Refused,
     Unpickler,
     Ways,
     goes_by_name,
@@ -162,13 +162,13 @@ def _dumped(
                     pickler.dump((obj, pickler.registrations))
                 if keep is None or not pickler.made <= set(tried):
                     try_out(obj, ways)
-            except Refused as error:
+            except NotShippable as error:
                 find_way(obj, ways, error)
                 continue
             return _MAGIC + _VERSION + stream.getvalue(), pickler.large
 
 
-def find_way(obj: object, ways: Ways, error: Refused) -> None:
+def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
     """Notes another way for what was refused.
 
     Raises:
@@ -209,7 +209,7 @@ def _made_by_code(chain: list[object], ways: Ways) -> type | None:
 def _arrives(part: object, ways: Ways) -> bool:
     try:
         try_out(part, ways)
-    except Refused as error:
+    except NotShippable as error:
         return bool(error.args)
     return True
 

@@ -93,11 +93,11 @@ class CircularBody(TypeError):
         return f"the body of {self.args[0].__qualname__} holds what refers to it"
 
 
-class Refused(Exception):
+class NotShippable(Exception):
     """Something does not travel; the cause says why, or the arguments what is lost."""
 
 
-class NotLoaded(Refused):
+class NotLoaded(NotShippable):
     """It was pickled, and the bytes give no object."""
 
 
@@ -138,8 +138,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         with pickler.modules:
             try:
                 yield pickler, stream
-            except Exception as error:  # user code runs in __reduce__: see `_words`
-                raise Refused from error
+            except Exception as error:  # user code runs in __reduce__: see `find_way`
+                raise NotShippable from error
 
     def persistent_id(self, obj: Any) -> Any:
         if id(obj) in self._ways.by_name:

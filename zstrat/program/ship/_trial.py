@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from ._classes import arriving_at, known
-from ._pickler import NotLoaded, Pickler, Refused, TrialUnpickler, Ways
+from ._pickler import NotLoaded, NotShippable, Pickler, TrialUnpickler, Ways
 from ._pytrees import register
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def try_out(obj: object, ways: Ways) -> None:
     """Loads the object here as a worker would, in classes made for that.
 
     Raises:
-        Refused: It does not arrive, or not whole.
+        NotShippable: It does not arrive, or not whole.
     """
     kept: list[Any] = []
     with Pickler.session(None, ways, kept) as (pickler, stream):
@@ -43,7 +43,7 @@ def try_out(obj: object, ways: Ways) -> None:
     except Exception as error:  # user code runs in it: `find_way` says where
         raise NotLoaded from error
     if found := difference(pickler.instances, arrived):
-        raise Refused(*found)
+        raise NotShippable(*found)
     tried.update(pickler.made)
 
 
@@ -66,7 +66,14 @@ def _differs(before: Any, after: Any, seen: set[int]) -> str:
         seen.add(id(node))
         return False
 
-    here, there = _leaves(before, note), _leaves(after)
+    try:
+        here = _leaves(before, note)
+    except Exception:  # its own flatten does not take this object: no pytree here
+        return ""
+    try:
+        there = _leaves(after)
+    except Exception as error:  # it goes to the user, as a difference
+        return f"it cannot be flattened there ({error})"
     if [path for path, _ in here] != [path for path, _ in there]:
         return f"it has the leaves {_paths(here)} here and {_paths(there)} there"
     for (path, one), (_, other) in zip(here, there, strict=True):
