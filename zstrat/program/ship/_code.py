@@ -160,7 +160,7 @@ def _dumped(
                 with Pickler.session(keep, ways) as (pickler, stream):
                     # In this order: pickling the object finds the registrations.
                     pickler.dump((obj, pickler.registrations))
-                if keep is None or not pickler.made <= set(tried):
+                if keep is None or any(cls not in tried for cls in pickler.made):
                     try_out(obj, ways)
             except NotShippable as error:
                 find_way(obj, ways, error)

@@ -14,7 +14,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
@@ -119,8 +118,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         self.modules = ExitStack()
         self._known: set[str] = set()
         self._ways, self._kept = ways, kept
+        # Asked for every object there is, so by one attribute.
+        self._is_special = bool(ways.by_name) or kept is not None
         self._empty: dict[int, Any] = {}
-        self._entered: Counter[type] = Counter()
+        self._entered: dict[type, int] = {}
 
     @staticmethod
     @contextmanager
@@ -142,13 +143,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 raise NotShippable from error
 
     def persistent_id(self, obj: Any) -> Any:
+        if self._is_special and (found := self._special_id(obj)):
+            return found
+        return ("resource", obj.resource) if isinstance(obj, Resource) else None
+
+    def _special_id(self, obj: Any) -> tuple[Any, ...] | None:
         if id(obj) in self._ways.by_name:
             return "reference", *self._ways.by_name[id(obj)][1]
         if self._kept is not None and _stays(obj):
             # cloudpickle would fill the program's own class, if it is one of `plain`.
             self._kept.append(obj)
             return "kept", len(self._kept) - 1
-        return ("resource", obj.resource) if isinstance(obj, Resource) else None
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
         match obj:
@@ -164,8 +170,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 raise TypeError(f"it is traced by jax ({obj})")
             case jax.Array():
                 return self._array(obj)
-            case np.ndarray() if obj.nbytes > LARGE:
-                self.large.append(obj)
+            case np.ndarray():
+                if obj.nbytes > LARGE:
+                    self.large.append(obj)
             case _:
                 return self._instance(obj)
         return super().reducer_override(obj)
@@ -195,7 +202,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if cls in plain:
             self.registrations.extend(Registration.of(cls))
             return super().reducer_override(cls)
-        self._entered[cls] += 1
+        self._entered[cls] = self._entered.get(cls, 0) + 1
         if self._entered[cls] > _CIRCLES:
             raise CircularBody(cls)
         self.registrations.extend(Registration.of(cls))
