@@ -10,7 +10,7 @@ import pytest
 
 from zstrat.errors import UnavailableError
 from zstrat.ps.store import Cell
-from zstrat.ps.store._cell import PATIENCE
+from zstrat.ps.store._cell import SPARE_KEPT_FOR
 from zstrat.rows import HUGE_PAGE, aligned, lasting
 
 DTYPES = [np.float32, np.float64, np.int64, np.bool_, np.complex64, ml_dtypes.bfloat16]
@@ -113,7 +113,7 @@ def test_readers_that_overlap_updates_cost_one_second_buffer_that_is_given_up_la
     assert len(seen) == 2
     assert cell.held_bytes == 2 * cell.nbytes
     del lease
-    for _ in range(PATIENCE):
+    for _ in range(SPARE_KEPT_FOR):
         assert add_one(cell)
     assert cell.held_bytes == cell.nbytes
 
@@ -206,7 +206,7 @@ def test_rows_are_lent_in_place_only_while_nobody_looks():
     del lease
     # The old buffer is kept for the next reader, and given up by updates in place.
     assert cell.rows_in_place() is None
-    for _ in range(PATIENCE):
+    for _ in range(SPARE_KEPT_FOR):
         add_one(cell)
     assert cell.rows_in_place() is not None
     pin = cell.pin()

@@ -77,13 +77,13 @@ class Sender:
         common = {"timeouts": Timeouts(), "limits": limits, "now": 0.0}
         me, it = self.caller.hello, Hello(PROTOCOL, "ps", 0, 5, "there", 12)
         self.client = Connection(
-            "ps", me, initiator=True, judge=lambda _: None, **common
+            "ps", me, initiator=True, mismatch=lambda _: None, **common
         )
         self.server = Connection(
             "worker",
             it,
             initiator=False,
-            judge=lambda _: None,
+            mismatch=lambda _: None,
             allocate=ps.pool.allocate,
             absorb=partial(ps.service.absorb, self.caller),
             **common,

@@ -24,7 +24,7 @@ def new_peer(me, initiator, limits=SMALL, expect=None):
         "/job:ps/task:0",
         me,
         initiator=initiator,
-        judge=lambda other: mismatch(me, other, expect),
+        mismatch=lambda other: mismatch(me, other, expect),
         timeouts=TIMES,
         limits=limits,
         now=0.0,

@@ -116,7 +116,7 @@ class Cluster:
             links,
             session,
             writer=session if writer is None else writer,
-            patience=timeouts.request,
+            request_timeout=timeouts.request,
         )
         for each, line in zip(self.ps, self.client.lines, strict=True):
             each.line = line

@@ -273,7 +273,7 @@ class Endpoint:
             "a stranger",
             self._me,
             initiator=False,
-            judge=partial(mismatch, self._me),
+            mismatch=partial(mismatch, self._me),
             timeouts=self._settings.timeouts,
             limits=self._settings.limits,
             now=self._loop.time(),

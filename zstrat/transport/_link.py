@@ -303,7 +303,7 @@ class Link:
             self.name,
             self._me,
             initiator=True,
-            judge=partial(mismatch, self._me, expect=self._expect),
+            mismatch=partial(mismatch, self._me, expect=self._expect),
             timeouts=self._settings.timeouts,
             limits=self._settings.limits,
             now=self._loop.time(),

@@ -8,7 +8,6 @@ from ._aggregation import cut_for_mean as cut_for_mean
 from ._aggregation import mean_of_cut as mean_of_cut
 from ._aggregation import shares_of as shares_of
 from ._aggregation import summed_for_mean as summed_for_mean
-from ._apply import apply as apply
 from ._convert import require_traceable as require_traceable
 from ._convert import traced_ids as traced_ids
 from ._creator import Aside as Aside
@@ -71,6 +70,7 @@ from ._tree import create_variables as create_variables
 from ._tree import unwatch as unwatch
 from ._tree import values as values
 from ._tree import watch as watch
+from ._update_ops import apply as apply
 from ._variable import Variable as Variable
 from ._variable import detached as detached
 from ._variable import handle as handle

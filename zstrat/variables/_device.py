@@ -28,9 +28,9 @@ from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
 from ._aggregation import aggregated, shares_of
-from ._apply import apply
 from ._local import HomeHere, HomeWithSlots
 from ._spec import VariableAggregation
+from ._update_ops import apply
 from .gradients._slots import Beside
 
 if TYPE_CHECKING:

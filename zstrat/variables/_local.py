@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._apply import apply
+from ._update_ops import apply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -149,7 +149,7 @@ class WorkerSession:
         counts: Counter[str],
     ) -> None:
         self.session: Final = session
-        self.client: Final = PsClient(links, session, patience=patience)
+        self.client: Final = PsClient(links, session, request_timeout=patience)
         for presence, line in zip(presences, self.client.lines, strict=True):
             presence.line = line
         self.results: Final = Results()

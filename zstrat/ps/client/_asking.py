@@ -31,16 +31,16 @@ class AskedServers:
     Args:
         links: One per parameter server, in task order, opened by the caller.
         session: The session that is open on all of them.
-        patience: Seconds that a request without a deadline waits for a server that is
-            away.
+        request_timeout: Seconds that a request without a deadline waits for a server
+            that is away.
     """
 
     def __init__(
-        self, links: Sequence[LineLink], session: int, patience: float
+        self, links: Sequence[LineLink], session: int, request_timeout: float
     ) -> None:
         self.session = session
         self.lines = tuple(
-            ServerLine(link, f"/job:ps/task:{ps}", patience)
+            ServerLine(link, f"/job:ps/task:{ps}", request_timeout)
             for ps, link in enumerate(links)
         )
         """To be told how the links stand, by whoever owns them, if what is asked is to

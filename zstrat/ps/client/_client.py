@@ -18,7 +18,7 @@ from zstrat.ps.store._parts import named
 from zstrat.wire import AppliedParts, AskParts, Pulled, Pushed
 
 from ._asking import CallPart, nothing
-from ._line import PATIENCE
+from ._line import REQUEST_TIMEOUT
 from ._pushing import OwnUpdates, Pushing, exchange
 from ._reading import Known, Reading
 from ._snapshot_client import SnapshotCalls
@@ -51,8 +51,8 @@ class PsClient(VariableCalls, SnapshotCalls):
             sends has no name.
         memory: Bytes of values to remember, so that a variable which did not change is
             not sent again; 0 remembers nothing.
-        patience: Seconds that a request without a deadline waits for a server that is
-            away.
+        request_timeout: Seconds that a request without a deadline waits for a server
+            that is away.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class PsClient(VariableCalls, SnapshotCalls):
         *,
         writer: int = 0,
         memory: int = MEMORY,
-        patience: float = PATIENCE,
+        request_timeout: float = REQUEST_TIMEOUT,
     ) -> None:
-        super().__init__(links, session, patience)
+        super().__init__(links, session, request_timeout)
         self._links = tuple(links)
         self._own = OwnUpdates(writer)
         self._known = Known(memory)

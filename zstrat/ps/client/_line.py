@@ -44,7 +44,7 @@ from zstrat.wire import (
 if TYPE_CHECKING:
     from zstrat.wire import Hello, Message
 
-PATIENCE: Final = 120.0
+REQUEST_TIMEOUT: Final = 120.0
 """Seconds that a request without a deadline waits for the server to come back."""
 
 MOST: Final = 16384
@@ -78,11 +78,18 @@ class ServerLine:
     """To the parameter server ``task``, over ``link``. On the loop of the link."""
 
     __slots__ = (
-        "_broken", "_flows", "_later", "_link", "_loss", "_patience", "_task", "_waits",
+        "_broken",
+        "_flows",
+        "_later",
+        "_link",
+        "_loss",
+        "_task",
+        "_timeout",
+        "_waits",
     )  # fmt: skip
 
-    def __init__(self, link: LineLink, task: str, patience: float) -> None:
-        self._link, self._task, self._patience = link, task, patience
+    def __init__(self, link: LineLink, task: str, request_timeout: float) -> None:
+        self._link, self._task, self._timeout = link, task, request_timeout
         self._broken: list[_Held] = []
         self._later: list[_Held] = []
         self._flows = True
@@ -185,7 +192,7 @@ class ServerLine:
             outcome.set_exception(BusyError(words))
             return
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience if deadline is None else deadline
+        until = loop.time() + self._timeout if deadline is None else deadline
         held = _Held(message, until, outcome, sent)
         if self._flows and self._link.peer is not None:  # the server is back already
             self._send(held)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ._reading import Ref
 
-PATIENCE: Final = 24 * 3600.0
+SNAPSHOT_TIMEOUT: Final = 24 * 3600.0
 """Seconds for what a disk does: the largest shard on the slowest one. A server that is
 gone is noticed by its silence, long before."""
 
@@ -231,4 +231,4 @@ class SnapshotCalls(AskedServers):
 def _patient(deadline: float | None) -> float:
     if deadline is not None:
         return deadline
-    return asyncio.get_running_loop().time() + PATIENCE
+    return asyncio.get_running_loop().time() + SNAPSHOT_TIMEOUT

@@ -84,7 +84,7 @@ class HeldVariable:
     slots: dict[int, Slots] = field(default_factory=dict)
     fold: ref[object] | None = None
     """The last one (`zstrat.ps.store._fold`), under way as long as it lives."""
-    patient_until: int = 0
+    no_fold_until: int = 0
     """The version before which nothing is folded."""
 
 

@@ -123,7 +123,7 @@ def wanted_beside(
     return wanted
 
 
-PATIENCE: Final = 16
+SPARE_KEPT_FOR: Final = 16
 """Updates in place after which the second buffer is given up: readers that overlap
 updates come back within a few steps, a reader that came once does not."""
 
@@ -391,5 +391,5 @@ class Cell:
     def _rest(self) -> None:
         if self._spare is not None:
             self._idle += 1
-            if self._idle >= PATIENCE:
+            if self._idle >= SPARE_KEPT_FOR:
                 self._spare, self._idle = None, 0

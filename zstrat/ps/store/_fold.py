@@ -3,11 +3,11 @@
 A push is applied whole or not at all, so an addition would begin when the last byte is
 there, and read from memory again what has just been written. A *fold* computes
 ``value + chunk`` for each chunk into other memory, and when the body is whole, that
-memory becomes the value. Nobody is kept waiting meanwhile: who changes the variable in
-between wins, by its version, and the fold, which kept no copy of what it took, is
-worth nothing: the push has to be sent `Again`, and then is taken as it is. So that
-senders who cross each other do not send everything twice for ever, a variable is left
-alone for `PATIENCE` updates after that.
+memory becomes the value. Nobody is kept waiting meanwhile. If another push changes the
+variable in between, which its version tells, that push wins: the fold kept no copy of
+the chunks that it took, so its own push has to be sent `Again`, and then is taken as it
+is. So that senders who cross each other do not send everything twice for ever, nothing
+is folded into such a variable for `NOT_FOLDED_AFTER` updates after that.
 
 One at a time per variable, in memory that the connection lends for the body. If the
 sender dies, the fold dies with its connection, and the memory goes back.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LEAST: Final = 4 * 2**20
 """Bytes below which the loop adds by itself, when all is there, as fast."""
 
-PATIENCE: Final = 16
+NOT_FOLDED_AFTER: Final = 16
 """Updates after one that came in between, before the next fold: at the worst one push
 in so many travels twice, and what a fold saves is more than that."""
 
@@ -113,7 +113,7 @@ def fold_of(
     if source is None or (source.shape, source.dtype) != (spec.shape, spec.dtype):
         return None
     is_busy = held.fold is not None and held.fold() is not None
-    if is_busy or held.version < held.patient_until or not _is_fast(spec.dtype):
+    if is_busy or held.version < held.no_fold_until or not _is_fast(spec.dtype):
         return None
     fold = Fold(held, ufunc, source, held.version)
     held.fold = ref(fold)

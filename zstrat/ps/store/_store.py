@@ -37,7 +37,7 @@ from zstrat.wire import (
 )
 
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
-from ._fold import PATIENCE, Fold, fold_of
+from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import Ledger, Writers
 from ._lookups import RowsPlan, rows_plan, too_many
 from ._parts import Parts, plain_push
@@ -238,7 +238,7 @@ class Store:
         if self.variables.get(held.entry.key) is not held:
             return Again()  # it was deleted; the answer to the next one says so
         if not fold.is_current or fold.sum is None:
-            held.patient_until = held.version + PATIENCE
+            held.no_fold_until = held.version + NOT_FOLDED_AFTER
             return Again()
         held.cell.replace(fold.sum)
         held.version += 1

@@ -7,8 +7,8 @@ A process that has lost a value, because a step failed in the middle, counts as 
 comes anew.
 
 Law of the file: all processes call `taken_over` together, and go through the same
-collectives whatever each of them has. Homes are asked by what does not settle first,
-because settling is what calls `taken_over`.
+collectives whatever each of them has. What a home has is asked with `shown` here, not
+with its plain getters: those settle the home first, which is what calls `taken_over`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Who may talk to whom: what a HELLO has to meet, and the words of a refusal.
+"""Whether the two processes of a connection fit together, by the HELLO of each.
+
+A `Peer` calls `mismatch` with the first message of the other side, and refuses it with
+the words of the error. Compared are the protocol, the task, and the minor version of
+Python where step functions travel; `zstrat doctor` compares jax and numpy, too.
 
 Nobody has proved anything when these words are made, so what a stranger calls itself is
 cut to a length that fits into a message and a line of the log.
@@ -108,5 +112,5 @@ def _minor(versions: dict[str, str]) -> str | None:
     return None if python is None else ".".join(python.split(".")[:2])
 
 
-Judge = Callable[[Hello], ZstratError | None]
+MismatchOf = Callable[[Hello], ZstratError | None]
 """Says why a HELLO is refused, or None."""

@@ -59,7 +59,7 @@ from zstrat.wire._messages import (
 from ._backlog import Backlog
 from ._body import Allocate, Frame, allocate
 from ._deadlines import Liveness, Requests
-from ._greeting import Judge, described, quoted
+from ._greeting import MismatchOf, described, quoted
 from ._inbox import Arrived, Inbox
 from ._orders import (
     Answered,
@@ -105,7 +105,7 @@ class Peer(Generic[Token]):
         me: Hello,
         *,
         initiator: bool,
-        judge: Judge,
+        mismatch: MismatchOf,
         timeouts: Timeouts,
         limits: Limits,
         now: float,
@@ -119,7 +119,7 @@ class Peer(Generic[Token]):
         self.state = OrderState.GREETING
         self.late = 0
         """Answers that came after the deadline of their request."""
-        self._me, self._initiator, self._judge = me, initiator, judge
+        self._me, self._initiator, self._mismatch = me, initiator, mismatch
         self._limits = self.incoming = limits
         """The second is what the other side's headers are held to: who is not trusted
         yet, or has little to say, is given less."""
@@ -416,7 +416,7 @@ class Peer(Generic[Token]):
     def _on_hello(self, hello: Hello) -> Sequence[Order[Token]]:
         if self.state is not OrderState.GREETING or self.hello is not None:
             raise ProtocolError("Hello on a connection that is open")
-        error = self._judge(hello)
+        error = self._mismatch(hello)
         if error is not None:
             return self.refuse(error)
         self.hello = hello
