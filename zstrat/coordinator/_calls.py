@@ -21,9 +21,10 @@ import jax
 import numpy as np
 
 from zstrat.program import Function, Resource, digest, dump
-from zstrat.variables import AbstractVariable, Variable
+from zstrat.variables import AbstractVariable, Variable, recorder
 
-from ._values import Claim, PerWorker, RemoteValue, Result
+from ._on_worker import in_step
+from ._values import Claim, NoArgument, PerWorker, RemoteValue, Result, StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -79,11 +80,15 @@ class PickledArguments:
 class ScheduledCall:
     """What a closure runs.
 
-    The per-worker resources among its arguments are held weakly: a call is remembered,
-    and must not keep alive what the user has dropped. Each closure holds them.
+    Its per-worker resources are held weakly: a call is remembered, and must not keep
+    alive what the user has dropped. Each closure holds them.
+
+    Args:
+        resources: Those among its arguments.
+        captured: Those that it draws from besides, held by an object.
     """
 
-    __slots__ = ("_claims", "arguments", "function", "resources", "result")
+    __slots__ = ("_captured", "_claims", "arguments", "function", "resources", "result")
 
     def __init__(
         self,
@@ -91,10 +96,18 @@ class ScheduledCall:
         function: Code,
         arguments: PickledArguments | None,
         resources: Sequence[PerWorker],
+        captured: Sequence[PerWorker] = (),
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
-        self.resources = tuple(resource.resource for resource in resources)
-        self._claims = tuple(weakref.ref(resource.claim) for resource in resources)
+        needed = (*resources, *captured)
+        self.resources = tuple(resource.resource for resource in needed)
+        self._claims = tuple(weakref.ref(resource.claim) for resource in needed)
+        self._captured = self._claims[len(resources) :]
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an iterator that it captured was dropped."""
+        return any(claim() is None for claim in self._captured)
 
     def claims(self) -> tuple[Claim | None, ...]:
         """What a closure holds so that its resources stay."""
@@ -145,14 +158,21 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> ScheduledCall | None:
-        """The same call of before, in microseconds; None if it must be made."""
+        """The same call of before, in microseconds; None if it must be made.
+
+        Raises:
+            RuntimeError: A step is being traced.
+        """
+        if recorder.get() is not None:
+            raise RuntimeError(in_step("coordinator.schedule"))
         known = self._known.get(id(function))
         if known is None or known.reference() is not function:
             return None
         try:
-            return known.calls.get(_key_of(args, kwargs))
+            call = known.calls.get(_key_of(args, kwargs))
         except _NoKeyError:
             return None
+        return None if call is not None and call.is_outdated else call
 
     def make(
         self,
@@ -166,6 +186,7 @@ class CallTable:
             TypeError: ``function`` is no `zstrat.function`.
             ValueError: A `RemoteValue` is among the arguments, or the function uses
                 variables that live in this process only.
+            RuntimeError: An iterator that the function captured was dropped.
             NotFoundError: It uses variables of another session.
             Exception: What tracing or pickling raised.
         """
@@ -177,7 +198,8 @@ class CallTable:
             )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
-        result = Result(function.name, self._trace(function, positional, named))
+        treedef, captured = self._trace(function, positional, named)
+        result = Result(function.name, treedef)
         known = self._know(function)
         arguments = None
         if positional or named:
@@ -187,7 +209,7 @@ class CallTable:
                 arguments = known.same(made)
             if arguments is made:
                 arguments.retire_to(self._retired)
-        call = ScheduledCall(result, known.code, arguments, resources)
+        call = ScheduledCall(result, known.code, arguments, resources, captured)
         if function.eager or result.treedef is not None:
             self._remember(known, args, kwargs, call)
         return call
@@ -207,16 +229,18 @@ class CallTable:
 
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> tuple[Any, list[PerWorker]]:
         """The treedef of the result; None if only running can tell: an eager function,
-        or one whose resources failed, which is traced once a worker has built them."""
+        or one whose resources failed, which is traced once a worker has built them.
+        And the resources that the step draws from and that are no arguments."""
         if function.eager:
-            return None
+            return None, []
         stand_ins: dict[int, object] = {}
         for resource in _per_worker((args, kwargs)):
             stand_ins[resource.resource] = stand_in = resource._stand_in()
             if stand_in is None:
-                return None  # it failed on all that are there: the closure will say why
+                # It failed on all that are there: the closure will say why.
+                return None, []
         args, kwargs = jax.tree.map(
             lambda leaf: (
                 stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf
@@ -228,7 +252,7 @@ class CallTable:
             plan = function.plan(args, kwargs)
         plan.require_shared()
         self._strategy.require_known(plan)
-        return plan.out_structure.treedef
+        return plan.out_structure.treedef, _captured(plan)
 
     def _know(self, function: Function) -> _KnownFunction:
         number = id(function)
@@ -255,6 +279,22 @@ class CallTable:
         known.calls[key] = call
         if len(known.calls) > CACHED_CALLS:
             known.calls.popitem(last=False)
+
+
+def _captured(plan: Plan) -> list[PerWorker]:
+    """The handles of iterators that the step draws from and that are no arguments."""
+    found = []
+    for iterator in plan.captured:
+        assert isinstance(iterator, StandIn), iterator.name
+        if (handle := iterator.handle()) is None:
+            raise RuntimeError(
+                f"the step function {plan.function!r} draws from an iterator that an "
+                f"object held when it was first scheduled (of {iterator.name}), and "
+                "that was dropped since: what a step captures is taken once. Give it "
+                "the iterator as an argument, args=(iterator,)"
+            )
+        found.append(handle)
+    return found
 
 
 class _NoKeyError(Exception):
@@ -303,7 +343,7 @@ def _checked(function: object) -> Function:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    kinds = (Resource, RemoteValue)
+    kinds = (Resource, RemoteValue, NoArgument)
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
@@ -323,6 +363,8 @@ def _resources(tree: Any) -> list[PerWorker]:
                 "a RemoteValue is among the arguments: its result is not there yet and "
                 "may never be; pass `value.fetch()`, or compute both in one function"
             )
+        if isinstance(leaf, NoArgument):
+            leaf.refuse()
     return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
 
 

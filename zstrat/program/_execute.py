@@ -211,6 +211,7 @@ def run_here(
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
+    draws.require_real()
     while isinstance(program, HereProgram):
         try:
             return _run_stages(program, call.inputs, draws)
