@@ -59,7 +59,7 @@ DOORS = {
     "zmq": "zstrat.transport",
     "uvloop": "zstrat.transport._loop",
     "optax": "zstrat.optimizers",
-    "cloudpickle": "zstrat.program.ship._code",
+    "cloudpickle": "zstrat.program.ship._pickler",
     "greenlet": "zstrat.strategy.replica._turns",
     "psutil": "zstrat.launch",
     "safetensors": "zstrat.checkpoint",

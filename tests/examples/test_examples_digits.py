@@ -59,6 +59,18 @@ def test_digits_below_the_goal_ends_with_1_and_draws_all_the_same(tmp_path):
     assert not ran.stderr.strip(), ran.stderr
 
 
+def test_a_model_of_equinox_learns_in_few_steps(tmp_path):
+    few = ["--ps", "1", "--workers", "1", "--steps", "60", "--every", "20"]
+    ran = program(ROOT / "examples/equinox_ps.py", *few, "--rate", "0.01", cwd=tmp_path)
+    assert not ran.stderr.strip(), ran.stderr
+    losses = re.findall(r"^step \d+/60  loss (\S+)$", ran.stdout, re.MULTILINE)
+    (error,) = re.findall(r"^test error (\S+) \(goal 0.1\)$", ran.stdout, re.MULTILINE)
+    # The sum of four squares of numbers in -1..1 has a variance of 4 (1/5 - 1/9).
+    assert len(losses) == 3
+    assert float(error) < 4 * (1 / 5 - 1 / 9)
+    assert ran.returncode == (0 if float(error) <= 0.1 else 1)
+
+
 def test_the_program_of_the_readme_learns_what_made_its_data(tmp_path):
     blocks = re.findall(
         r"^```python\n(.*?)^```",

@@ -1,11 +1,15 @@
-"""The door to cloudpickle: Python objects as bytes, between tasks of one program.
+"""Python objects as bytes, between tasks of one program.
 
 What travels how:
 
 - functions and classes of the user's own modules (those outside of Python's library and
-  of site-packages) by value, so that workers need no copy of the program; everything
-  installed by reference, and what an installed package made around a function of the
-  user's over that package's globals;
+  of site-packages) by value, so that workers need no copy of the program, and globals
+  are as they are now; everything installed by reference, and what an installed package
+  made around a function of the user's over that package's globals;
+- a class by its statement, which is run again where it arrives (`_classes`): what a
+  metaclass or a base does when a class is made, it does there, too;
+- what cannot go by value, and is an attribute of a file of the user's, by its name in
+  that file and the digest of the file (`_references`);
 - jax arrays as numpy arrays, made jax arrays again where they arrive; weakly typed
   scalars as Python's, which are weak too;
 - a `Resource` as its number, which the receiver resolves to its own object;
@@ -16,53 +20,52 @@ Threats. Whoever can make a task load such bytes can run code there, so a task t
 them from its coordinator alone; that is decided before anything here is called. The
 bytecode of functions means nothing to another minor version of Python, so the bytes say
 which one made them.
+
+Before anything is sent it is loaded here once (`_trial`), so that what would not
+arrive, or not whole, is told with the path to it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
-import pickle
 import sys
-import threading
-import types
 import warnings
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-import cloudpickle
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import ProtocolError, VersionMismatchError
-from zstrat.program.trace._where import is_installed
-from zstrat.variables import is_machinery
 
+from ._bodies import runs_code
 from ._pickle_diagnostics import find_value, unpicklable
-from ._pytrees import Registration, register
-from ._wrappers import reduced, reduced_vjp
+from ._pickler import (
+    CircularBody,
+    NotLoaded,
+    NotShippable,
+    Pickler,
+    Unpickler,
+    Ways,
+    goes_by_name,
+    is_file_of_users,
+    lock,
+    plain,
+)
+from ._pickler import Resource as Resource
+from ._pytrees import register
+from ._references import attribute
+from ._trial import tried, try_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    import pickle
+    from collections.abc import Callable, Sequence
 
 BESIDE: Final = 64 * 1024
 """Smaller arrays stay in the pickle: a frame of its own costs more than the copy."""
 
-LARGE: Final = 16 * 2**20
-"""A captured array of this size is warned about: it is shipped to every worker, and
-compiled into the program as a constant."""
-
 _MAGIC: Final = b"zs1"
 _VERSION: Final = bytes(sys.version_info[:2])
-# cloudpickle's registry of modules is global; dumps of two threads would mix theirs.
-_lock: Final = threading.RLock()
-
-
-class Resource:
-    """Base of handles whose object lives on the receiving task under a number."""
-
-    resource: int
 
 
 def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
@@ -72,7 +75,7 @@ def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     original memory: none if ``obj`` is callable.
 
     Raises:
-        TypeError: A part cannot be pickled; names the path to it.
+        TypeError: A part does not travel, or not whole; names the path to it.
     """
     if callable(obj):
         return dump_code(obj), ()
@@ -94,7 +97,7 @@ def dump_code(obj: object) -> bytes:
     Warns if it captures an array of more than 16 MiB.
 
     Raises:
-        TypeError: A part cannot be pickled; names the path to it.
+        TypeError: A part does not travel, or not whole; names the path to it.
     """
     code, large = _dumped(obj, None)
     for array in large:
@@ -122,6 +125,7 @@ def load(
     Raises:
         VersionMismatchError: Another minor version of Python made the bytes.
         ProtocolError: The bytes were not made by `dump`.
+        ImportError: A class is to be imported here, which has no such source.
         Exception: Whatever unpickling raises (a module that is not installed here).
     """
     head = bytes(code[:5])
@@ -134,7 +138,7 @@ def load(
             "workers on the same minor version"
         )
     stream = io.BytesIO(memoryview(code)[5:])
-    loaded, registrations = _Unpickler(stream, arrays, resolve).load()
+    loaded, registrations = Unpickler(stream, arrays, resolve).load()
     for registration in registrations:
         register(registration)
     return loaded
@@ -149,150 +153,85 @@ def _dumped(
     obj: object, keep: Callable[[pickle.PickleBuffer], bool] | None
 ) -> tuple[bytes, list[Any]]:
     """The bytes, and the large arrays among what was pickled."""
-    try:
-        with _lock, _Pickler.session(keep) as (pickler, stream):
-            # In this order: pickling the object finds the registrations.
-            pickler.dump((obj, pickler.registrations))
-    except _Refused as error:
-        raise TypeError(_words(obj, str(error.__cause__))) from error.__cause__
-    return _MAGIC + _VERSION + stream.getvalue(), pickler.large
-
-
-class _Refused(Exception):
-    """Something was not pickled; the cause says why."""
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
-    """cloudpickle with the rules of the module's docstring."""
-
-    def __init__(
-        self, stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], bool] | None
-    ) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=keep)
-        self.registrations: list[Registration] = []
-        self.large: list[Any] = []
-        self.modules = ExitStack()
-        self._known: set[str] = set()
-
-    @staticmethod
-    @contextmanager
-    def session(
-        keep: Callable[[pickle.PickleBuffer], bool] | None,
-    ) -> Iterator[tuple[_Pickler, io.BytesIO]]:
-        stream = io.BytesIO()
-        pickler = _Pickler(stream, keep)
-        with pickler.modules:
+    ways = Ways()
+    with lock:
+        while True:
             try:
-                yield pickler, stream
-            except Exception as error:  # user code runs in __reduce__: see `_words`
-                raise _Refused from error
+                with Pickler.session(keep, ways) as (pickler, stream):
+                    # In this order: pickling the object finds the registrations.
+                    pickler.dump((obj, pickler.registrations))
+                if keep is None or any(cls not in tried for cls in pickler.made):
+                    try_out(obj, ways)
+            except NotShippable as error:
+                find_way(obj, ways, error)
+                continue
+            return _MAGIC + _VERSION + stream.getvalue(), pickler.large
 
-    def persistent_id(self, obj: Any) -> Any:
-        return ("resource", obj.resource) if isinstance(obj, Resource) else None
 
-    def reducer_override(self, obj: Any) -> Any:
-        match obj:
-            case types.FunctionType() | type():
-                self._by_value(sys.modules.get(obj.__module__ or ""))
-                if isinstance(obj, type) and _is_by_value(obj):
-                    self.registrations.extend(Registration.of(obj))
-                elif isinstance(obj, types.FunctionType) and (made := reduced(obj)):
-                    return made
-            case jax.custom_vjp():
-                return reduced_vjp(obj)
-            case types.ModuleType():
-                self._by_value(obj)
-            case jax.core.Tracer():
-                raise TypeError(f"it is traced by jax ({obj})")
-            case jax.Array():
-                return self._array(obj)
-            case np.ndarray() if obj.nbytes > LARGE:
-                self.large.append(obj)
-        return super().reducer_override(obj)
+def find_way(obj: object, ways: Ways, error: NotShippable) -> None:
+    """Notes another way for what was refused.
 
-    def _array(self, array: jax.Array) -> Any:
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            data = np.asarray(jax.random.key_data(array))
-            return _key, (data, str(jax.random.key_impl(array)))
-        if array.nbytes > LARGE:
-            self.large.append(array)
-        plain = np.asarray(array)
-        weak = plain.ndim == 0 and jax.typeof(array).weak_type
-        return jnp.asarray, (plain.item() if weak else plain,)
-
-    def _by_value(self, module: types.ModuleType | None) -> None:
-        if module is None or module.__name__ in self._known:
+    Raises:
+        TypeError: There is none; names the path to it.
+    """
+    if error.args:
+        raise TypeError(_not_whole(obj, *error.args))
+    if isinstance(error.__cause__, CircularBody) and ways.late.isdisjoint(
+        error.__cause__.args
+    ):
+        ways.late.update(error.__cause__.args)
+        return
+    path, chain = unpicklable(obj, functools.partial(_arrives, ways=ways))
+    if isinstance(error, NotLoaded) and (cls := _made_by_code(chain, ways)):
+        plain.add(cls)
+        tried.add(cls)
+        return
+    modules = [m for m in tuple(sys.modules.values()) if is_file_of_users(m)]
+    for part in (chain[-1], type(chain[-1]), *reversed(chain[:-1])):
+        if id(part) not in ways.by_name and (found := attribute(part, modules)):
+            ways.by_name[id(part)] = (part, found)
             return
-        self._known.add(module.__name__)
-        registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
-        if not registered and module.__name__ in sys.modules and _is_users(module):
-            cloudpickle.register_pickle_by_value(module)
-            self.modules.callback(cloudpickle.unregister_pickle_by_value, module)
+    cause = error.__cause__
+    verb = "arrive" if isinstance(error, NotLoaded) else "be pickled"
+    raise TypeError(_words(obj, path, chain[-1], f"{verb} ({cause})")) from cause
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        stream: io.BytesIO,
-        arrays: Sequence[np.ndarray],
-        resolve: Callable[[int], object] | None,
-    ) -> None:
-        super().__init__(stream, buffers=arrays)
-        self._resolve = resolve
-
-    def persistent_load(self, pid: Any) -> Any:
-        match pid:
-            case ("resource", int(number)):
-                if self._resolve is None:
-                    raise ProtocolError(
-                        f"resource {number} arrived where no resources are"
-                    )
-                return self._resolve(number)
-        raise ProtocolError(f"an unknown kind of reference arrived: {pid!r:.100}")
+def _made_by_code(chain: list[object], ways: Ways) -> type | None:
+    """The innermost class that does not arrive, and whose making runs code."""
+    for part in reversed(chain):
+        cls = part if isinstance(part, type) else type(part)
+        known = cls in plain or goes_by_name(cls) or not runs_code(cls)
+        if not known and not _arrives(cls, ways):
+            return cls
+    return None
 
 
-def _is_by_value(cls: type) -> bool:
-    """Whether a class arrives as a new one, not as that of an imported module."""
-    module = sys.modules.get(cls.__module__)
-    local = cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
-    return module is None or local or _is_users(module)
-
-
-def _is_users(module: types.ModuleType) -> bool:
-    """Whether a module is part of the user's program, which workers do not have."""
-    filename = module.__dict__.get("__file__")
-    package = module.__name__.partition(".")[0]
-    if package in ("__main__", "zstrat") or not isinstance(filename, str):
-        return False  # cloudpickle ships __main__ by value anyway
-    return not is_machinery(filename) and not is_installed(filename)
-
-
-def _key(data: np.ndarray, impl: str) -> jax.Array:
-    key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-    return key
-
-
-def _picklable(obj: object) -> bool:
+def _arrives(part: object, ways: Ways) -> bool:
     try:
-        _dumped_plainly(obj)
-    except _Refused:
-        return False
+        try_out(part, ways)
+    except NotShippable as error:
+        return bool(error.args)
     return True
 
 
-def _dumped_plainly(obj: object) -> None:
-    with _lock, _Pickler.session(None) as (pickler, _):
-        pickler.dump(obj)
-
-
-def _words(obj: object, reason: str) -> str:
-    path, culprit = unpicklable(obj, _picklable)
+def _words(obj: object, path: str, culprit: object, reason: str) -> str:
     what = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
     place = f"{path} is a {what}, which" if path else f"a {what}"
     return (
-        f"{_name(obj)} cannot be shipped to another task: {place} cannot be pickled "
-        f"({reason}). Create it inside of the function that uses it, or capture plain "
+        f"{_name(obj)} cannot be shipped to another task: {place} cannot {reason}. "
+        f"Create it inside of the function that uses it, or capture plain "
         "data, arrays and zs.Variable objects"
+    )
+
+
+def _not_whole(obj: object, part: object, words: str) -> str:
+    path = "it" if part is obj else find_value(obj, part) or "a part"
+    kind = type(part).__qualname__
+    return (
+        f"{_name(obj)} would not arrive whole on another task: {path}, a {kind}, would "
+        f"be another pytree there: {words}. Register {kind} in its own body or with "
+        "register_pytree_node_class or register_dataclass of jax.tree_util, or import "
+        "it from an installed package"
     )
 
 

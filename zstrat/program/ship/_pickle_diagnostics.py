@@ -15,28 +15,37 @@ from ._scoped import ScopedBody
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+_CLASS: Final = "its class"
 MAX_DEPTH: Final = 16
 MAX_PARTS: Final = 10_000
 """Of a larger structure only the first parts are looked at."""
 
 
-def unpicklable(obj: object, picklable: Callable[[object], bool]) -> tuple[str, object]:
-    """The path to the innermost part that cannot be pickled by itself, and that part.
+def unpicklable(
+    obj: object, picklable: Callable[[object], bool]
+) -> tuple[str, list[object]]:
+    """The path to the innermost part that cannot be pickled by itself.
 
-    The path is empty if it is the object itself.
+    Returns:
+        The path, which is empty if it is the object itself, and the parts on the way:
+        first the object, last the innermost part.
     """
     path: list[str] = []
-    seen = {id(obj)}
+    chain, seen = [obj], {id(obj)}
     while len(path) < MAX_DEPTH:
         for label, part in _parts(obj):
             if id(part) not in seen and not picklable(part):
                 seen.add(id(part))
                 path.append(label)
                 obj = part
+                chain.append(part)
                 break
         else:
             break
-    return " -> ".join(path), obj
+    if path and path[-1] == _CLASS:  # words about its instance say more
+        path.pop()
+        chain.pop()
+    return " -> ".join(path), chain
 
 
 def find_value(obj: object, wanted: object) -> str:
@@ -75,7 +84,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield f"item {number}", value
         case type():
             for name, value in vars(obj).items():
-                if not name.startswith("__") or isinstance(value, types.FunctionType):
+                own = isinstance(value, types.FunctionType)
+                if own or not name.startswith(("__", "_abc_")):
                     yield f"class attribute {name!r}", value
         case types.ModuleType():
             for name, value in vars(obj).items():
@@ -83,6 +93,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                     yield f"module attribute {name!r}", value
         case _:
             yield from _attributes(obj)
+            yield _CLASS, type(obj)
 
 
 def _captured(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,84 @@
+"""What cannot travel goes by its name in a file, if workers have the same file."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+
+SOURCE = """
+import threading, jax
+LOCKS = {"one": [threading.Lock()]}
+FACTOR = 3
+class Point:
+    def __init__(self, x):
+        self.x = x
+jax.tree_util.register_pytree_node(
+    Point, lambda p: ((p.x,), None), lambda _, c: Point(*c)
+)
+def locked(x):
+    with LOCKS["one"][0]:
+        return FACTOR * x
+def plain(x):
+    return FACTOR * x
+"""
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """A module in a file of the user's, and its path."""
+    path = tmp_path / "zs_beside.py"
+    path.write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("zs_beside")
+    yield module, path
+    sys.modules.pop("zs_beside", None)
+
+
+def test_a_lock_goes_by_name_and_what_uses_it_by_value(beside):
+    module, _ = beside
+    module.FACTOR = 5  # a worker's import does not know that
+    fn = zs.load(zs.dump_code(module.locked))
+    assert fn is not module.locked
+    assert fn(2) == 10
+    assert fn.__globals__["LOCKS"] is module.LOCKS
+
+
+def test_a_pytree_class_registered_by_functions_goes_by_name(beside):
+    module, _ = beside
+    tree = {"at": module.Point(np.float32(4))}
+    (got,) = zs.load(*zs.dump((tree,)))
+    assert type(got["at"]) is module.Point
+    assert jax.tree.leaves(got) == [4.0]
+
+
+def test_another_source_or_none_is_an_error_that_names_module_and_place(beside):
+    module, path = beside
+    code, tree = zs.dump_code(module), zs.dump(([module.Point(1)], 2))
+    del sys.modules["zs_beside"]
+    path.write_text(SOURCE + "\n")
+    words = (
+        rf"zs_beside\.LOCKS cannot be shipped.*{re.escape(str(path))}.*another source"
+    )
+    shipped = zs.load(code)
+    assert shipped.plain(2) == 6  # what does not need it is not kept from it
+    with pytest.raises(ImportError, match=words):
+        shipped.locked(2)
+    path.unlink()
+    importlib.invalidate_caches()
+    words = (
+        r"this task has no module 'zs_beside' \(it runs in .* and looks in .*PYTHONPATH"
+    )
+    with pytest.raises(ImportError, match=words):
+        zs.load(code).locked(2)
+    for use in (shipped.Point, lambda x: isinstance(x, shipped.Point)):
+        with pytest.raises(ImportError, match=r"zs_beside\.Point cannot be shipped"):
+            use(2)
+    with pytest.raises(ImportError, match=r"zs_beside\.Point cannot be shipped"):
+        zs.load(*tree)

@@ -1,0 +1,90 @@
+"""A script with a file beside it, and a worker that has neither."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+BESIDE = """
+import enum, functools, threading
+import equinox as eqx, jax, jax.numpy as jnp
+
+class Scale(eqx.Module):
+    weight: jax.Array
+    power: int = eqx.field(static=True, default=2)
+    def __call__(self, x):
+        return (self.weight * x) ** self.power + offset(1)
+
+class Kind(enum.Enum):
+    PLAIN = 1
+    TWICE = 2
+    def of(self, x):
+        return self.value * x
+
+@functools.cache
+def offset(n):
+    return n * OFFSET
+OFFSET = 7
+
+LOCK = threading.Lock()
+def locked(x):
+    with LOCK:
+        return x
+"""
+
+SCRIPT = """
+import functools
+import numpy as np
+import zstrat as zs
+import beside
+from beside import *
+
+class Sum(eqx.Module):
+    parts: list[Scale]
+    def __call__(self, x):
+        return show(sum(part(x) for part in self.parts))
+
+@functools.singledispatch
+def show(x):
+    return x + beside.offset(2)
+
+MODEL, X = Sum([Scale(jnp.ones(3)), Scale(jnp.arange(3.), power=1)]), np.arange(3.)
+
+def steps():
+    yield lambda model, x: model(x), (MODEL, X)
+    yield lambda x: MODEL(x), (X,)
+    yield MODEL.__call__, (X,)
+    yield lambda model: jax.tree.map(lambda leaf: 2 * leaf, model), (MODEL,)
+    yield lambda kind, x: kind.of(x) + (kind is Kind.TWICE), (Kind.TWICE, X)
+
+if __name__ == "__main__":
+    beside.OFFSET = 3  # what is so now goes to the worker
+    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver)
+        coordinator = zs.ClusterCoordinator(strategy)
+        for number, (step, args) in enumerate(steps()):
+            result = coordinator.schedule(zs.function(step), args=args).fetch()
+            here = step(*args)
+            assert jax.tree.structure(result) == jax.tree.structure(here), number
+            same = jax.tree.leaves(jax.tree.map(np.allclose, result, here))
+            assert same and all(same), (number, result, here)
+        try:
+            coordinator.schedule(zs.function(locked), args=(X,)).fetch()
+        except ImportError as error:
+            print(error)
+        coordinator.shutdown(cluster=True)
+"""
+
+
+def test_models_of_a_script_and_of_the_file_beside_it(tmp_path):
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ran = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    assert "beside.LOCK cannot be shipped" in ran.stdout
+    assert "this task has no module 'beside'" in ran.stdout

@@ -1,0 +1,369 @@
+"""The door to cloudpickle: how each kind of object is pickled and comes back.
+
+`_code` says what travels how. The pickler decides by the kind of the object alone, and
+by the few exceptions that a try before has found (`Ways`).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import enum
+import pickle
+import sys
+import threading
+import types
+import weakref
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, Final
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.errors import ProtocolError
+from zstrat.program.trace._where import is_installed
+from zstrat.variables import is_machinery
+
+from ._classes import (
+    functions_of,
+    is_sentinel,
+    reduced_class,
+    reduced_enum,
+    reduced_instance,
+)
+from ._functions import (
+    early,
+    empty,
+    is_cached,
+    is_dispatching,
+    reduced_dispatch,
+    remade,
+    remaining,
+    whole,
+)
+from ._pytrees import Registration
+from ._references import ModuleAttribute
+from ._wrappers import reduced, reduced_vjp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+LARGE: Final = 16 * 2**20
+"""A captured array of this size is warned about: it is shipped to every worker, and
+compiled into the program as a constant."""
+
+_CIRCLES: Final = 8
+"""How often a class may be met again before it is made: by what its body holds."""
+
+# cloudpickle's registry of modules is global; dumps of two threads would mix theirs.
+lock: Final = threading.RLock()
+plain: Final[weakref.WeakSet[type]] = weakref.WeakSet()
+"""Classes whose statement cannot be run again: cloudpickle fills blank ones."""
+
+
+class Resource:
+    """Base of handles whose object lives on the receiving task under a number."""
+
+    resource: int
+
+
+_NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
+
+
+@dataclasses.dataclass
+class Ways:
+    """How the exceptions among the parts travel."""
+
+    by_name: dict[int, tuple[Any, ModuleAttribute]] = dataclasses.field(
+        default_factory=dict
+    )
+    """What workers import instead, by its id."""
+    late: set[type] = dataclasses.field(default_factory=set)
+    """Classes whose attributes are set when they are made, as they refer to them."""
+
+
+class CircularBody(TypeError):
+    """The body of a class holds what refers to the class."""
+
+    def __str__(self) -> str:
+        return f"the body of {self.args[0].__qualname__} holds what refers to it"
+
+
+class NotShippable(Exception):
+    """Something does not travel; the cause says why, or the arguments what is lost."""
+
+
+class NotLoaded(NotShippable):
+    """It was pickled, and the bytes give no object."""
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
+    """cloudpickle with the rules of the module's docstring."""
+
+    def __init__(
+        self,
+        stream: BytesIO,
+        keep: Callable[[pickle.PickleBuffer], bool] | None,
+        ways: Ways,
+        kept: list[Any] | None,
+    ) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=keep)
+        self.registrations: list[Registration] = []
+        self.large: list[Any] = []
+        self.made: set[type] = set()
+        self.instances: list[Any] = []
+        self.modules = ExitStack()
+        self._known: set[str] = set()
+        self._ways, self._kept = ways, kept
+        # Asked for every object there is, so by one attribute.
+        self._is_special = bool(ways.by_name) or kept is not None
+        self._empty: dict[int, Any] = {}
+        self._entered: dict[type, int] = {}
+
+    @staticmethod
+    @contextmanager
+    def session(
+        keep: Callable[[pickle.PickleBuffer], bool] | None,
+        ways: Ways,
+        kept: list[Any] | None = None,
+    ) -> Iterator[tuple[Pickler, BytesIO]]:
+        """
+        Args:
+            kept: Gets the arrays and handles of a trial, which do not travel.
+        """
+        stream = BytesIO()
+        pickler = Pickler(stream, keep, ways, kept)
+        with pickler.modules:
+            try:
+                yield pickler, stream
+            except Exception as error:  # user code runs in __reduce__: see `find_way`
+                raise NotShippable from error
+
+    def persistent_id(self, obj: Any) -> Any:
+        if self._is_special and (found := self._special_id(obj)):
+            return found
+        return ("resource", obj.resource) if isinstance(obj, Resource) else None
+
+    def _special_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if id(obj) in self._ways.by_name:
+            return "reference", *self._ways.by_name[id(obj)][1]
+        if self._kept is not None and _stays(obj):
+            # cloudpickle would fill the program's own class, if it is one of `plain`.
+            self._kept.append(obj)
+            return "kept", len(self._kept) - 1
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        match obj:
+            case types.FunctionType():
+                return self._function(obj)
+            case type():
+                return self._class(obj)
+            case jax.custom_vjp():
+                return _by_other_name(obj) or reduced_vjp(obj)
+            case types.ModuleType():
+                self._by_value(obj)
+            case jax.core.Tracer():
+                raise TypeError(f"it is traced by jax ({obj})")
+            case jax.Array():
+                return self._array(obj)
+            case np.ndarray():
+                if obj.nbytes > LARGE:
+                    self.large.append(obj)
+            case _:
+                return self._instance(obj)
+        return super().reducer_override(obj)
+
+    def _function(self, fn: types.FunctionType) -> Any:
+        self._by_value(sys.modules.get(fn.__module__ or ""))
+        if is_dispatching(fn) and not goes_by_name(fn):
+            return reduced_dispatch(fn)
+        if made := reduced(fn):
+            return made
+        whole_fn = super().reducer_override(fn)
+        if whole_fn is NotImplemented:
+            return whole_fn
+        if id(fn) in self._empty:
+            return empty(whole_fn, early(fn, goes_by_name))
+        return whole(whole_fn, early(fn, goes_by_name))
+
+    def _class(self, cls: Any) -> Any:
+        self._by_value(sys.modules.get(cls.__module__ or ""))
+        if type(cls) in copyreg.dispatch_table:
+            return NotImplemented
+        if cls.__module__ == "builtins" or goes_by_name(cls):
+            return super().reducer_override(cls)
+        if found := _by_other_name(cls):
+            return found
+        self.made.add(cls)
+        if cls in plain:
+            self.registrations.extend(Registration.of(cls))
+            return super().reducer_override(cls)
+        self._entered[cls] = self._entered.get(cls, 0) + 1
+        if self._entered[cls] > _CIRCLES:
+            raise CircularBody(cls)
+        self.registrations.extend(Registration.of(cls))
+        filled = [(fn, remaining(made)) for fn, made in self._emptied(cls)]
+        if issubclass(cls, enum.Enum):
+            return reduced_enum(cls, filled)
+        registered = super().reducer_override(cls)[2][0].get("_abc_impl", ())
+        return reduced_class(cls, filled, registered, cls in self._ways.late)
+
+    def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
+        """The functions of a class that are made empty, with what they are made of."""
+        found = []
+        for fn in functions_of(cls):
+            if not is_dispatching(fn) and not goes_by_name(fn) and not reduced(fn):
+                self._by_value(sys.modules.get(fn.__module__ or ""))
+                made = super().reducer_override(fn)
+                if made is not NotImplemented:
+                    self._empty[id(fn)] = fn
+                    found.append((fn, made))
+        return found
+
+    def _instance(self, obj: Any) -> Any:
+        cls = type(obj)
+        tells = self._kept is not None and cls.__module__ != "builtins"
+        if tells and not goes_by_name(cls):
+            self.instances.append(obj)
+        if is_cached(obj) and goes_by_name(obj):
+            return NotImplemented
+        return (
+            _by_other_name(obj)
+            or remade(obj)
+            or reduced_instance(obj)
+            or NotImplemented
+        )
+
+    def _array(self, array: jax.Array) -> Any:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            data = np.asarray(jax.random.key_data(array))
+            return _key, (data, str(jax.random.key_impl(array)))
+        if array.nbytes > LARGE:
+            self.large.append(array)
+        plain = np.asarray(array)
+        weak = plain.ndim == 0 and jax.typeof(array).weak_type
+        return jnp.asarray, (plain.item() if weak else plain,)
+
+    def _by_value(self, module: types.ModuleType | None) -> None:
+        if module is None or module.__name__ in self._known:
+            return
+        self._known.add(module.__name__)
+        registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+        if not registered and module.__name__ in sys.modules and is_users(module):
+            cloudpickle.register_pickle_by_value(module)
+            self.modules.callback(cloudpickle.unregister_pickle_by_value, module)
+
+
+class Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        stream: BytesIO,
+        arrays: Sequence[np.ndarray],
+        resolve: Callable[[int], object] | None,
+    ) -> None:
+        super().__init__(stream, buffers=arrays)
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        match pid:
+            case ("reference", *reference):
+                return ModuleAttribute(*reference).find_or_stand_in()
+            case ("resource", int(number)):
+                if self._resolve is None:
+                    raise ProtocolError(
+                        f"resource {number} arrived where no resources are"
+                    )
+                return self._resolve(number)
+        raise ProtocolError(f"an unknown kind of reference arrived: {pid!r:.100}")
+
+
+class TrialUnpickler(Unpickler):
+    """Loads what stays in this process as it is, and nothing that workers lack."""
+
+    def __init__(self, stream: BytesIO, kept: Sequence[Any], ways: Ways) -> None:
+        super().__init__(stream, (), None)
+        self._kept = kept
+        self._found = {found: part for part, found in ways.by_name.values()}
+
+    def persistent_load(self, pid: Any) -> Any:
+        match pid:
+            case ("kept", int(number)):
+                return self._kept[number]
+            case ("reference", *reference):
+                return self._found[ModuleAttribute(*reference)]
+        return super().persistent_load(pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "__main__" or is_users(sys.modules[module]):
+            raise pickle.UnpicklingError(
+                f"it would be imported as {name!r} from {module!r}, which workers "
+                "do not have"
+            )
+        return found
+
+
+def _stays(obj: object) -> bool:
+    """Whether a trial takes it as it is, without a copy."""
+    if isinstance(obj, np.ndarray):
+        return not obj.dtype.hasobject
+    if isinstance(obj, type):
+        return obj in plain
+    return isinstance(obj, (jax.Array, Resource))
+
+
+def goes_by_name(obj: Any) -> bool:
+    """Whether workers import it: it is an attribute of what is installed there."""
+    if isinstance(obj, types.ModuleType):
+        return sys.modules.get(obj.__name__) is obj and not is_users(obj)
+    if not isinstance(obj, (type, types.FunctionType)) and not is_cached(obj):
+        return False
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or is_users(module):
+        return False
+    found: Any = module
+    for name in obj.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is obj
+
+
+def _by_other_name(obj: Any) -> Any:
+    """What pickle needs of an attribute of an installed module, if it is one.
+
+    Of a class or function that calls itself otherwise, or of an object without state,
+    which is told apart by being that object. None for any other.
+    """
+    named = isinstance(obj, _NAMED)
+    if not named and not is_sentinel(obj):
+        return None
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or is_users(module):
+        return None
+    name = getattr(obj, "__name__", "")
+    if getattr(module, name, None) is not obj:
+        if named and not isinstance(obj, type):
+            return None
+        name = next((n for n, v in vars(module).items() if v is obj), "")
+    return (getattr, (module, name)) if name else None
+
+
+def is_users(module: types.ModuleType) -> bool:
+    """Whether a module is part of the user's program, which workers do not have."""
+    filename = module.__dict__.get("__file__")
+    package = module.__name__.partition(".")[0]
+    if package in ("__main__", "zstrat") or not isinstance(filename, str):
+        return False  # cloudpickle ships __main__ by value anyway
+    return not is_machinery(filename) and not is_installed(filename)
+
+
+def is_file_of_users(module: object) -> bool:
+    return isinstance(module, types.ModuleType) and is_users(module)
+
+
+def _key(data: np.ndarray, impl: str) -> jax.Array:
+    key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    return key
