@@ -173,3 +173,36 @@ def test_a_step_function_that_returns_the_datasets_of_a_strategy(world):
 
     made = world.coordinator.create_per_worker_dataset(per_worker_dataset_fn)
     assert float(world.coordinator.schedule(draw, (iter(made),)).fetch()) == 0
+
+
+def test_the_value_of_a_variable_of_this_process_travels_with_each_step(world):
+    here = zs.Variable(np.float32([1, 2]), name="here")
+    with world.strategy.scope():
+        there = zs.Variable(np.float32([0, 0]), name="there")
+
+    @zs.function
+    def step(factor, given=here):
+        there.assign_add(factor * here)
+        return zs.grad(lambda w: (w * given * given).sum())(there) + here.value()
+
+    values = []
+    for n in range(1, 4):
+        here.assign([n, 2 * n])
+        values.append(world.coordinator.schedule(step, args=(1.0,)))
+    world.coordinator.join()
+    assert [value.fetch().tolist() for value in values] == [[2, 6], [6, 20], [12, 42]]
+    assert there.numpy().tolist() == [6, 12]
+    assert step.trace_count == 1
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_update_of_such_a_variable_is_refused(world, eager):
+    here = zs.Variable(1.0, name="here")
+    step = zs.function(lambda: here.assign_add(1.0), eager=eager)
+    words = r"(updates|uses) variable 'here'.*created outside of strategy\.scope"
+    with pytest.raises(ValueError, match=words):
+        world.coordinator.schedule(step).fetch()
+    if eager:
+        with pytest.raises(ValueError, match=words):
+            world.coordinator.join()
+    assert here.numpy() == 1

@@ -15,13 +15,13 @@ import itertools
 import weakref
 from collections import OrderedDict, deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from zstrat.program import Function, Resource, digest, dump
-from zstrat.variables import AbstractVariable, Variable, recorder
+from zstrat.program import CarriedValues, Function, Resource, digest, dump
+from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
 from ._on_worker import in_step
 from ._values import Claim, NoArgument, PerWorker, RemoteValue, Result, StandIn
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zstrat.program import Plan
+    from zstrat.variables import VariableHandle
 
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""
@@ -184,7 +185,7 @@ class CallTable:
 
         Raises:
             TypeError: ``function`` is no `zstrat.function`.
-            ValueError: A `RemoteValue` is among the arguments, or the function uses
+            ValueError: A `RemoteValue` is among the arguments, or the function updates
                 variables that live in this process only.
             RuntimeError: An iterator that the function captured was dropped.
             NotFoundError: It uses variables of another session.
@@ -198,8 +199,10 @@ class CallTable:
             )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
-        treedef, captured = self._trace(function, positional, named)
-        result = Result(function.name, treedef)
+        traced = self._trace(function, positional, named)
+        result = Result(function.name, traced.treedef)
+        if traced.carried:
+            positional = (_values_of(traced.carried), *positional)
         known = self._know(function)
         arguments = None
         if positional or named:
@@ -209,8 +212,9 @@ class CallTable:
                 arguments = known.same(made)
             if arguments is made:
                 arguments.retire_to(self._retired)
-        call = ScheduledCall(result, known.code, arguments, resources, captured)
-        if function.eager or result.treedef is not None:
+        call = ScheduledCall(result, known.code, arguments, resources, traced.captured)
+        # What is carried is another value the next time.
+        if function.eager or (result.treedef is not None and not traced.carried):
             self._remember(known, args, kwargs, call)
         return call
 
@@ -229,18 +233,17 @@ class CallTable:
 
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[PerWorker]]:
-        """The treedef of the result; None if only running can tell: an eager function,
-        or one whose resources failed, which is traced once a worker has built them.
-        And the resources that the step draws from and that are no arguments."""
+    ) -> _TracedCall:
+        """What the trace says. Of an eager function, and of one whose resources failed,
+        which is traced once a worker has built them, it is nothing."""
         if function.eager:
-            return None, []
+            return _TracedCall()
         stand_ins: dict[int, object] = {}
         for resource in _per_worker((args, kwargs)):
             stand_ins[resource.resource] = stand_in = resource._stand_in()
             if stand_in is None:
                 # It failed on all that are there: the closure will say why.
-                return None, []
+                return _TracedCall()
         args, kwargs = jax.tree.map(
             lambda leaf: (
                 stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf
@@ -252,7 +255,8 @@ class CallTable:
             plan = function.plan(args, kwargs)
         plan.require_shared()
         self._strategy.require_known(plan)
-        return plan.out_structure.treedef, _captured(plan)
+        carried = [v for v in plan.variables if v.spec.ps == LOCAL]
+        return _TracedCall(plan.out_structure.treedef, _captured(plan), carried)
 
     def _know(self, function: Function) -> _KnownFunction:
         number = id(function)
@@ -279,6 +283,21 @@ class CallTable:
         known.calls[key] = call
         if len(known.calls) > CACHED_CALLS:
             known.calls.popitem(last=False)
+
+
+class _TracedCall(NamedTuple):
+    """What the trace of a call says: the treedef of its result, if it knows; the
+    resources that it draws from and that are no arguments; and the variables of this
+    process that it reads."""
+
+    treedef: Any = None
+    captured: Sequence[PerWorker] = ()
+    carried: Sequence[VariableHandle] = ()
+
+
+def _values_of(variables: Sequence[VariableHandle]) -> CarriedValues:
+    values = tuple(np.asarray(value) for value in read_all(variables))
+    return CarriedValues(tuple(v.spec.key for v in variables), values)
 
 
 def _captured(plan: Plan) -> list[PerWorker]:

@@ -23,6 +23,7 @@ from .ship._code import digest as digest
 from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
+from .ship._scoped import CarriedValues as CarriedValues
 from .trace._capture import Capture as Capture
 from .trace._context import WorkerContext as WorkerContext
 from .trace._context import building as building

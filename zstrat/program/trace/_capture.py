@@ -54,7 +54,7 @@ from ._updates import Recorded as Recorded
 from ._where import claimed, here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import jax
 
@@ -225,6 +225,11 @@ class Capture:
         self.moves.put(variable, copies)
         self._values[variable.spec.key] = copies
         self._scope.enter_context(fresh())
+
+    def take_values(self, values: Mapping[int, jax.Array]) -> None:
+        """The values of variables of another process that came with the step, by key:
+        they are read from nowhere else, and the step updates none of them."""
+        self._values.update(values)
 
     @property
     def variables(self) -> list[VariableHandle]:

@@ -211,12 +211,17 @@ class Plan:
             raise _refusals.changed(self.function, "its result has another structure")
 
     def require_shared(self) -> None:
-        """Refuses a plan that other tasks cannot run, because it uses variables of this
-        process.
+        """Refuses a plan that other tasks cannot run, because it updates variables of
+        this process, or looks rows up in them. Values that it reads can be sent along.
 
         Raises:
             ValueError: Names the variables.
         """
-        local = [str(spec) for spec in self.specs if spec.ps == LOCAL]
-        if local:
-            raise _refusals.not_shared(f"the step function {self.function!r}", *local)
+        who = f"the step function {self.function!r}"
+        changed = [spec for update in self.updates for spec in update.specs]
+        changed += [spec for specs, _ in self.moves for spec in specs]
+        if local := [str(spec) for spec in changed if spec.ps == LOCAL]:
+            raise _refusals.not_shared(f"{who} updates", *dict.fromkeys(local))
+        tables = [part for x in self.lookups for part in x.table.components]
+        if local := [str(part.spec) for part in tables if part.spec.ps == LOCAL]:
+            raise _refusals.not_shared(f"{who} looks rows up in", *dict.fromkeys(local))
