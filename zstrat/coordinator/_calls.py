@@ -89,7 +89,7 @@ class ScheduledCall:
         captured: Those that it draws from besides, held by an object.
     """
 
-    __slots__ = ("_captured", "_claims", "arguments", "function", "resources", "result")
+    __slots__ = ("_claims", "arguments", "captured", "function", "resources", "result")
 
     def __init__(
         self,
@@ -103,12 +103,8 @@ class ScheduledCall:
         needed = (*resources, *captured)
         self.resources = tuple(resource.resource for resource in needed)
         self._claims = tuple(weakref.ref(resource.claim) for resource in needed)
-        self._captured = self._claims[len(resources) :]
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether an iterator that it captured was dropped."""
-        return any(claim() is None for claim in self._captured)
+        self.captured = self._claims[len(resources) :]
+        """Claims on what it captured; one that is gone was dropped by the user."""
 
     def claims(self) -> tuple[Claim | None, ...]:
         """What a closure holds so that its resources stay."""
@@ -159,13 +155,7 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> ScheduledCall | None:
-        """The same call of before, in microseconds; None if it must be made.
-
-        Raises:
-            RuntimeError: A step is being traced.
-        """
-        if recorder.get() is not None:
-            raise RuntimeError(in_step("coordinator.schedule"))
+        """The same call of before, in microseconds; None if it must be made."""
         known = self._known.get(id(function))
         if known is None or known.reference() is not function:
             return None
@@ -173,7 +163,9 @@ class CallTable:
             call = known.calls.get(_key_of(args, kwargs))
         except _NoKeyError:
             return None
-        return None if call is not None and call.is_outdated else call
+        if call is None or not call.captured:
+            return call
+        return None if any(claim() is None for claim in call.captured) else call
 
     def make(
         self,
@@ -187,10 +179,14 @@ class CallTable:
             TypeError: ``function`` is no `zstrat.function`.
             ValueError: A `RemoteValue` is among the arguments, or the function updates
                 variables that live in this process only.
-            RuntimeError: An iterator that the function captured was dropped.
+            RuntimeError: An iterator that the function captured was dropped, or a step
+                is being traced.
             NotFoundError: It uses variables of another session.
             Exception: What tracing or pickling raised.
         """
+        if recorder.get() is not None:
+            # Not looked for in `find`: a call of before is refused on the worker.
+            raise RuntimeError(in_step("coordinator.schedule"))
         function = _checked(function)
         if not isinstance(args, tuple | list | None):
             raise TypeError(

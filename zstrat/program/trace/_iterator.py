@@ -89,7 +89,7 @@ class Draws:
             RuntimeError: They are on a worker.
         """
         for iterator in self.iterators:
-            if iterator.is_abstract:
+            if iterator._source is None:
                 iterator.draw()
 
     def match(self, ordinals: Sequence[int]) -> list[Element]:
