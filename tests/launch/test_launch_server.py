@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -122,3 +125,52 @@ def test_chief_is_no_server():
 def test_target_says_the_protocol_that_was_asked_for():
     server = Server(TWO, "ps", 0, protocol="grpc", start=False)
     assert server.target == "grpc://127.0.0.1:1"
+
+
+PROGRAM = """\
+import numpy as np, optax
+import zstrat as zs
+
+ps = zs.Server({"ps": ["127.0.0.1:0"]})
+worker = zs.Server.create_local_server()
+cluster = {"ps": [ps.target[6:]], "worker": [worker.target[6:]]}
+resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(cluster))
+strategy = zs.ParameterServerStrategy(resolver)
+coordinator = zs.ClusterCoordinator(strategy)
+
+
+class Trainer:
+    def __init__(self):
+        with strategy.scope():
+            self.v = zs.Variable(np.zeros(2_000_000, "f4"))
+            self.optimizer = zs.Optimizer(optax.adam(0.1))
+
+    @zs.function
+    def step(self, x):
+        self.optimizer.apply_gradients([(self.v.value() + x.sum(), self.v)])
+        return x.sum()
+
+
+for _ in range(2):
+    trainer = Trainer()
+    print(coordinator.schedule(trainer.step, args=(np.ones(1, "f4"),)).fetch())
+for size in range(2, 9):
+    coordinator.schedule(trainer.step, args=(np.ones(size, "f4"),))
+"""
+
+
+@pytest.mark.processes
+def test_a_program_with_its_own_servers_makes_instances_and_ends_amid_work(tmp_path):
+    """Its classes stay its own, though the worker in it unpickles them; and its threads
+    end before the interpreter does, which would abort it amid what jax compiles."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.stdout.split() == ["1.0", "1.0"], done.stderr
+    assert done.returncode == 0, done.stderr

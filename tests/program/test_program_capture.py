@@ -323,9 +323,10 @@ def test_bfloat16_and_integers_and_booleans(home):
     assert updates[0].arrays[0].dtype == jnp.bfloat16
 
 
-def test_a_plan_of_local_variables_is_not_shared(home):
+def test_a_plan_that_updates_local_variables_is_not_shared(home):
     local = Variable(1.0, name="mine")
-    step = zs.function(lambda: local.value())
+    zs.function(lambda: local.value()).plan().require_shared()
+    step = zs.function(lambda: local.assign_add(local.value()))
     with pytest.raises(ValueError, match=r"'mine'.*strategy\.scope"):
         step.plan().require_shared()
     remote = home.variable(np.float32(1))

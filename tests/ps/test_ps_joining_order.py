@@ -122,6 +122,13 @@ async def test_a_chief_that_is_gone_is_called_so(ps):
         await join(ps, A, patience=0.0)
 
 
+async def test_what_a_chief_that_is_gone_has_left_is_there_for_who_comes_later(ps):
+    create(ps, 1, "a", np.zeros(2, "f4"))
+    ps.lost(CHIEF, "ended")
+    assert await ps.handle(WORKER, JoinSession(0, [], [], 0.0)) == HERE
+    assert join(ps, A) == HERE
+
+
 async def test_a_session_is_not_waited_for_longer_either(ps):
     message = JoinSession(SESSION + 1, [], [], 0.0)
     with pytest.raises(DeadlineExceededError, match="there is no session to join"):

@@ -127,6 +127,8 @@ def test_slices_are_joined(three):
         three.reduce("sum", PerReplica(parts), 0)
     with pytest.raises(NotImplementedError, match="IndexedSlices"):
         three.gather(PerReplica(parts), 0)
+    with pytest.raises(NotImplementedError, match="gather does not support Indexed"):
+        three.gather(parts[0], 0)
 
 
 @pytest.mark.shows("ParameterServerStrategy.gather")

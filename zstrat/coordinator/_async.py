@@ -9,6 +9,7 @@ import jax
 
 from ._core import CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset
+from ._on_worker import coordinator_on_worker
 from ._values import RemoteValue
 
 if TYPE_CHECKING:
@@ -117,6 +118,15 @@ class AsyncClusterCoordinator:
         Cancellation: it is shut down all the same.
         """
         await asyncio.to_thread(self._core.shutdown, cluster)
+
+    def __reduce__(self) -> Any:
+        return coordinator_on_worker, (self.strategy, AsyncClusterCoordinator)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     async def __aenter__(self) -> Self:
         return self

@@ -15,21 +15,23 @@ import itertools
 import weakref
 from collections import OrderedDict, deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from zstrat.program import Function, Resource, digest, dump
-from zstrat.variables import AbstractVariable, Variable
+from zstrat.program import CarriedValues, Function, Resource, digest, dump
+from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
-from ._values import Claim, PerWorker, RemoteValue, Result
+from ._on_worker import in_step
+from ._values import Claim, NoArgument, PerWorker, RemoteValue, Result, StandIn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from zstrat.program import Plan
+    from zstrat.variables import VariableHandle
 
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""
@@ -79,11 +81,15 @@ class PickledArguments:
 class ScheduledCall:
     """What a closure runs.
 
-    The per-worker resources among its arguments are held weakly: a call is remembered,
-    and must not keep alive what the user has dropped. Each closure holds them.
+    Its per-worker resources are held weakly: a call is remembered, and must not keep
+    alive what the user has dropped. Each closure holds them.
+
+    Args:
+        resources: Those among its arguments.
+        captured: Those that it draws from besides, held by an object.
     """
 
-    __slots__ = ("_claims", "arguments", "function", "resources", "result")
+    __slots__ = ("_claims", "arguments", "captured", "function", "resources", "result")
 
     def __init__(
         self,
@@ -91,10 +97,14 @@ class ScheduledCall:
         function: Code,
         arguments: PickledArguments | None,
         resources: Sequence[PerWorker],
+        captured: Sequence[PerWorker] = (),
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
-        self.resources = tuple(resource.resource for resource in resources)
-        self._claims = tuple(weakref.ref(resource.claim) for resource in resources)
+        needed = (*resources, *captured)
+        self.resources = tuple(resource.resource for resource in needed)
+        self._claims = tuple(weakref.ref(resource.claim) for resource in needed)
+        self.captured = self._claims[len(resources) :]
+        """Claims on what it captured; one that is gone was dropped by the user."""
 
     def claims(self) -> tuple[Claim | None, ...]:
         """What a closure holds so that its resources stay."""
@@ -150,9 +160,12 @@ class CallTable:
         if known is None or known.reference() is not function:
             return None
         try:
-            return known.calls.get(_key_of(args, kwargs))
+            call = known.calls.get(_key_of(args, kwargs))
         except _NoKeyError:
             return None
+        if call is None or not call.captured:
+            return call
+        return None if any(claim() is None for claim in call.captured) else call
 
     def make(
         self,
@@ -164,11 +177,16 @@ class CallTable:
 
         Raises:
             TypeError: ``function`` is no `zstrat.function`.
-            ValueError: A `RemoteValue` is among the arguments, or the function uses
+            ValueError: A `RemoteValue` is among the arguments, or the function updates
                 variables that live in this process only.
+            RuntimeError: An iterator that the function captured was dropped, or a step
+                is being traced.
             NotFoundError: It uses variables of another session.
             Exception: What tracing or pickling raised.
         """
+        if recorder.get() is not None:
+            # Not looked for in `find`: a call of before is refused on the worker.
+            raise RuntimeError(in_step("coordinator.schedule"))
         function = _checked(function)
         if not isinstance(args, tuple | list | None):
             raise TypeError(
@@ -177,7 +195,10 @@ class CallTable:
             )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
-        result = Result(function.name, self._trace(function, positional, named))
+        traced = self._trace(function, positional, named)
+        result = Result(function.name, traced.treedef)
+        if traced.carried:
+            positional = (_values_of(traced.carried), *positional)
         known = self._know(function)
         arguments = None
         if positional or named:
@@ -187,8 +208,9 @@ class CallTable:
                 arguments = known.same(made)
             if arguments is made:
                 arguments.retire_to(self._retired)
-        call = ScheduledCall(result, known.code, arguments, resources)
-        if function.eager or result.treedef is not None:
+        call = ScheduledCall(result, known.code, arguments, resources, traced.captured)
+        # What is carried is another value the next time.
+        if function.eager or (result.treedef is not None and not traced.carried):
             self._remember(known, args, kwargs, call)
         return call
 
@@ -207,16 +229,17 @@ class CallTable:
 
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The treedef of the result; None if only running can tell: an eager function,
-        or one whose resources failed, which is traced once a worker has built them."""
+    ) -> _TracedCall:
+        """What the trace says. Of an eager function, and of one whose resources failed,
+        which is traced once a worker has built them, it is nothing."""
         if function.eager:
-            return None
+            return _TracedCall()
         stand_ins: dict[int, object] = {}
         for resource in _per_worker((args, kwargs)):
             stand_ins[resource.resource] = stand_in = resource._stand_in()
             if stand_in is None:
-                return None  # it failed on all that are there: the closure will say why
+                # It failed on all that are there: the closure will say why.
+                return _TracedCall()
         args, kwargs = jax.tree.map(
             lambda leaf: (
                 stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf
@@ -228,7 +251,8 @@ class CallTable:
             plan = function.plan(args, kwargs)
         plan.require_shared()
         self._strategy.require_known(plan)
-        return plan.out_structure.treedef
+        carried = [v for v in plan.variables if v.spec.ps == LOCAL]
+        return _TracedCall(plan.out_structure.treedef, _captured(plan), carried)
 
     def _know(self, function: Function) -> _KnownFunction:
         number = id(function)
@@ -255,6 +279,37 @@ class CallTable:
         known.calls[key] = call
         if len(known.calls) > CACHED_CALLS:
             known.calls.popitem(last=False)
+
+
+class _TracedCall(NamedTuple):
+    """What the trace of a call says: the treedef of its result, if it knows; the
+    resources that it draws from and that are no arguments; and the variables of this
+    process that it reads."""
+
+    treedef: Any = None
+    captured: Sequence[PerWorker] = ()
+    carried: Sequence[VariableHandle] = ()
+
+
+def _values_of(variables: Sequence[VariableHandle]) -> CarriedValues:
+    values = tuple(np.asarray(value) for value in read_all(variables))
+    return CarriedValues(tuple(v.spec.key for v in variables), values)
+
+
+def _captured(plan: Plan) -> list[PerWorker]:
+    """The handles of iterators that the step draws from and that are no arguments."""
+    found = []
+    for iterator in plan.captured:
+        assert isinstance(iterator, StandIn), iterator.name
+        if (handle := iterator.handle()) is None:
+            raise RuntimeError(
+                f"the step function {plan.function!r} draws from an iterator that an "
+                f"object held when it was first scheduled (of {iterator.name}), and "
+                "that was dropped since: what a step captures is taken once. Give it "
+                "the iterator as an argument, args=(iterator,)"
+            )
+        found.append(handle)
+    return found
 
 
 class _NoKeyError(Exception):
@@ -303,7 +358,7 @@ def _checked(function: object) -> Function:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    kinds = (Resource, RemoteValue)
+    kinds = (Resource, RemoteValue, NoArgument)
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
@@ -323,6 +378,8 @@ def _resources(tree: Any) -> list[PerWorker]:
                 "a RemoteValue is among the arguments: its result is not there yet and "
                 "may never be; pass `value.fetch()`, or compute both in one function"
             )
+        if isinstance(leaf, NoArgument):
+            leaf.refuse()
     return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
 
 

@@ -8,6 +8,7 @@ import jax
 
 from ._core import CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
+from ._on_worker import coordinator_on_worker
 from ._values import PerWorkerValues, RemoteValue
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class ClusterCoordinator:
         Args:
             dataset_fn: Called on each worker, without arguments or with an
                 `InputContext` that has the worker's index and the number of workers;
-                returns an iterable of pytrees of arrays. Or such an iterable itself.
+                returns an iterable of pytrees of arrays. It may be a `zstrat.function`,
+                which is called as the plain function. Or such an iterable itself.
         """
         return make_dataset(self._core, dataset_fn)
 
@@ -142,6 +144,15 @@ class ClusterCoordinator:
         workers and parameter servers end as processes.
         """
         self._core.shutdown(cluster)
+
+    def __reduce__(self) -> Any:
+        return coordinator_on_worker, (self.strategy, ClusterCoordinator)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     def __enter__(self) -> Self:
         return self

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program import StepIterator, dump_code, rebuild
+from zstrat.program import Drawing, Function, dump_code, rebuild
 from zstrat.variables import recorder
 
 from ._calls import Code, PickledArguments
-from ._values import Claim, PerWorker, PerWorkerValues
+from ._on_worker import DatasetOnWorker
+from ._values import Claim, NoArgument, PerWorker, PerWorkerValues, StandIn
 
 if TYPE_CHECKING:
     from zstrat.wire import LayoutMessage
@@ -32,7 +33,7 @@ FIRST_BUILD: Final = 600.0
 
 
 @final
-class PerWorkerDataset:
+class PerWorkerDataset(NoArgument):
     """A dataset on every worker; ``iter()`` begins a pass through it."""
 
     def __init__(self, core: CoordinatorCore, maker: Code, name: str) -> None:
@@ -62,7 +63,11 @@ class PerWorkerDataset:
         """
         return iter(self).element_spec if self._spec is None else self._spec
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> Any:
+        # An object that travels may hold it; among arguments it is refused before.
+        return DatasetOnWorker, (self._name,)
+
+    def refuse(self) -> NoReturn:
         raise TypeError(
             f"{self._name} itself cannot be an argument: pass iter(dataset), or "
             "dataset.build()"
@@ -84,6 +89,7 @@ class PerWorkerIterator(PerWorker):
         self.resource = record.number
         self._dataset, self._core, self._record = dataset, core, record
         self.claim = Claim(core.drop_resource, record.number)
+        self._standing: StandIn | None = None
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -125,15 +131,18 @@ class PerWorkerIterator(PerWorker):
     def __iter__(self) -> PerWorkerIterator:
         return self
 
-    def __next__(self) -> NoReturn:
+    def __next__(self) -> Any:
+        current = recorder.get()
+        if isinstance(current, Drawing) and (made := self._held()) is not None:
+            return current.draw(made)
         raise NotImplementedError(
             "next() of a per-worker iterator on the coordinator: its elements are on "
             "the workers; pass it to a scheduled function, and call next() there"
         )
 
-    def get_next(self) -> NoReturn:
-        """Not on the coordinator; see ``next()``."""
-        self.__next__()
+    def get_next(self) -> Any:
+        """As ``next()``: in a step alone."""
+        return self.__next__()
 
     def _stand_in_spec(self) -> Any:
         dataset, record = self._dataset, self._record
@@ -142,11 +151,21 @@ class PerWorkerIterator(PerWorker):
             dataset._spec = spec_of(record.layout)
         return dataset._spec
 
-    def _stand_in(self) -> StepIterator | None:
-        spec = self._stand_in_spec()
-        return (
-            None if spec is None else StepIterator(None, spec, name=self._record.name)
-        )
+    def _stand_in(self) -> StandIn | None:
+        if self._standing is None and (spec := self._stand_in_spec()) is not None:
+            self._standing = StandIn(self, spec, self._record.name)
+        return self._standing
+
+    def _held(self) -> StandIn:
+        """What a step draws from that did not get the iterator as an argument: an
+        object holds it.
+
+        Raises:
+            ClosureInputError: It could not be built on any worker that is there.
+        """
+        while (made := self._stand_in()) is None:
+            _ = self.element_spec  # waits, or raises
+        return made
 
 
 def make_dataset(core: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
@@ -156,6 +175,8 @@ def make_dataset(core: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
         TypeError: It is neither a function nor an iterable, or takes other arguments.
         Exception: It cannot be pickled.
     """
+    if isinstance(dataset_fn, Function):  # as TensorFlow's tutorial decorates it
+        dataset_fn = dataset_fn.body
     if callable(dataset_fn):
         _require_takes_context(dataset_fn)
         own = (

@@ -270,7 +270,7 @@ def _is_part(spec: VariableSpec) -> bool:
 
 async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:
     """The number of the session that ps 0 serves, once there is one whose program is
-    alive.
+    alive; after ``timeout`` seconds that of one whose program has ended.
 
     Raises:
         DeadlineExceededError: There was none in ``timeout`` seconds.
@@ -295,7 +295,7 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
         answer = await link.submit(wish, deadline=deadline + ANSWERING)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
-            f"no program has created variables on the ps at {address} in {timeout} s: "
+            f"no program has opened a session on the ps at {address} in {timeout} s: "
             "start the chief, or worker 0 of a cluster without one, which does so "
             f"({error})"
         ) from None

@@ -12,13 +12,13 @@ import abc
 import enum
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, final
 
 import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import CancelledError, ClosureAbortedError
-from zstrat.program import Resource, rebuild
+from zstrat.program import Resource, StepIterator, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
@@ -296,6 +296,28 @@ class PerWorker(Resource, abc.ABC):
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
         """What stands for it in the trace; None if it was built nowhere."""
+
+
+class StandIn(StepIterator):
+    """The iterator of every worker, while a step is traced for its shapes."""
+
+    is_resource = True
+
+    def __init__(self, handle: PerWorker, spec: Any, name: str) -> None:
+        super().__init__(None, spec, name=name)
+        # A trace is kept, and must not keep alive what the user has dropped.
+        self.handle: Final = weakref.ref(handle)
+
+
+class NoArgument(abc.ABC):
+    """A handle that no scheduled function can take."""
+
+    @abc.abstractmethod
+    def refuse(self) -> NoReturn:
+        """
+        Raises:
+            TypeError: Says what it can take instead.
+        """
 
 
 @final

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
+from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
 
 from ._task import TaskPlace, serve
@@ -42,7 +44,8 @@ class ServerDef:
 
 
 class Server:
-    """Serves one ps or worker from this process until it is stopped.
+    """Serves one ps or worker from this process until it is stopped, or the program
+    ends.
 
     Args:
         server_or_cluster_def: A `ServerDef`, a `ClusterSpec` or what makes one.
@@ -104,6 +107,7 @@ class Server:
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         self._ready.result()
+        _running.add(self)
 
     def join(self) -> None:
         """Blocks until the server is stopped: by `stop`, or by its coordinator.
@@ -121,6 +125,7 @@ class Server:
         task = self._ready.result()
         task.end_soon("stopped by its program")
         self._thread.join()
+        _running.discard(self)
 
     def __enter__(self) -> Server:
         self.start()
@@ -175,6 +180,24 @@ def _define(
     _ = made.address  # raises if there is no such task
     return made
 
+
+_running: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """At the program's end, while threads may still end as threads do. Later the
+    interpreter would tear those that compute out of jax's C++, which aborts the
+    process. Who uses the servers from this program leaves first."""
+    running = list(_running)
+    if running:
+        close_portals()
+    for server in running:
+        server.stop()
+
+
+# `atexit` is too late: jax clears its backends there, and the pools of threads are
+# closed. This is what those pools themselves use.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 T = TypeVar("T", str, int)
 

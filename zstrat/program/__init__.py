@@ -23,13 +23,16 @@ from .ship._code import digest as digest
 from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
+from .ship._scoped import CarriedValues as CarriedValues
 from .trace._capture import Capture as Capture
 from .trace._context import WorkerContext as WorkerContext
+from .trace._context import building as building
 from .trace._context import get_current_worker_index as get_current_worker_index
 from .trace._context import get_worker_context as get_worker_context
 from .trace._context import worker_context as worker_context
 from .trace._feeds import Discovery as Discovery
 from .trace._feeds import TraceFeed as TraceFeed
+from .trace._iterator import Drawing as Drawing
 from .trace._iterator import Optional as Optional
 from .trace._iterator import StepDataset as StepDataset
 from .trace._iterator import StepIterator as StepIterator

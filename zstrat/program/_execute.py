@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from zstrat.variables import Binds, apply_now, read_all, read_parts, update_all
+from zstrat.variables import LOCAL, Binds, apply_now, read_all, read_parts, update_all
 
 from ._compile import CompiledProgram
 from ._device_state import Outdated
@@ -73,7 +73,8 @@ def prepare(
     if isinstance(program, HereProgram):
         draws.unread()
         program.plan.require_shared()
-        raise not_shared(f"the step function {function.name!r}")
+        here = [spec for spec in program.plan.specs if spec.ps == LOCAL]
+        raise not_shared(f"the step function {function.name!r} uses", *here)
     return Prepared(program, call.inputs, draws)
 
 
@@ -211,6 +212,7 @@ def run_here(
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
+    draws.require_real()
     while isinstance(program, HereProgram):
         try:
             return _run_stages(program, call.inputs, draws)

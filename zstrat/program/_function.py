@@ -21,6 +21,7 @@ from ._programs import CompiledPrograms
 from .ship import _code
 from .ship._scoped import ScopedBody
 from .trace import _refusals
+from .trace._context import building
 from .trace._signature import cut
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Function:
 
     - Inside another step it is inlined.
     - Scheduled by a coordinator it runs on a worker.
+    - As a dataset function, or in one, it is its body: it returns no arrays.
     - Called elsewhere it runs here: values are pulled from each variable's home,
       computed with, and updates are sent back; the result's arrays are ``jax.Array``.
 
@@ -98,6 +100,18 @@ class Function:
     shipped, as ``tf.function`` does: later changes of a captured Python value are not
     seen. `Variable` objects are shared, not copied.
     """
+
+    # A decorator around it (functools.wraps) copies its __dict__, and could not be
+    # shipped with programs in it.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_shipped",
+        "body",
+        "eager",
+        "name",
+        "programs",
+    )
 
     def __init__(self, fn: Callable[..., Any], *, eager: bool = False) -> None:
         self.body: Callable[..., Any] = _checked(fn)
@@ -163,7 +177,7 @@ class Function:
         return scoped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if recorder.get() is not None:
+        if recorder.get() is not None or building.get():
             return self.body(*args, **kwargs)
         if is_staging():
             raise _refusals.step_inside(f"the step function {self.name!r} is called")

@@ -31,6 +31,7 @@ from .trace._signature import describe, plain_numbers, require_traceable
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from .trace._iterator import StepIterator
     from .trace._plan import Plan, Template
     from .trace._signature import CutCall
 
@@ -55,9 +56,11 @@ class RetraceWarning(UserWarning):
 @dataclass(slots=True)
 class Signature:
     """The programs of calls with the same arguments. ``draws`` is what the last traced
-    one drew; ``asks_context`` is true once any of them asked."""
+    one drew, ``captured`` the iterators that any drew from and that are no arguments;
+    ``asks_context`` is true once any of them asked."""
 
     draws: tuple[int, ...] = ()
+    captured: tuple[StepIterator, ...] = ()
     asks_context: bool = False
     programs: dict[Hashable, AnyProgram] = field(default_factory=dict)
 
@@ -75,7 +78,7 @@ class Signature:
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Keeps a program that was just traced."""
-        self.draws = program.plan.draws
+        self.draws, self.captured = program.plan.draws, program.plan.captured
         self.asks_context = self.asks_context or program.plan.asked_context
         self.programs[self._name(elements)] = program
 
@@ -131,6 +134,8 @@ class CompiledPrograms:
         signature = self._signatures.get(call.key)
         if signature is None:
             return None
+        if signature.captured:
+            draws.iterators = [*call.iterators, *signature.captured]
         return signature.find(draws.match(signature.draws))
 
     def _traced(
@@ -144,11 +149,15 @@ class CompiledPrograms:
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)
+            given = len(call.iterators)
+            call = replace(call, iterators=list(draws.iterators))
             plan, body = discover(self._step, self._fn, call, draws.supply)
             draws.keep_used()
+            call = replace(call, iterators=list(draws.iterators))
             looking = watch(plan, call, draws.elements, self.said)
             look = None if looking is None else looking.look
-            program = self._made(replace(plan, watch=look), body)
+            captured = tuple(draws.iterators[given:])
+            program = self._made(replace(plan, watch=look, captured=captured), body)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise

@@ -27,7 +27,7 @@ from zstrat.errors import (
 from zstrat.wire import Awaited, AwaitedOptimizer, JoinSession, Message, SessionOpened
 
 if TYPE_CHECKING:
-    from zstrat.wire import Ownership
+    from zstrat.wire import Owner, Ownership
 
     from .store._store import Store
 
@@ -129,7 +129,7 @@ class Joining:
             self._compare(wish)
         if self._missing(message):
             return None
-        return SessionOpened("cpu", 1, resumed=True, session=owner.session)
+        return _opened(owner)
 
     def _missing(self, message: JoinSession) -> list[Awaited | AwaitedOptimizer]:
         store = self._store
@@ -167,16 +167,23 @@ class Joining:
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
     def _late(self, waiting: asyncio.Future[Message]) -> None:
-        """The patience of the asker is over."""
+        """The patience of the asker is over.
+
+        Who waits for a session whose program is alive gets the one that is there: a
+        program that has ended left its variables to those that come later. It is not
+        given at once, as in a run that is started anew the chief may come last.
+        """
         message = self._waiting[waiting].message
-        missing = self._missing(message)
+        missing, owner = self._missing(message), self._ownership.owner
+        if message.session == 0 and owner is not None:
+            self._end(waiting, _opened(owner))
+            return
         if not missing:
             what = "there is no session to join"
         else:
             names = ", ".join(map(_words, missing[:_NAMED]))
             more = len(missing) - _NAMED
             others = f" and {more} more" if more > 0 else ""
-            owner = self._ownership.owner
             gone = "" if owner is not None and owner.alive else ", which is gone,"
             what = f"the chief{gone} has not created {names}{others} yet"
         self._end(
@@ -198,6 +205,10 @@ class Joining:
             waiting.set_exception(outcome)
         else:
             waiting.set_result(outcome)
+
+
+def _opened(owner: Owner) -> SessionOpened:
+    return SessionOpened("cpu", 1, resumed=True, session=owner.session)
 
 
 def _words(wish: Awaited | AwaitedOptimizer) -> str:

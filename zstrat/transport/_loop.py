@@ -29,7 +29,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-# Before `_close_all` is registered, so that it ends after it: at its end it frees the
+# Before `close_portals` is registered, so that it ends after it: then it frees the
 # memory of messages that libzmq has not sent yet, whoever reads it then.
 import zmq.utils.garbage  # noqa: F401
 
@@ -254,9 +254,10 @@ async def _end_tasks() -> None:
 _open: Final[weakref.WeakSet[Portal]] = weakref.WeakSet()
 
 
-def _close_all() -> None:
+def close_portals() -> None:
+    """Closes all that are open, as the exit of the interpreter does."""
     for portal in list(_open):
         portal.close()
 
 
-atexit.register(_close_all)
+atexit.register(close_portals)

@@ -283,7 +283,7 @@ def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) 
 
 def _shared(variable: VariableHandle) -> VariableSpec:
     if variable.spec.ps == LOCAL:
-        raise not_shared("an eager step function", variable.spec)
+        raise not_shared("an eager step function uses", variable.spec)
     return variable.spec
 
 

@@ -78,6 +78,7 @@ class Executor:
         self._inbox: Final[queue.SimpleQueue[Callable[[], None]]] = queue.SimpleQueue()
         self._source: StepSource | None = None
         self._stopping = False
+        self._ended: Final[asyncio.Future[None]] = self._loop.create_future()
         # A daemon, so that user code which never returns cannot keep the process alive.
         self._thread: Final = threading.Thread(
             target=self._main, name=f"zstrat executor {name}", daemon=True
@@ -104,8 +105,12 @@ class Executor:
         Cancellation: the thread ends all the same.
         """
         self._inbox.put(self._stop)
-        await self._loop.run_in_executor(None, self._thread.join, timeout)
-        return not self._thread.is_alive()
+        # No thread pool waits for it: a server in a program that ends has none.
+        await asyncio.wait([self._ended], timeout=timeout)
+        if not self._ended.done():
+            return False
+        self._thread.join()  # its last line runs
+        return True
 
     def work_for(self, source: StepSource | None) -> None:
         """From now on the thread does these closures. To be called on the thread."""
@@ -121,6 +126,7 @@ class Executor:
         except BaseException as error:  # a defect: the daemon must end, and says so
             _LOG.critical("the executor thread failed", exc_info=True)
             self._call(self._on_crash, error)
+        self._call(_resolve, self._ended, None)
 
     def _turn(self) -> None:
         """Events first, then work until there is none or an event comes."""

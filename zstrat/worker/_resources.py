@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from ._closure import trim
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from zstrat.errors import ZstratError
     from zstrat.wire import Arrays, BuildResource, PlainTree
 
 Load = Callable[[bytes, Sequence[np.ndarray], Callable[[int], object]], object]
@@ -106,7 +107,7 @@ class Resources:
                 f"{self._task} has no function {digest.hex()}: it was restarted since "
                 "the function was shipped"
             )
-        return self._loaded(shipped)
+        return self._loaded(shipped, self._captured)
 
     def functions(self) -> Iterable[object]:
         """Everything that was unpickled. Safe to call from the loop."""
@@ -141,15 +142,15 @@ class Resources:
         shipped = self._arguments.get(number)
         if shipped is None:
             raise NotFoundError(f"{self._task} has no arguments {number}")
-        arguments: Arguments = self._loaded(shipped)
+        arguments: Arguments = self._loaded(shipped, self._resource)
         return arguments
 
-    def _loaded(self, shipped: _Shipped) -> Any:
+    def _loaded(self, shipped: _Shipped, find: Callable[[int], object]) -> Any:
         if shipped.loaded is _NOT_LOADED:
 
             def resolve(resource: int) -> object:
                 shipped.uses.add(resource)
-                return self._resource(resource)
+                return find(resource)
 
             shipped.loaded = self._load(shipped.code, shipped.arrays, resolve)
         return shipped.loaded
@@ -207,9 +208,21 @@ class Resources:
             )
         if made is None:
             raise NotFoundError(
-                f"{self._task} has no resource {number}: iterate the dataset again"
+                f"{self._task} has no resource {number}, as its iterator was dropped: "
+                "iterate the dataset again. A step that captured its iterator keeps "
+                "the one of its first call; pass the iterator as an argument instead"
             )
         return made
+
+    def _captured(self, number: int) -> object:
+        """A resource that came with code, held by an object: one that is not here is
+        missed only by who draws from it."""
+        try:
+            return self._resource(number)
+        except (ClosureInputError, NotFoundError) as error:
+            absent = StepIterator(_Absent(error))
+            absent.is_resource = True
+            return absent
 
     def _make(self, order: BuildResource) -> object:
         if order.purpose not in ("iterator", "value"):
@@ -230,14 +243,30 @@ class Resources:
             iterator = self._open[number] = made.__iter__()
             first = iterator.draw()
             iterator.unread(first)
+            iterator.is_resource = True
             self._made[number] = iterator
             return _layout_of_element(first, name)
         elements: Elements[Any] = Elements(made, name)  # type: ignore[arg-type]
         self._open[number] = elements
         layout = _layout_of_element(elements.peek(), name)
         steady = is_steady(made)
-        self._made[number] = StepIterator(elements, name=name, steady=steady)
+        made = self._made[number] = StepIterator(elements, name=name, steady=steady)
+        made.is_resource = True
         return layout
+
+
+@final
+class _Absent:
+    """The elements of an iterator that is not here."""
+
+    def __init__(self, error: ZstratError) -> None:
+        self._error: Final = error
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise self._error.with_traceback(None)
 
 
 def _end(elements: Elements[Any] | StepIterator) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from weakref import WeakSet
 
-from zstrat.program import Function, Plan, WorkerContext, worker_context
+from zstrat.program import Function, Plan, WorkerContext, building, worker_context
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.variables import Home, creator
 
@@ -154,10 +154,12 @@ class StepRunner:
     def build(self, order: BuildResource) -> LayoutMessage:
         """Builds a resource in the worker's context; see `Resources.build`."""
         before = worker_context.set(WorkerContext(self._index, self._count))
+        building_before = building.set(True)
         creator_before = creator.set(_Refusing())
         try:
             return self.resources.build(order)
         finally:
+            building.reset(building_before)
             creator.reset(creator_before)
             worker_context.reset(before)
 

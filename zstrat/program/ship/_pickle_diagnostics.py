@@ -6,6 +6,7 @@ part whether it can be pickled by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from typing import TYPE_CHECKING, Any, Final
@@ -121,10 +122,7 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 
 def _attributes(obj: object) -> Iterator[tuple[str, Any]]:
-    try:
-        found = dict(vars(obj))
-    except TypeError:  # no __dict__: perhaps slots
-        found = {}
+    found: dict[str, Any] = {}
     for cls in type(obj).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -134,5 +132,7 @@ def _attributes(obj: object) -> Iterator[tuple[str, Any]]:
                     found[name] = member.__get__(obj)
                 except AttributeError:  # never assigned
                     continue
+    with contextlib.suppress(TypeError):  # no __dict__
+        found |= vars(obj)
     for name, value in found.items():
         yield f"attribute {name!r}", value

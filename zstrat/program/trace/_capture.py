@@ -54,7 +54,7 @@ from ._updates import Recorded as Recorded
 from ._where import claimed, here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import jax
 
@@ -113,8 +113,9 @@ class RecordedLookup:
 class Capture:
     """Records one trace of a body. See the module's docstring.
 
-    ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of iterators) are in the
-    order of the body; each variable is read once. ``moves`` are the updates of
+    ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of ``iterators``, those
+    of the arguments before those that are captured) are in the order of the body; each
+    variable is read once. ``moves`` are the updates of
     variables that live here, which are not among ``updates``; ``calls`` the gradients
     that parameter servers apply. ``own`` are the last
     values of copies that a replica has updated for itself, by key of the variable.
@@ -140,7 +141,7 @@ class Capture:
         self._is_region = is_region
         self._drawn: list[Any] = []
         self._feed = feed
-        self._iterators = list(iterators)
+        self.iterators = list(iterators)
         self._values: dict[int, jax.Array] = {}
         self._base: dict[int, jax.Array] = {}
         self._writes: dict[int, list[Write]] = {}
@@ -225,6 +226,11 @@ class Capture:
         self._values[variable.spec.key] = copies
         self._scope.enter_context(fresh())
 
+    def take_values(self, values: Mapping[int, jax.Array]) -> None:
+        """The values of variables of another process that came with the step, by key:
+        they are read from nowhere else, and the step updates none of them."""
+        self._values.update(values)
+
     @property
     def variables(self) -> list[VariableHandle]:
         """Those that it reads, and those whose copies it updates."""
@@ -300,7 +306,8 @@ class Capture:
                     target._record(self, op, arrays[0], call.optimizer)
 
     def draw(self, iterator: StepIterator) -> Any:
-        """The next element of an iterator among the arguments, as the trace sees it.
+        """The next element of an iterator among the arguments, or of one that an object
+        holds which came with the body, as the trace sees it.
 
         Raises:
             RuntimeError: Under a transformation of jax, or in a region, or it is no
@@ -317,8 +324,11 @@ class Capture:
                 "next(iterator) as often as the step needs"
             )
         ordinal = next(
-            (n for n, known in enumerate(self._iterators) if known is iterator), None
+            (n for n, known in enumerate(self.iterators) if known is iterator), None
         )
+        if ordinal is None and iterator.is_resource:
+            ordinal = len(self.iterators)
+            self.iterators.append(iterator)
         if ordinal is None:
             raise RuntimeError(
                 f"{here()}: the step draws from an iterator of {iterator.name} that it "

@@ -36,6 +36,10 @@ worker_context: Final[ContextVar[WorkerContext | None]] = ContextVar(
 )
 """Set by the worker; law of the file: whoever sets it resets it."""
 
+building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
+"""Whether a worker builds a dataset here: a step function is its plain body then, as it
+returns datasets, and is not traced. Whoever sets it resets it."""
+
 asked: Final[ContextVar[Callable[[], None] | None]] = ContextVar(
     "zstrat_worker_context_asked", default=None
 )

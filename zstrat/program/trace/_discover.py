@@ -73,6 +73,7 @@ def discover(
             np.zeros((), np.float32), call.inputs
         )
     capture, structure = found[-1]
+    template = replace(template, iterators=tuple(capture.iterators))
     _refuse_leaks(step, closed, len(results), capture.updates)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
     wide = wide_leaves(call, gaps, elements)

@@ -44,7 +44,8 @@ class Draws:
     """Real or abstract elements for one call: drawn, used, given back."""
 
     def __init__(self, iterators: Sequence[StepIterator]) -> None:
-        self._iterators = iterators
+        self.iterators = iterators
+        """Those among the arguments, then those that the body captured."""
         self._drawn: list[tuple[int, Any, Element]] = []
         self._used = 0
         self.is_spent = False
@@ -62,7 +63,7 @@ class Draws:
             OutOfRangeError: There is none; then all others were given back.
             TypeError: It is no pytree of arrays; then all were given back.
         """
-        iterator = self._iterators[ordinal]
+        iterator = self.iterators[ordinal]
         if iterator.is_abstract:
             raw: Any = iterator.element_spec
         else:
@@ -81,6 +82,16 @@ class Draws:
         self._drawn.append((ordinal, raw, element))
         return element
 
+    def require_real(self) -> None:
+        """Refuses elements that are only described.
+
+        Raises:
+            RuntimeError: They are on a worker.
+        """
+        for iterator in self.iterators:
+            if iterator._source is None:
+                iterator.draw()
+
     def match(self, ordinals: Sequence[int]) -> list[Element]:
         """Draws exactly these, keeping what was drawn so already. Raises as `draw`."""
         kept = 0
@@ -95,7 +106,8 @@ class Draws:
 
     def supply(self, ordinal: int, iterator: StepIterator) -> Element:
         """For a trace: the elements that were drawn already, then new ones."""
-        del iterator  # the ordinal names it
+        if ordinal == len(self.iterators):  # the body captured it
+            self.iterators = [*self.iterators, iterator]
         if self._used < len(self._drawn):
             known, _, element = self._drawn[self._used]
             if known == ordinal:
@@ -118,8 +130,8 @@ class Draws:
     def _give_back(self, start: int) -> None:
         while len(self._drawn) > start:
             ordinal, raw, _ = self._drawn.pop()
-            if not self._iterators[ordinal].is_abstract:
-                self._iterators[ordinal].unread(raw)
+            if not self.iterators[ordinal].is_abstract:
+                self.iterators[ordinal].unread(raw)
 
 
 T = TypeVar("T")
@@ -172,6 +184,10 @@ class StepIterator:
         steady: The source never writes to an element that it gave, so none need be
             copied; see `zstrat.data.is_steady`, which is asked where it is not said.
     """
+
+    is_resource: bool = False
+    """Whether it was built on a worker under a number, or stands for one: then it is
+    the same object as long as the step is, which may capture it."""
 
     def __init__(
         self,

@@ -73,8 +73,12 @@ class Template:
 
     def empty(self, elements: Sequence[TreeDef]) -> Template:
         """This template without values: no argument and no dataset is kept alive by
-        it."""
-        stand_ins = {id(it): StepIterator(None, name=it.name) for it in self.iterators}
+        it, but for the iterators that the body itself keeps."""
+        given = set(map(id, self.leaves))
+        stand_ins = {
+            id(it): StepIterator(None, name=it.name) if id(it) in given else it
+            for it in self.iterators
+        }
         leaves = [stand_ins.get(id(leaf), leaf) for leaf in self.leaves]
         for gap in self.gaps:
             leaves[gap] = None
@@ -110,7 +114,8 @@ class Template:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """See the module's docstring. ``draws`` are ordinals of the iterators among the
-    arguments, in the order of the draws; ``out_specs`` are the arrays of the result.
+    arguments, then of those ``captured``, in the order of the draws; ``out_specs`` are
+    the arrays of the result.
 
     ``variables`` are the handles behind ``reads``; ``targets`` the variables and
     optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
@@ -138,6 +143,7 @@ class Plan:
     calls: tuple[GradientCall, ...] = ()
     taken: frozenset[int] = frozenset()
     watch: Callable[[Sequence[Any]], None] | None = None
+    captured: tuple[StepIterator, ...] = ()
 
     @property
     def has_lookups(self) -> bool:
@@ -205,12 +211,17 @@ class Plan:
             raise _refusals.changed(self.function, "its result has another structure")
 
     def require_shared(self) -> None:
-        """Refuses a plan that other tasks cannot run, because it uses variables of this
-        process.
+        """Refuses a plan that other tasks cannot run, because it updates variables of
+        this process, or looks rows up in them. Values that it reads can be sent along.
 
         Raises:
             ValueError: Names the variables.
         """
-        local = [str(spec) for spec in self.specs if spec.ps == LOCAL]
-        if local:
-            raise _refusals.not_shared(f"the step function {self.function!r}", *local)
+        who = f"the step function {self.function!r}"
+        changed = [spec for update in self.updates for spec in update.specs]
+        changed += [spec for specs, _ in self.moves for spec in specs]
+        if local := [str(spec) for spec in changed if spec.ps == LOCAL]:
+            raise _refusals.not_shared(f"{who} updates", *dict.fromkeys(local))
+        tables = [part for x in self.lookups for part in x.table.components]
+        if local := [str(part.spec) for part in tables if part.spec.ps == LOCAL]:
+            raise _refusals.not_shared(f"{who} looks rows up in", *dict.fromkeys(local))

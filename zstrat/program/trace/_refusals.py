@@ -216,11 +216,14 @@ def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
 
 
 def not_shared(who: str, *variables: object) -> ValueError:
-    """A step for workers uses variables that no other process can reach."""
+    """A step for workers uses variables that no other process can reach. ``who`` ends
+    in what it does with them."""
     return ValueError(
-        f"{who} uses {', '.join(map(str, variables))}, created outside of "
+        f"{who} {', '.join(map(str, variables))}, created outside of "
         "strategy.scope(): it lives in the process that created it, and no worker can "
-        "reach it. Create variables that workers use inside strategy.scope()"
+        "reach it. Create variables that workers use inside strategy.scope() (the "
+        "value of another one can be read in a scheduled step that is traced, and "
+        "travels with it)"
     )
 
 

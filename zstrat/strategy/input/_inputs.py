@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 
 from zstrat.data import InputContext, Worker, allotted, as_dataset, dense, ending
-from zstrat.program import StepDataset, kept
+from zstrat.program import StepDataset, building, kept
 from zstrat.variables import line_outside
 
 from ._distributed_dataset import DistributedDataset
@@ -242,7 +242,11 @@ def settled(options: InputOptions | None) -> InputOptions:
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
-    made = dataset_fn(context)
+    before = building.set(True)  # it may be a step function, which is its body then
+    try:
+        made = dataset_fn(context)
+    finally:
+        building.reset(before)
     refuse_distributed(made)
     try:
         return as_dataset(made)

@@ -111,6 +111,8 @@ def gather_values(value: Any, axis: Any, replicas: int) -> Any:
             return gather_whole(node, along)
         if isinstance(node, DistributedValues):
             return _joined(lambda parts: concatenate(parts, along), node)
+        if is_slices(node):
+            raise _no_gather_of_slices()
         if replicas > 1:
             raise ValueError(
                 f"gather: a value that is not distributed ({node!r:.80}) has no parts "

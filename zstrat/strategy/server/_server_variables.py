@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from zstrat.errors import NotFoundError
 from zstrat.program import dump_code
 from zstrat.variables import (
+    LOCAL,
     DeferredValue,
     Variable,
     VariableHandle,
@@ -97,7 +98,7 @@ class ServerVariables:
         strangers = [
             f"{spec} (key {spec.key})"
             for spec in specs
-            if not self._numbers.has_variable(spec)
+            if spec.ps != LOCAL and not self._numbers.has_variable(spec)
         ]
         strangers += [
             repr(optimizer)
