@@ -143,6 +143,7 @@ class PerWorkerIterator(PerWorker):
         return dataset._spec
 
     def _stand_in(self) -> StepIterator | None:
+        self._core.require_kept()
         spec = self._stand_in_spec()
         return (
             None if spec is None else StepIterator(None, spec, name=self._record.name)
@@ -202,6 +203,7 @@ def spec_of(layout: LayoutMessage) -> Any:
 
 def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     def stand_in() -> Any:
+        core.require_kept()
         if not _wait_known(core, record):
             return None
         assert record.layout is not None

@@ -79,6 +79,10 @@ class ValueSource(Protocol):
 
     async def wait_value_async(self, value: RemoteValue) -> None: ...
 
+    def fetched(self, error: Exception) -> None: ...
+
+    def interrupted(self, interrupt: KeyboardInterrupt) -> None: ...
+
 
 @final
 class RemoteValue:
@@ -145,10 +149,16 @@ class RemoteValue:
             CancelledError: The closure was cancelled, or its resource was aborted.
             ClosureAbortedError: A large result went away with its worker.
             DeadlineExceededError: ``timeout`` has passed; the closure goes on.
+            KeyboardInterrupt: Ctrl-C, which cancels what waits, as in
+                `ClusterCoordinator.join`.
             Exception: What the step function raised, every time.
         """
-        self._engine.wait_value(self, timeout)
-        return self._numpy(self._settled(self._engine.bring))
+        try:
+            self._engine.wait_value(self, timeout)
+            return self._numpy(self._settled(self._engine.bring))
+        except KeyboardInterrupt as interrupt:
+            self._engine.interrupted(interrupt)
+            raise
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
@@ -223,6 +233,7 @@ class RemoteValue:
                 f" ({self._error})"
             ) from self._error
         if self._error is not None:
+            self._engine.fetched(self._error)
             # Without this each raise would lengthen the traceback of the one before.
             raise self._error.with_traceback(None)
         result = self._result
