@@ -89,7 +89,7 @@ class Rest:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody wants all to be at rest. From any thread."""
+        """Whether somebody wants all to be at rest."""
         return bool(self._holders)
 
     def attach(self, dispatcher: Dispatcher) -> None:

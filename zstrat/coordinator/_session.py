@@ -13,7 +13,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from zstrat.errors import BusyError
+from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
@@ -265,13 +265,16 @@ class ClusterSession:
         log.info("%s", words)
         self.portal.close(words)
 
+    async def _rests(self) -> bool:
+        return self.cluster.rest.is_held and self.cluster.broken is None
+
     def _unfinished(self, words: str) -> str | None:
         """What keeps the cluster, in words; else the coordinator, if there is one, is
         closed with the ``words``."""
-        if self.portal.is_closed:
-            return None
-        if self.cluster.rest.is_held and self.cluster.broken is None:
-            return "a checkpoint is saved or restored"
+        # The loop is asked: who has rested a moment ago tells it so without waiting.
+        with contextlib.suppress(ClosedError):
+            if self.run(self._rests(), "looking whether a checkpoint is saved"):
+                return "a checkpoint is saved or restored"
         with self.lock:
             core = self.coordinators.get("core")
             return None if core is None else core.engine.give_way(words)
