@@ -1,5 +1,7 @@
 """One coordinator at a time, and nobody else's requests."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_a_program_is_not_told_to_stop_itself():
     tasks = Ownership("/job:ps/task:0")
     tasks.open(1, object(), hello(1))
     with pytest.raises(BusyError, match=r"your own program.*strategy\.close") as raised:
-        tasks.open(2, object(), hello(1)._replace(incarnation=2))
+        tasks.open(2, object(), replace(hello(1), incarnation=2))
     assert "1001" not in str(raised.value)
 
 

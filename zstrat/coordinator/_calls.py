@@ -167,6 +167,8 @@ class CallTable:
             ValueError: A `RemoteValue` is among the arguments, or the function uses
                 variables that live in this process only.
             NotFoundError: It uses variables of another session.
+            ClosedError: A per-worker resource is of a coordinator that has lost the
+                cluster to a newer one.
             Exception: What tracing or pickling raised.
         """
         function = _checked(function)
@@ -177,6 +179,8 @@ class CallTable:
             )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
+        for resource in resources:
+            resource.require_kept()
         result = Result(function.name, self._trace(function, positional, named))
         known = self._know(function)
         arguments = None

@@ -84,6 +84,7 @@ class PerWorkerIterator(PerWorker):
         self.resource = record.number
         self._dataset, self._core, self._record = dataset, core, record
         self.claim = Claim(core.drop_resource, record.number)
+        self.require_kept = core.require_kept
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -143,7 +144,6 @@ class PerWorkerIterator(PerWorker):
         return dataset._spec
 
     def _stand_in(self) -> StepIterator | None:
-        self._core.require_kept()
         spec = self._stand_in_spec()
         return (
             None if spec is None else StepIterator(None, spec, name=self._record.name)
@@ -203,14 +203,15 @@ def spec_of(layout: LayoutMessage) -> Any:
 
 def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     def stand_in() -> Any:
-        core.require_kept()
         if not _wait_known(core, record):
             return None
         assert record.layout is not None
         return spec_of(record.layout)
 
     claim = Claim(core.drop_resource, record.number)
-    return PerWorkerValues(record.values, record.number, claim, stand_in)
+    return PerWorkerValues(
+        record.values, record.number, claim, stand_in, core.require_kept
+    )
 
 
 def _wait_known(core: CoordinatorCore, record: Record) -> bool:

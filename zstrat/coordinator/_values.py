@@ -303,6 +303,8 @@ class PerWorker(Resource, abc.ABC):
     """A handle of one thing on every worker, that a scheduled function may take."""
 
     claim: Claim
+    require_kept: Callable[[], None]
+    """Raises `ClosedError` if its coordinator has lost the cluster to a newer one."""
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
@@ -326,6 +328,7 @@ class PerWorkerValues(PerWorker):
         resource: int = 0,
         claim: Claim | None = None,
         stand_in: Callable[[], object | None] | None = None,
+        require_kept: Callable[[], None] | None = None,
     ) -> None:
         self._values = tuple(values)
         for value in self._values:
@@ -336,6 +339,7 @@ class PerWorkerValues(PerWorker):
                 )
         self.resource = resource
         self.claim = claim or Claim(_nothing, resource)
+        self.require_kept = require_kept or _always_kept
         self._describe = stand_in
 
     @property
@@ -350,6 +354,10 @@ class PerWorkerValues(PerWorker):
                 "made (create_per_worker_dataset) can be arguments of a function"
             )
         return self._describe()
+
+
+def _always_kept() -> None:
+    """Values that no coordinator has made are nobody's."""
 
 
 def _nothing(_: int) -> None:
