@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._core import CoordinatorCore, core_of
+from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset
 from ._values import RemoteValue
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-    from ._failures import CallSite
-    from ._strategy import CoordinatedStrategy
+    from ._pending_errors import CallSite
 
 
 @final

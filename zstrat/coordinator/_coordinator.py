@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._core import CoordinatorCore, core_of
+from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._values import PerWorkerValues, RemoteValue
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.wire import PlainTree
-
-    from ._strategy import CoordinatedStrategy
 
 
 @final

@@ -7,6 +7,7 @@ dispatcher do not know it, so when both coordinators are dropped, it is, and end
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,11 +20,13 @@ from ._dispatch import Dispatcher
 from ._engine import ClosureEngine
 from ._queue import MAX_ATTEMPTS, MAX_QUEUED, Queue
 from ._resources import Record
-from ._strategy import CoordinatedStrategy
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
 
+    from zstrat.program import Plan
     from zstrat.transport import Portal
     from zstrat.wire import PlainTree
 
@@ -31,9 +34,34 @@ if TYPE_CHECKING:
     from ._session import ClusterSession
     from ._values import Kept
 
+
 WORKER_WAIT: Final = 600.0
 """Seconds without any worker until `join` gives up: long enough to boot a machine."""
 STOPPING: Final = 10.0
+
+
+class CoordinatedStrategy(abc.ABC):
+    """A strategy whose steps a `ClusterCoordinator` schedules on workers.
+
+    It is shipped with each of them: pickled, it arrives as what stands for it there.
+    """
+
+    @property
+    @abc.abstractmethod
+    def session(self) -> ClusterSession:
+        """The cluster, connected."""
+
+    @abc.abstractmethod
+    def scope(self) -> AbstractContextManager[object]:
+        """Entered around each trace of a scheduled function, here and on workers."""
+
+    @abc.abstractmethod
+    def require_known(self, plan: Plan) -> None:
+        """Refuses a step that the parameter servers of this session cannot serve.
+
+        Raises:
+            NotFoundError: It uses variables or optimizers of another session.
+        """
 
 
 @final

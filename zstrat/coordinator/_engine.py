@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._calls import ScheduledCall
-    from ._failures import CallSite
+    from ._pending_errors import CallSite
 
 T = TypeVar("T")
 ANSWERING: Final = 1.0
@@ -125,9 +125,9 @@ class ClosureEngine:
                 self._watchers.pop(bell, None)
         if not wish.is_carried_out or wish.waited or wish.running:
             interrupt.add_note(
-                f"{wish.waited} closures that waited for a worker were cancelled. "
-                f"{wish.running} were with workers, which drop those that they have "
-                "not begun; the next call of the coordinator waits for the others."
+                f"{wish.waited} closures that waited for a worker were cancelled; "
+                f"workers have {wish.running} more, and drop those that they have not "
+                "begun. The next call of the coordinator waits for the others."
             )
 
     def done(self) -> bool:

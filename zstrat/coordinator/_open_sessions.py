@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.errors import BusyError
 from zstrat.variables import line_outside
@@ -23,20 +23,27 @@ if TYPE_CHECKING:
 
     from zstrat.transport import Portal
 
-    from ._session import ClusterSession
-
 Place = tuple[str, int, str]
 """The job and the index that the program has, and the address of a task that knows it
 as that."""
 
 
+class Replaceable(Protocol):
+    """A `ClusterSession`, as far as it is replaced."""
+
+    @property
+    def portal(self) -> Portal: ...
+
+    def give_way(self, made_at: str, newer: str) -> None: ...
+
+
 class SessionClaim:
-    """One session, and for which tasks. It keeps the session not alive."""
+    """One session, and for which tasks. It does not keep the session alive."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.places = frozenset(places)
         self.made_at = "{}:{}".format(*line_outside())
-        self._session: weakref.ref[ClusterSession] | None = None
+        self._session: weakref.ref[Replaceable] | None = None
         self._portal: weakref.ref[Portal] | None = None
 
     @property
@@ -48,7 +55,7 @@ class SessionClaim:
         portal = None if self._portal is None else self._portal()
         return not self.is_opening and (portal is None or portal.is_closed)
 
-    def opened(self, session: ClusterSession) -> None:
+    def opened(self, session: Replaceable) -> None:
         self._session = weakref.ref(session)
         self._portal = weakref.ref(session.portal)
 

@@ -42,14 +42,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
-from ._failures import ClosureSource, Failure, Failures
+from ._pending_errors import ClosureSource, PendingError, PendingErrors
 from ._steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ._calls import ScheduledCall
-    from ._failures import CallSite
+    from ._pending_errors import CallSite
     from ._values import RemoteValue
 
 MAX_QUEUED: Final = 262_144
@@ -145,7 +145,7 @@ class Queue:
         self.steps = Steps(first_step)
         self.phase = Phase.OPEN
         self.running = 0
-        self._failures = Failures(errors_once)
+        self._failures = PendingErrors(errors_once)
         """Since the last one was raised, and before the next one begins."""
         self._pending = False
         self._cause: str | None = None
@@ -266,7 +266,7 @@ class Queue:
         """Whether a call of the user has an error to raise."""
         return self._pending and self._failures.first is not None
 
-    def reopen(self) -> Failure | None:
+    def reopen(self) -> PendingError | None:
         """The first error, for the one who raises it; None after a cancellation. FENCED
         → OPEN."""
         assert self.is_drained, "the error is raised when nothing runs"
@@ -339,7 +339,7 @@ class Queue:
             self.phase, self._pending = Phase.FAILED, True
             self._failures.begin()
         source = None if closure is None else closure.source
-        self._failures.add(Failure(error, source))
+        self._failures.add(PendingError(error, source))
 
     def retry(
         self, closure: Closure, now: float, delay: float = 0.0, *, begun: bool

@@ -40,7 +40,7 @@ class ClosureSource:
 
 
 @dataclass(slots=True, eq=False)
-class Failure:
+class PendingError:
     """An error that a call of the user is to raise."""
 
     error: Exception
@@ -70,7 +70,7 @@ class Failure:
         return f"{words}."
 
 
-class Failures:
+class PendingErrors:
     """Those that came with the first one.
 
     Args:
@@ -79,14 +79,14 @@ class Failures:
 
     def __init__(self, once: bool) -> None:
         self._once = once
-        self._all: list[Failure] = []
+        self._all: list[PendingError] = []
 
     @property
     def errors(self) -> list[Exception]:
         return [failure.error for failure in self._all]
 
     @property
-    def first(self) -> Failure | None:
+    def first(self) -> PendingError | None:
         """The first one that is still to be raised."""
         waiting = (one for one in self._all if not (self._once and one.was_fetched))
         return next(waiting, None)
@@ -95,7 +95,7 @@ class Failures:
         """The next one is the first."""
         self._all.clear()
 
-    def add(self, failure: Failure) -> None:
+    def add(self, failure: PendingError) -> None:
         if len(self._all) >= KEPT_ERRORS:
             self._all.pop()
         self._all.append(failure)
