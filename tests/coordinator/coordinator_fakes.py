@@ -72,7 +72,7 @@ class FakeLink:
         self.world, self.address, self.name = world, address, name
         self.on_notice, self.on_open, self.on_lost = on_notice, on_open, on_lost
         self.is_open, self.closed, self.peer = False, False, None
-        self.is_refused = False
+        self.is_refused, self.trouble = False, "no answer"
         self.open_requests = set()
         self.waiters = []
         self.task = world.tasks[address]

@@ -54,6 +54,19 @@ def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog
     assert clock.timers == []
 
 
+def test_what_was_said_already_is_not_said_again_at_length(caplog):
+    ps, workers, clock = [lane("p0")], [lane("w0")], Clock()
+    Arrival(ps, workers, clock.call_later).start()
+    for _ in range(3):
+        clock.go_off()
+    ps[0].state = "another trouble"
+    clock.go_off()
+    first, second, third, last = caplog.messages
+    assert "p0.example:1 (no answer)" in first
+    assert second == third == "connecting: still waiting for p0, w0, as before"
+    assert "p0.example:1 (another trouble)" in last
+
+
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
     monkeypatch.setattr(_task_session, "FIRST_WORD", 0.0)
     world = make_world(ps=2)

@@ -61,6 +61,9 @@ class TaskLink(Protocol):
     def is_refused(self) -> bool: ...
 
     @property
+    def trouble(self) -> str: ...
+
+    @property
     def peer(self) -> Hello | None: ...
 
     def start(self) -> None: ...
@@ -186,7 +189,9 @@ class TaskSession:
             return "in the session"
         if self.refusal is not None:
             return f"{type(self.refusal).__name__}: {self.refusal}"
-        return "connected, opens no session yet" if self.link.is_open else "no answer"
+        if self.link.is_open:
+            return "connected, opens no session yet"
+        return self.link.trouble
 
     def start(self) -> None:
         self.link.start()
@@ -391,6 +396,7 @@ class Arrival:
     ) -> None:
         self._ps, self._workers, self._call_later = ps, workers, call_later
         self._timer: Cancellable | None = None
+        self._said: list[str] = []
 
     def start(self) -> None:
         self._timer = self._call_later(FIRST_WORD, self._tell)
@@ -412,6 +418,10 @@ class Arrival:
         awaited = [
             f"{task.name} at {task.address} ({task.state})" for task in self.awaited
         ]
-        if awaited:
+        if awaited and awaited == self._said:
+            names = ", ".join(task.name for task in self.awaited)
+            log.warning("connecting: still waiting for %s, as before", names)
+        elif awaited:
             log.warning("connecting: still waiting for %s", ", ".join(awaited))
+        self._said = awaited
         self._timer = self._call_later(NEXT_WORD, self._tell)
