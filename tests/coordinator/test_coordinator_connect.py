@@ -10,6 +10,7 @@ import zstrat.program as zs
 from zstrat.coordinator import _task_session
 from zstrat.coordinator._task_session import Arrival
 from zstrat.errors import BusyError, DeadlineExceededError
+from zstrat.wire import OpenSession
 
 
 class Clock:
@@ -182,3 +183,24 @@ def test_the_session_tells_tasks_who_they_are(make_world):
     session = world.session
     assert (session.ps_count, session.worker_count) == (2, 3)
     assert (session.platform, session.devices) == ("cpu", 2)
+
+
+@pytest.mark.parametrize(("longest", "warnings"), [(5.0, 0), (0.1, 1)])
+def test_a_task_that_is_still_held_is_an_alarm_only_if_that_lasts(
+    world, caplog, monkeypatch, longest, warnings
+):
+    monkeypatch.setattr(_task_session, "LONGEST_PAUSE", longest)
+    caplog.set_level("WARNING")
+    (ps,) = world.ps
+    handle, refused = ps.handle, []
+
+    def held_at_first(message):
+        if isinstance(message, OpenSession) and not refused:
+            refused.append(message)
+            raise BusyError("ps:0 serves a coordinator that has died")
+        return handle(message)
+
+    ps.handle = held_at_first
+    world.connect()
+    assert refused
+    assert len(caplog.messages) == warnings

@@ -163,7 +163,7 @@ class TaskSession:
         self._life: int | None = None
         """The incarnation that has something of ours."""
         self._emptied = False
-        self._pause = FIRST_PAUSE
+        self._pause, self._warned = FIRST_PAUSE, ""
         self._timer: asyncio.TimerHandle | None = None
         self._asked: asyncio.Future[Message] | None = None
         self._entered: asyncio.Event = asyncio.Event()
@@ -324,6 +324,7 @@ class TaskSession:
             self._leave("it served another coordinator, and what it held is gone")
             return
         resumed, self.opened, self.refusal = self.is_ready, answer, None
+        self._warned = ""
         self.gone = False
         if self.line is not None:
             self.line.resume()
@@ -337,8 +338,12 @@ class TaskSession:
         self._events.ready(self)
 
     def _refused(self, error: ZstratError) -> None:
-        if self.refusal is None or str(self.refusal) != str(error):
+        # A coordinator that has died holds its tasks until its silence is noticed,
+        # which is before our pauses have grown: so each task is no alarm of its own.
+        lasts = not isinstance(error, BusyError) or self._pause >= LONGEST_PAUSE
+        if lasts and self._warned != str(error):
             log.warning("%s at %s does not join: %s", self.name, self.address, error)
+            self._warned = str(error)
         self.refusal = error
 
     def _leave(self, reason: str, level: int = logging.WARNING) -> None:
