@@ -11,6 +11,7 @@ from zstrat.coordinator import _task_session
 from zstrat.coordinator._task_session import Arrival
 from zstrat.errors import BusyError, DeadlineExceededError
 from zstrat.testing import FakeClock
+from zstrat.wire import OpenSession
 
 
 def lane(name, *, ready=False):
@@ -35,6 +36,19 @@ def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog
     assert len(caplog.messages) == 2
     arrival.stop()
     assert clock.timers == ()
+
+
+def test_what_was_said_already_is_not_said_again_at_length(caplog):
+    ps, workers, clock = [lane("p0")], [lane("w0")], FakeClock()
+    Arrival(ps, workers, clock.call_later).start()
+    for _ in range(3):
+        clock.advance_to_next()
+    ps[0].state = "another trouble"
+    clock.advance_to_next()
+    first, second, third, last = caplog.messages
+    assert "p0.example:1 (no answer)" in first
+    assert second == third == "connecting: still waiting for p0, w0, as before"
+    assert "p0.example:1 (another trouble)" in last
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
@@ -152,3 +166,24 @@ def test_the_session_tells_tasks_who_they_are(make_world):
     session = world.session
     assert (session.ps_count, session.worker_count) == (2, 3)
     assert (session.platform, session.devices) == ("cpu", 2)
+
+
+@pytest.mark.parametrize(("longest", "warnings"), [(5.0, 0), (0.1, 1)])
+def test_a_task_that_is_still_held_is_an_alarm_only_if_that_lasts(
+    world, caplog, monkeypatch, longest, warnings
+):
+    monkeypatch.setattr(_task_session, "LONGEST_PAUSE", longest)
+    caplog.set_level("WARNING")
+    (ps,) = world.ps
+    handle, refused = ps.handle, []
+
+    def held_at_first(message):
+        if isinstance(message, OpenSession) and not refused:
+            refused.append(message)
+            raise BusyError("ps:0 serves a coordinator that has died")
+        return handle(message)
+
+    ps.handle = held_at_first
+    world.connect()
+    assert refused
+    assert len(caplog.messages) == warnings

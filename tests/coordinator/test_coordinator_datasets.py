@@ -214,9 +214,7 @@ def test_a_worker_gets_no_closure_before_its_resources(world):
         return next(iterator)["x"]
 
     # An eager function is not traced, so schedule does not wait for the element.
-    value = coordinator._core.engine.put(
-        coordinator._core.call(draw, (iterator,), None)
-    )
+    value = coordinator.schedule(draw, args=(iterator,))
     world.until(lambda: len(builds) == 2)
     assert not any(worker.queue or worker.ran for worker in world.workers)
     first = world.workers[0]

@@ -1,5 +1,6 @@
 """First error wins, once, when nothing runs; everything else is cancelled."""
 
+import inspect
 import signal
 import threading
 from typing import ClassVar
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import ClusterCoordinator
 from zstrat.errors import BusyError, CancelledError, OutOfRangeError
 from zstrat.wire import Outcome
 
@@ -48,6 +48,58 @@ def test_the_error_is_raised_once_by_the_next_call(world, call):
     for _ in range(2):
         with pytest.raises(ValueError, match="boom"):
             value.fetch()
+
+
+@pytest.mark.parametrize("call", ["join", "done", "schedule"])
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetched):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(bad, args=("boom",))
+    line = inspect.currentframe().f_lineno - 1
+    coordinator._core.engine.wait_value(value, 20.0)
+    if fetched:
+        with pytest.raises(ValueError, match="boom"):
+            value.fetch()
+    arguments = (good,) if call == "schedule" else ()
+    with pytest.raises(ValueError, match="boom") as raised:
+        getattr(coordinator, call)(*arguments)
+    note = raised.value.__notes__[-1]
+    assert f"step 1 (bad, scheduled at {__file__}:{line})" in note
+    assert f"coordinator.{call} raised it, once" in note
+    assert ("did not schedule what it was called with" in note) == (call == "schedule")
+    assert ("A fetch has raised it before" in note) == fetched
+    assert ("errors_once=True" in note) == fetched
+    assert raised.value.args == ("boom",)
+
+
+@pytest.mark.parametrize("call", ["join", "done", "schedule"])
+def test_with_errors_once_what_was_fetched_is_not_raised_again(world, call):
+    coordinator = world.coordinator(errors_once=True)
+    world.on_loop(world.hold)
+    value = coordinator.schedule(bad, args=("boom",))
+    others = [coordinator.schedule(good) for _ in range(5)]
+    world.on_loop(world.release)
+    with pytest.raises(ValueError, match="boom"):
+        value.fetch()
+    getattr(coordinator, call)(*((good,) if call == "schedule" else ()))
+    coordinator.join()
+    assert [other.fetch() for other in others] == [1] * 5, "nothing was cancelled"
+
+
+def test_with_errors_once_what_nobody_has_fetched_is_raised(world):
+    coordinator = world.coordinator(errors_once=True)
+    world.on_loop(world.hold)
+    values = [coordinator.schedule(bad, args=(str(i),)) for i in range(3)]
+    world.on_loop(world.release)
+    for value in values:
+        coordinator._core.engine.wait_value(value, 20.0)
+    for at in (0, 2):
+        with pytest.raises(ValueError, match=str(at)):
+            values[at].fetch()
+    with pytest.raises(ValueError, match="1"):
+        coordinator.join()
+    coordinator.join()
+    assert coordinator.schedule(good).fetch() == 1
 
 
 def test_everything_else_is_cancelled_and_nothing_runs(world):
@@ -143,28 +195,6 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
     for thread in threads:
         thread.join(20)
     assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
-
-
-def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
-    coordinator = world.coordinator()
-    world.on_loop(world.hold)
-    value = coordinator.schedule(good)
-    main = threading.main_thread().ident
-
-    def interrupt():
-        world.until(lambda: coordinator._core.engine._watchers)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        coordinator.join()
-    thread.join()
-    assert not coordinator._core.engine._watchers
-    world.on_loop(world.release)
-    assert value.fetch() == 1
-    coordinator.shutdown()
-    assert ClusterCoordinator(world.strategy) is not coordinator
 
 
 def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):

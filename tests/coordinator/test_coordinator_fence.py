@@ -74,13 +74,13 @@ def test_one_that_was_applied_nowhere_may_be_scheduled_again(failing, when):
 
 def _when(world, engine, act):
     """Acts when the error is being drained; on the loop."""
-    before = engine.loop.cancel
+    before = engine.loop.drain
 
     def cancel():
         before()
         world.session.portal.call_soon(act)
 
-    engine.loop.cancel = cancel
+    engine.loop.drain = cancel
 
 
 def test_the_error_waits_for_the_servers(failing):

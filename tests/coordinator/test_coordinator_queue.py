@@ -5,10 +5,16 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from zstrat.coordinator._queue import Closure, Effect, Phase, Queue
-from zstrat.errors import ResultLostError, WorkerLostError
+from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
 BOUND, ATTEMPTS, AHEAD = 6, 3, 5
 
@@ -25,7 +31,15 @@ class QueueMachine(RuleBasedStateMachine):
         self.doubtful: set[int] = set()
         self.begun: set[int] = set()
         self.ended: Counter = Counter()
-        self.first_error: Exception | None = None
+        self.once = False
+        self.owed: list[Exception] = []
+        """Errors of which the first is to be raised by the user's next call."""
+        self.cancelled = 0
+
+    @initialize(once=st.booleans())
+    def begin(self, once):
+        self.once = once
+        self.queue = Queue(BOUND, ATTEMPTS, max_ahead=AHEAD, errors_once=once)
 
     def _end(self, closure):
         self.ended[closure.step] += 1
@@ -34,12 +48,13 @@ class QueueMachine(RuleBasedStateMachine):
     def _settle(self, ended):
         for item in ended:
             self._end(item.closure)
+            self.cancelled += isinstance(item.error, CancelledError)
             if isinstance(item.error, WorkerLostError):
                 self._failed(item.error)
 
     def _failed(self, error):
-        if self.first_error is None and self.queue.runs:
-            self.first_error = error
+        if self.queue.runs:
+            self.owed.append(error)
 
     # ---- the user
 
@@ -47,13 +62,13 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def put(self):
         closure = Closure(call=None, value=None)
-        self.queue.put(closure)
+        assert self.queue.put(closure)
         assert closure.step not in self.ended
         self.open[closure.step] = closure
 
-    @precondition(lambda self: self.queue.phase is Phase.FAILED)
+    @precondition(lambda self: self.queue.runs)
     @rule()
-    def drain(self):
+    def drain_or_cancel(self):
         self._settle(self.queue.drain())
         assert self.queue.queued == 0
         self.doubtful = self.open.keys() - {c.step for c in self.running}
@@ -83,9 +98,19 @@ class QueueMachine(RuleBasedStateMachine):
     def raise_error(self):
         assert not self.running, "nothing runs when the error is raised"
         assert not self.open, "and nothing waits"
-        assert self.queue.take_error() is self.first_error
-        self.first_error = None
+        failure = self.queue.reopen()
+        assert (failure and failure.error) is next(iter(self.owed), None)
+        self.owed.clear()
         assert self.queue.is_idle
+        assert self.queue.accepts
+
+    @precondition(lambda self: self.owed)
+    @rule(data=st.data())
+    def fetch_an_error(self, data):
+        error = self.owed[data.draw(st.integers(0, len(self.owed) - 1))]
+        self.queue.fetched(error)
+        if self.once:
+            self.owed.remove(error)
 
     # ---- the workers
 
@@ -160,7 +185,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert queue.is_at_rest == (not self.running and not unsure)
         assert all(count == 1 for count in self.ended.values())
         assert queue.steps.low_water == min(self.open, default=queue.steps.next)
-        assert (queue.phase is Phase.OPEN) == (self.first_error is None)
+        assert queue.has_error == bool(self.owed)
+        assert queue.phase is not (Phase.OPEN if self.owed else Phase.FAILED)
+        assert queue.cancelled == self.cancelled
         assert queue.waiting_fresh <= BOUND
 
     def teardown(self):
@@ -253,7 +280,7 @@ def test_later_errors_are_listed_but_the_first_is_raised():
     assert queue.fence() == []
     assert not queue.is_drained, "zombies may have an effect"
     assert queue.fenced({}) == []
-    assert queue.take_error() is errors[0]
+    assert queue.reopen().error is errors[0]
     assert list(queue.errors) == errors
     assert queue.accepts, "and the queue is usable again"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from zstrat.cluster import ClusterSpec
@@ -29,6 +30,24 @@ def test_unreachable_task_is_named():
     assert findings["ps:0"].ok is False
     assert "127.0.0.1:9" in findings["ps:0"].words
     assert findings["worker:0"].ok is False
+
+
+async def behind_a_closed_door(timeout):
+    """What is found where connections are taken and closed, as for other keys."""
+    door = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    host, port = door.sockets[0].getsockname()
+    async with door:
+        return await examine(
+            ClusterSpec({"ps": [f"{host}:{port}"]}), Settings(), timeout
+        )
+
+
+def test_who_is_not_let_in_is_not_sent_to_look_for_a_firewall():
+    found = by_name(run(behind_a_closed_door(0.5)))["ps:0"]
+    assert found.ok is False
+    assert "the handshake failed" in found.words
+    assert "zstrat keygen" in found.advice
+    assert "firewall" not in found.words + found.advice
 
 
 def test_keys_that_are_not_there(tmp_path):

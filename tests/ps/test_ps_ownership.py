@@ -1,5 +1,7 @@
 """One coordinator at a time, and nobody else's requests."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -34,6 +36,14 @@ def test_a_second_coordinator_waits_until_the_first_is_gone():
     assert not tasks.close(2)
     with pytest.raises(StaleSessionError, match="no session"):
         tasks.check(2)
+
+
+def test_a_program_is_not_told_to_stop_itself():
+    tasks = Ownership("/job:ps/task:0")
+    tasks.open(1, object(), hello(1))
+    with pytest.raises(BusyError, match=r"your own program.*strategy\.close") as raised:
+        tasks.open(2, object(), replace(hello(1), incarnation=2))
+    assert "1001" not in str(raised.value)
 
 
 def test_a_coordinator_that_reconnects_keeps_its_session_and_old_connections_die_late():

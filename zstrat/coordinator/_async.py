@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import sys
 from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._core import CoordinatorCore, core_of
+from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset
 from ._on_worker import coordinator_on_worker
 from ._values import RemoteValue
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-    from ._strategy import CoordinatedStrategy
+    from ._pending_errors import CallSite
 
 
 @final
@@ -40,6 +42,7 @@ class AsyncClusterCoordinator:
         closures_in_flight: int | None = None,
         max_attempts: int | None = None,
         worker_wait_timeout: float | None = None,
+        errors_once: bool | None = None,
     ) -> None:
         self._core: CoordinatorCore = core_of(
             strategy,
@@ -48,6 +51,7 @@ class AsyncClusterCoordinator:
                 "closures_in_flight": closures_in_flight,
                 "max_attempts": max_attempts,
                 "worker_wait_timeout": worker_wait_timeout,
+                "errors_once": errors_once,
             },
         )
 
@@ -73,11 +77,16 @@ class AsyncClusterCoordinator:
 
         Cancellation: nothing is scheduled.
         """
+        awaiter = sys._getframe(1)
+        site: CallSite | None = None
+        if awaiter.f_code.co_flags & inspect.CO_COROUTINE:  # no task of its own runs it
+            site = awaiter.f_code, awaiter.f_lasti
+        del awaiter  # which an error's traceback would keep alive
         core = self._core
         call = core.calls.find(fn, args, kwargs)
         if call is None:
             call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
-        return await core.engine.put_async(call)
+        return await core.engine.put_async(call, site)
 
     async def join(self) -> None:
         """Waits until all that was scheduled before has ended.
@@ -85,6 +94,14 @@ class AsyncClusterCoordinator:
         Cancellation: all goes on; join again.
         """
         await self._core.engine.join_async()
+
+    async def cancel(self) -> int:
+        """See `ClusterCoordinator.cancel`.
+
+        Cancellation: what waited is cancelled all the same; the next call waits for
+        what runs.
+        """
+        return await self._core.engine.cancel_async()
 
     async def done(self) -> bool:
         """Whether nothing waits and nothing runs. Raises as `join` does.

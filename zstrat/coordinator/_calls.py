@@ -182,6 +182,8 @@ class CallTable:
             RuntimeError: An iterator that the function captured was dropped, or a step
                 is being traced.
             NotFoundError: It uses variables of another session.
+            ClosedError: A per-worker resource is of a coordinator that has lost the
+                cluster to a newer one.
             Exception: What tracing or pickling raised.
         """
         if recorder.get() is not None:
@@ -195,6 +197,8 @@ class CallTable:
             )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
+        for resource in resources:
+            resource.require_kept()
         traced = self._trace(function, positional, named)
         result = Result(function.name, traced.treedef)
         if traced.carried:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._core import CoordinatorCore, core_of
+from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._on_worker import coordinator_on_worker
 from ._values import PerWorkerValues, RemoteValue
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.wire import PlainTree
-
-    from ._strategy import CoordinatedStrategy
 
 
 @final
@@ -36,10 +35,14 @@ class ClusterCoordinator:
             that closure is reported as the cause. 5 if left out.
         worker_wait_timeout: Seconds that work waits while there is no worker at all.
             600 if left out.
+        errors_once: An error that `fetch` has raised is not raised by another call, and
+            what waits is not cancelled for it: for notebooks. Left out: the next
+            `schedule`, `join` or `done` raises it, too, as in TensorFlow.
 
     Raises:
         ValueError: ``strategy`` is of another kind, or has a coordinator with other
             options.
+        ClosedError: The strategy is closed.
     """
 
     _core: CoordinatorCore
@@ -52,12 +55,14 @@ class ClusterCoordinator:
         closures_in_flight: int | None = None,
         max_attempts: int | None = None,
         worker_wait_timeout: float | None = None,
+        errors_once: bool | None = None,
     ) -> ClusterCoordinator:
         options = {
             "max_queued": max_queued,
             "closures_in_flight": closures_in_flight,
             "max_attempts": max_attempts,
             "worker_wait_timeout": worker_wait_timeout,
+            "errors_once": errors_once,
         }
         core = core_of(strategy, options)
         with core.session.lock:
@@ -93,9 +98,22 @@ class ClusterCoordinator:
         Raises:
             TypeError: ``fn`` is no `zstrat.function`.
             ValueError: A `RemoteValue` is among the arguments.
-            Exception: An error of an earlier closure; this one is not scheduled then.
+            KeyboardInterrupt: Ctrl-C, which cancels what waits, as in `join`.
+            Exception: An error of an earlier closure, with a note that says which; this
+                one is not scheduled then.
         """
-        return self._core.engine.put(self._core.call(fn, args, kwargs))
+        caller = sys._getframe(1)
+        site = caller.f_code, caller.f_lasti
+        del caller  # which an error's traceback would keep alive
+        core = self._core
+        try:
+            call = core.calls.find(fn, args, kwargs)
+            if call is None:
+                call = core.calls.make(fn, args, kwargs)
+            return core.engine.put(call, site)
+        except KeyboardInterrupt as interrupt:
+            core.engine.interrupted(interrupt)
+            raise
 
     def join(self, timeout: float | None = None) -> None:
         """Blocks until all that was scheduled before has ended.
@@ -105,8 +123,32 @@ class ClusterCoordinator:
             PSUnavailableError: A parameter server is gone; names it.
             UnavailableError: No worker was there for ``worker_wait_timeout`` seconds.
             DeadlineExceededError: ``timeout`` seconds have passed; all goes on.
+            KeyboardInterrupt: Ctrl-C, which cancels what waits and what the workers
+                have not begun, as `cancel` does. It does not wait for what they have
+                begun: the next call does.
         """
-        self._core.engine.join(timeout)
+        engine = self._core.engine
+        try:
+            engine.join(timeout)
+        except KeyboardInterrupt as interrupt:
+            engine.interrupted(interrupt)
+            raise
+
+    def cancel(self, timeout: float | None = None) -> int:
+        """Cancels what waits, and what the workers have not begun; then blocks until
+        nothing runs any more. Afterwards the coordinator can be used as before.
+
+        The values of what was cancelled raise `CancelledError`; it has had no effect,
+        and never will. An error that is still to be raised stays to be raised.
+
+        Returns:
+            How many closures were cancelled.
+
+        Raises:
+            DeadlineExceededError: ``timeout`` seconds have passed; what waited is
+                cancelled, and the next call waits for what runs.
+        """
+        return self._core.engine.cancel(timeout)
 
     def done(self) -> bool:
         """Whether nothing waits and nothing runs. Raises as `join` does."""
@@ -140,8 +182,10 @@ class ClusterCoordinator:
     def shutdown(self, cluster: bool = False) -> None:
         """Cancels what waits and runs, and lets the workers go. Idempotent.
 
-        Variables can be read on, unless ``cluster``: then the session is closed, and
-        workers and parameter servers end as processes.
+        The connection of the strategy stays open, unless ``cluster``: variables can be
+        read on, another coordinator of the strategy can be made, and no other program
+        can use the cluster before ``strategy.close()``. With ``cluster`` the session is
+        closed, and workers and parameter servers end as processes.
         """
         self._core.shutdown(cluster)
 

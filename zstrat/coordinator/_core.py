@@ -7,32 +7,61 @@ dispatcher do not know it, so when both coordinators are dropped, it is, and end
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
 
-from ._calls import CallTable, Code, PickledArguments, ScheduledCall
+from ._calls import CallTable, Code, PickledArguments
 from ._dispatch import Dispatcher
 from ._engine import ClosureEngine
 from ._queue import MAX_ATTEMPTS, MAX_QUEUED, Queue
 from ._resources import Record
-from ._strategy import CoordinatedStrategy
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
 
+    from zstrat.program import Plan
     from zstrat.transport import Portal
     from zstrat.wire import PlainTree
 
+    from ._loop_side import Cancelling
     from ._session import ClusterSession
     from ._values import Kept
+
 
 WORKER_WAIT: Final = 600.0
 """Seconds without any worker until `join` gives up: long enough to boot a machine."""
 STOPPING: Final = 10.0
+
+
+class CoordinatedStrategy(abc.ABC):
+    """A strategy whose steps a `ClusterCoordinator` schedules on workers.
+
+    It is shipped with each of them: pickled, it arrives as what stands for it there.
+    """
+
+    @property
+    @abc.abstractmethod
+    def session(self) -> ClusterSession:
+        """The cluster, connected."""
+
+    @abc.abstractmethod
+    def scope(self) -> AbstractContextManager[object]:
+        """Entered around each trace of a scheduled function, here and on workers."""
+
+    @abc.abstractmethod
+    def require_known(self, plan: Plan) -> None:
+        """Refuses a step that the parameter servers of this session cannot serve.
+
+        Raises:
+            NotFoundError: It uses variables or optimizers of another session.
+        """
 
 
 @final
@@ -40,7 +69,7 @@ class CoordinatorCore:
     """Schedules calls of a strategy.
 
     Args:
-        max_queued, max_attempts: See `Queue`.
+        max_queued, max_attempts, errors_once: See `Queue`.
         closures_in_flight: Per worker; None: see `Members`.
         worker_wait_timeout: Seconds that work waits when there is no worker at all.
     """
@@ -53,16 +82,16 @@ class CoordinatorCore:
         closures_in_flight: int | None = None,
         max_attempts: int | None = None,
         worker_wait_timeout: float | None = None,
+        errors_once: bool = False,
     ) -> None:
         self.strategy = strategy
         self.session: ClusterSession = strategy.session
         portal = self.portal = self.session.portal
-        if portal.is_closed:
-            raise ClosedError("the strategy is closed; make a new one")
         queue = Queue(
             MAX_QUEUED if max_queued is None else max_queued,
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
             self.session.next_step,
+            errors_once=errors_once,
         )
         loop = _LoopCalls(portal, self.session.settings.timeouts.request)
         self.engine = ClosureEngine(queue, loop)
@@ -85,18 +114,6 @@ class CoordinatorCore:
         )
         self._finalizer.atexit = False
 
-    # ---- schedule --------------------------------------------------------------------
-
-    def call(
-        self,
-        function: object,
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> ScheduledCall:
-        """The call, checked, traced and pickled; from the cache if it is there."""
-        found = self.calls.find(function, args, kwargs)
-        return found or self.calls.make(function, args, kwargs)
-
     # ---- per-worker resources --------------------------------------------------------
 
     def create_resource(
@@ -107,6 +124,7 @@ class CoordinatorCore:
         arguments: PickledArguments | None = None,
     ) -> Record:
         """Has something built on every worker; returns before it is."""
+        self.require_kept()
         record = Record(
             self.engine,
             self.session.worker_count,
@@ -123,6 +141,15 @@ class CoordinatorCore:
     def drop_resource(self) -> Callable[[int], None]:
         """For finalizers: forgets a resource by its number."""
         return self.dispatcher.builder.drop_soon
+
+    def require_kept(self) -> None:
+        """Refuses the resources of a coordinator whose cluster another strategy has.
+
+        Raises:
+            ClosedError: That is so.
+        """
+        if self.engine.taken_over is not None:
+            raise self.engine.closed_error()
 
     # ---- the rest --------------------------------------------------------------------
 
@@ -198,8 +225,8 @@ class _LoopCalls:
     def wake(self) -> None:
         self._portal.call_soon(self.dispatcher.turn_soon)
 
-    def cancel(self) -> None:
-        self._portal.call_soon(self.dispatcher.cancel_running)
+    def drain(self, wish: Cancelling | None = None) -> None:
+        self._portal.call_soon(self.dispatcher.drain, wish)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)
@@ -224,6 +251,7 @@ def core_of(strategy: object, options: _Options) -> CoordinatorCore:
     Raises:
         ValueError: It is no strategy for a coordinator, or it has a coordinator with
             other options already.
+        ClosedError: The strategy is closed.
     """
     if not isinstance(strategy, CoordinatedStrategy):
         raise ValueError(
@@ -232,6 +260,10 @@ def core_of(strategy: object, options: _Options) -> CoordinatorCore:
         )
     session = strategy.session
     given = {name: value for name, value in options.items() if value is not None}
+    if session.portal.is_closed:
+        raise ClosedError(
+            session.taken_over or "the strategy is closed; make a new one"
+        )
     with session.lock:
         made = session.coordinators
         core: CoordinatorCore | None = made.get("core")

@@ -90,6 +90,7 @@ class PerWorkerIterator(PerWorker):
         self._dataset, self._core, self._record = dataset, core, record
         self.claim = Claim(core.drop_resource, record.number)
         self._standing: StandIn | None = None
+        self.require_kept = core.require_kept
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -229,7 +230,9 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
         return spec_of(record.layout)
 
     claim = Claim(core.drop_resource, record.number)
-    return PerWorkerValues(record.values, record.number, claim, stand_in)
+    return PerWorkerValues(
+        record.values, record.number, claim, stand_in, core.require_kept
+    )
 
 
 def _wait_known(core: CoordinatorCore, record: Record) -> bool:

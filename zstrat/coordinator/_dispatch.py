@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from ._engine import ClosureEngine
     from ._fences import Fences
+    from ._loop_side import Cancelling
     from ._task_session import TaskSession
     from ._values import Kept
 
@@ -125,6 +126,11 @@ class Dispatcher:
             self.engine.notify()
         self.builder.drop_all()
         self._clean()
+
+    def drain(self, wish: Cancelling | None = None) -> None:
+        """Cancels what waits, if that is wished or an error is there."""
+        if self.engine.drain(wish):
+            self.cancel_running()
 
     def cancel_running(self) -> None:
         """Drops what the workers have not begun."""

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
 from zstrat.transport import Bell, LoopBell, ThreadBell
 
+from ._loop_side import Cancelling, LoopSide
 from ._queue import Closure, Effect, Ended, Phase, Queue
 from ._values import Kept, RemoteValue, RemoteValueStatus
 
@@ -25,40 +26,17 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._calls import ScheduledCall
+    from ._pending_errors import CallSite
 
 T = TypeVar("T")
+ANSWERING: Final = 1.0
+"""Seconds that an interrupt waits for the loop to say how much it has cancelled."""
 Ready = Callable[[], bool]
 """A quick look, under the lock, whether an attempt is worth repeating."""
 Attempt = Callable[[], Ready | None]
 """Done if it returns None; else what to wait for before the next attempt."""
 
 _NOT_READY = RemoteValueStatus.NOT_READY
-
-
-class LoopSide(Protocol):
-    """What is asked of the loop thread, from any other. The first three are called with
-    the lock held: they take no lock and return at once."""
-
-    def wake(self) -> None:
-        """Closures wait. Called seldom: only if the loop had taken all there were."""
-        ...
-
-    def cancel(self) -> None:
-        """What the workers have not begun is to be cancelled."""
-        ...
-
-    def fence(self, end: int, doubtful: list[int]) -> None:
-        """The parameter servers are to end all steps below ``end``, and to say which of
-        the doubtful ones they have applied; `ClosureEngine.fenced` hears of it."""
-        ...
-
-    def bring(self, kept: Kept) -> list[np.ndarray]:
-        """Fetches a result that is kept on its worker; blocks."""
-        ...
-
-    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        """`bring`, awaited on any event loop."""
-        ...
 
 
 class ClosureEngine:
@@ -79,6 +57,8 @@ class ClosureEngine:
         """Why work waits in vain: no worker was there for long."""
         self.hungry = True
         """The loop has taken all that waited: the next `put` must wake it."""
+        self.taken_over: str | None = None
+        """Who holds the cluster now, if another strategy of this program does."""
         self._wanted = 0
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
@@ -86,28 +66,26 @@ class ClosureEngine:
 
     # ---- calls of the user -----------------------------------------------------------
 
-    def put(self, call: ScheduledCall) -> RemoteValue:
+    def put(self, call: ScheduledCall, site: CallSite) -> RemoteValue:
         """Queues the call; blocks while the queue is full or an error is drained."""
         value = RemoteValue(self, call.result)
-        closure = Closure(call, value, call.result.name, call.claims())
-        if not self.put_nowait(closure):
-            self._block(partial(self._try_put, closure), None, "schedule")
-        return value
-
-    async def put_async(self, call: ScheduledCall) -> RemoteValue:
-        value = RemoteValue(self, call.result)
-        closure = Closure(call, value, call.result.name, call.claims())
-        if not self.put_nowait(closure):
-            await self._await(partial(self._try_put, closure))
-        return value
-
-    def put_nowait(self, closure: Closure) -> bool:
-        """Queues the closure if nothing is in the way."""
+        closure = Closure(call, value, call.result.name, call.claims(), site)
         with self.lock:
-            if self.broken is not None or not self.queue.accepts:
-                return False
-            self._enqueue(closure)
-        return True
+            if self.broken is None and self._enqueue(closure):
+                return value
+        self._block(partial(self._try_put, closure), None, "schedule")
+        return value
+
+    async def put_async(
+        self, call: ScheduledCall, site: CallSite | None
+    ) -> RemoteValue:
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims(), site)
+        with self.lock:
+            if self.broken is None and self._enqueue(closure):
+                return value
+        await self._await(partial(self._try_put, closure))
+        return value
 
     def join(self, timeout: float | None) -> None:
         """Waits for all that is scheduled so far."""
@@ -119,6 +97,38 @@ class ClosureEngine:
         with self.lock:
             mark = self.queue.steps.next
         await self._await(partial(self._try_join, mark))
+
+    def cancel(self, timeout: float | None) -> int:
+        """Cancels what waits, waits for what runs; returns how many were cancelled."""
+        wish = self._cancel_soon()
+        self._block(partial(self._try_cancelled, wish), timeout, "cancel")
+        return self.queue.cancelled - wish.before
+
+    async def cancel_async(self) -> int:
+        wish = self._cancel_soon()
+        await self._await(partial(self._try_cancelled, wish))
+        return self.queue.cancelled - wish.before
+
+    def interrupted(self, interrupt: KeyboardInterrupt) -> None:
+        """Cancels what waits, as Ctrl-C has struck in a call of the user, and tells the
+        interrupt how much that was. What runs is not waited for."""
+        bell, wish = ThreadBell(), Cancelling("Ctrl-C")
+        try:
+            with self.lock:
+                if self.queue.phase is Phase.CLOSED:
+                    return
+                self._watchers[bell] = lambda: wish.is_carried_out
+                self.loop.drain(wish)
+            bell.wait(ANSWERING)
+        finally:
+            with self.lock:
+                self._watchers.pop(bell, None)
+        if not wish.is_carried_out or wish.waited or wish.running:
+            interrupt.add_note(
+                f"{wish.waited} closures that waited for a worker were cancelled; "
+                f"workers have {wish.running} more, and drop those that they have not "
+                "begun. The next call of the coordinator waits for the others."
+            )
 
     def done(self) -> bool:
         """Whether nothing waits or runs; raises the pending error."""
@@ -168,7 +178,7 @@ class ClosureEngine:
             self._wanted += 1
         try:
             self.loop.wake()  # if nobody is there, the loop has to count the seconds
-            self._block(partial(self._try_until, ready), timeout, what)
+            self._block(partial(self._try_until, ready, what), timeout, what)
         finally:
             with self.lock:
                 self._wanted -= 1
@@ -187,6 +197,34 @@ class ClosureEngine:
         await self._await(self._try_rest)
 
     # ---- the loop --------------------------------------------------------------------
+
+    def drain(self, wish: Cancelling | None) -> bool:
+        """Cancels what waits: as somebody wishes it, or else if an error is there.
+
+        Returns:
+            Whether what the workers have not begun is to be dropped.
+        """
+        queue = self.queue
+        with self.lock:
+            before, busy = queue.cancelled, not queue.is_idle
+            drains = queue.phase is Phase.FAILED or (
+                wish is not None and queue.phase is Phase.OPEN and busy
+            )
+            if drains:
+                ended = queue.drain(None if wish is None else wish.cause)
+                self.settle(self._blamed(ended))
+                self.hungry = True
+            if wish is not None:
+                wish.is_carried_out, wish.before = True, before
+                wish.running, wish.waited = queue.running, queue.cancelled - before
+            self.notify()
+        return drains
+
+    def fetched(self, error: Exception) -> None:
+        """A fetch raises the error of a value."""
+        with self.lock:
+            self.queue.fetched(error)
+            self.notify()
 
     def settle(self, ended: Iterable[Ended]) -> None:
         """Tells the values of closures that the queue ended. Lock held."""
@@ -238,50 +276,102 @@ class ClosureEngine:
             if self.queue.phase is Phase.CLOSED:
                 return
             self._over = self.queue.steps.low_water
-            self.settle(self.queue.close(cause))
-            self.notify()
+            self._close(cause)
+
+    def give_way(self, words: str) -> str | None:
+        """Closes, if nothing is unfinished; else returns what is. Whoever uses the
+        coordinator afterwards is told the ``words``."""
+        with self.lock:
+            queue = self.queue
+            if queue.phase is Phase.CLOSED:
+                return None
+            if self.broken is None and not queue.is_idle:
+                return f"{queue.running} closures run and {queue.queued} wait"
+            self.taken_over = words
+            self._close(words)
+        return None
+
+    def closed_error(self) -> ClosedError:
+        """What is raised once it is closed."""
+        shut = "the coordinator is shut down; make a new one"
+        return ClosedError(self.taken_over or shut)
+
+    def _close(self, cause: str) -> None:
+        self.settle(self.queue.close(cause))
+        self.notify()
 
     # ---- attempts, lock held ---------------------------------------------------------
 
-    def _enqueue(self, closure: Closure) -> None:
-        """Ctrl-C may strike between any two of these lines: `hungry` is taken back
+    def _enqueue(self, closure: Closure) -> bool:
+        """Queues the closure, if the queue accepts it.
+
+        Ctrl-C may strike between any two of these lines: `hungry` is taken back
         last, so that a closure in the queue of which the loop does not know yet is seen
         by the next one who looks (`_remind`)."""
-        self.queue.put(closure)
+        if not self.queue.put(closure):
+            return False
         if self.hungry:
             self.loop.wake()
             self.hungry = False
+        return True
 
     def _remind(self) -> None:
         """Wakes the loop if somebody was interrupted before doing so."""
         if self.hungry and self.queue.waiting_fresh:
             self.loop.wake()
 
+    def _cancel_soon(self) -> Cancelling:
+        wish = Cancelling("coordinator.cancel")
+        with self.lock:
+            if self.queue.phase is Phase.CLOSED:
+                raise self.closed_error()
+            self.loop.drain(wish)
+        return wish
+
+    def _try_cancelled(self, wish: Cancelling) -> Ready | None:
+        if self.queue.phase is Phase.CLOSED:
+            raise self.closed_error()
+        if not wish.is_carried_out:
+            return lambda: wish.is_carried_out or self.queue.phase is Phase.CLOSED
+        return self._drained()
+
     def _try_done(self) -> Ready | None:
-        ready = self._try_raise()
+        ready = self._try_raise("coordinator.done")
         if ready is None:
             self._remind()
         return ready
 
-    def _try_raise(self) -> Ready | None:
+    def _try_raise(self, call: str) -> Ready | None:
         queue = self.queue
-        if queue.phase is Phase.FAILED:
-            self.settle(self._blamed(queue.drain()))
-            self.hungry = True
-            self.loop.cancel()
         if queue.phase is Phase.CLOSED:
-            raise ClosedError("the coordinator is shut down; make a new one")
+            raise self.closed_error()
+        if queue.phase is Phase.FAILED:
+            self.loop.drain()
+            return lambda: queue.phase is not Phase.FAILED
+        ready = self._drained()
+        if ready is not None:
+            return ready
+        if queue.phase is Phase.FENCED:
+            failure = queue.reopen()
+            self.notify()
+            if failure is not None:
+                raise failure.raised_by(call)
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
+        return None
+
+    def _drained(self) -> Ready | None:
+        """None if nothing is drained any more; the queue is open then, unless an error
+        is still to be raised."""
+        queue = self.queue
         if queue.phase is Phase.DRAINING and not queue.is_quiet:
             return lambda: queue.phase is not Phase.DRAINING or queue.is_quiet
         self._fence_if_quiet()
         if queue.phase is Phase.FENCING:
             return lambda: queue.phase is not Phase.FENCING
-        if queue.phase is Phase.FENCED:
-            error = queue.take_error()
+        if queue.phase is Phase.FENCED and not queue.has_error:
+            queue.reopen()
             self.notify()
-            raise error.with_traceback(None)
-        if self.broken is not None:
-            raise self.broken.with_traceback(None)
         return None
 
     def _fence_if_quiet(self) -> None:
@@ -301,28 +391,27 @@ class ClosureEngine:
         )
 
     def _try_put(self, closure: Closure) -> Ready | None:
-        ready = self._try_raise()
+        ready = self._try_raise("coordinator.schedule")
         if ready is not None:
             return ready
         queue = self.queue
-        if not queue.accepts:
-            return lambda: queue.accepts or queue.phase is not Phase.OPEN
-        self._enqueue(closure)
-        return None
+        if self._enqueue(closure):
+            return None
+        return lambda: queue.accepts or queue.phase is not Phase.OPEN
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
         if queue.phase is Phase.CLOSED and self._over >= mark:
             return None
-        ready = self._try_raise()
+        ready = self._try_raise("coordinator.join")
         if ready is not None:
             return ready
         if queue.steps.low_water >= mark:
             return None
         return lambda: queue.steps.low_water >= mark or queue.phase is not Phase.OPEN
 
-    def _try_until(self, ready: Ready) -> Ready | None:
-        waiting = self._try_raise()
+    def _try_until(self, ready: Ready, what: str) -> Ready | None:
+        waiting = self._try_raise(what)
         if waiting is not None:
             return waiting
         if ready():

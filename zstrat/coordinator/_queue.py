@@ -15,13 +15,16 @@ that the next loss convicts the right one and spares the bystanders that were in
 beside it; they wait longer after each loss, and after ``max_attempts`` losses the
 closure fails with the names of the workers that it took along.
 
-    OPEN ──first error──▶ FAILED ──next call of the user: cancel──▶ DRAINING
+    OPEN ──first error──▶ FAILED ──next call of the user: drain──▶ DRAINING
       ▲                                                                 │
       │                                        nothing runs on workers that are there
       │                                                                 ▼
       └─── the error is raised, once ─── FENCED ◀──all ps say so─── FENCING
 
-While FAILED the others run on, as in TensorFlow; CLOSED is the end of everything.
+While FAILED the others run on, as in TensorFlow; CLOSED is the end of everything. Who
+cancels what waits goes the same way from OPEN, and no error is raised at its end. With
+``errors_once`` an error that a fetch has raised counts as raised: when none is left,
+FAILED is OPEN again, and nothing is cancelled.
 
 A worker that was lost may have applied the closure that it had, and may still be at it
 (a *zombie*). So before the error is raised all parameter servers are told that every
@@ -39,12 +42,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
+from ._pending_errors import ClosureSource, PendingError, PendingErrors
 from ._steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ._calls import ScheduledCall
+    from ._pending_errors import CallSite
     from ._values import RemoteValue
 
 MAX_QUEUED: Final = 262_144
@@ -56,7 +61,6 @@ may be overtaken by so many."""
 MAX_ATTEMPTS: Final = 5
 SUSPECT_AFTER: Final = 2
 """One loss is bad luck: machines are preempted. Two of the same closure are a clue."""
-KEPT_ERRORS: Final = 1024
 FIRST_DELAY: Final = 0.1
 LONGEST_DELAY: Final = 5.0
 
@@ -82,6 +86,7 @@ class Closure:
     name: str = "closure"
     claims: tuple[object, ...] = ()
     """What must not go away before the closure has ended."""
+    site: CallSite | None = None
     step: int = -1
     attempt: int = 0
     """How often it was handed to a worker."""
@@ -93,6 +98,10 @@ class Closure:
     @property
     def is_suspect(self) -> bool:
         return len(self.losses) >= SUSPECT_AFTER
+
+    @property
+    def source(self) -> ClosureSource:
+        return ClosureSource(self.step, self.name, self.site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,8 @@ class Queue:
         max_attempts: int = MAX_ATTEMPTS,
         first_step: int = 1,
         max_ahead: int | None = None,
+        *,
+        errors_once: bool = False,
     ) -> None:
         if max_queued < 1 or max_attempts < 1:
             raise ValueError(
@@ -134,9 +145,13 @@ class Queue:
         self.steps = Steps(first_step)
         self.phase = Phase.OPEN
         self.running = 0
-        self.errors: deque[Exception] = deque(maxlen=KEPT_ERRORS)
-        """Every error since the last one was raised, the first one first."""
-        self._error: Exception | None = None
+        self._failures = PendingErrors(errors_once)
+        """Since the last one was raised, and before the next one begins."""
+        self._pending = False
+        self._cause: str | None = None
+        """Why what waits is cancelled, while it is."""
+        self.cancelled = 0
+        """Closures that were cancelled so far."""
         self._fresh: deque[Closure] = deque()
         self._retries: list[_Waiting] = []
         self._suspects: list[_Waiting] = []
@@ -147,6 +162,11 @@ class Queue:
         """Nothing begins but what may have begun already (`is_at_rest`)."""
 
     # ---- what the user does ----------------------------------------------------------
+
+    @property
+    def errors(self) -> list[Exception]:
+        """Every error since the last one was raised, the first one first."""
+        return self._failures.errors
 
     @property
     def queued(self) -> int:
@@ -178,16 +198,18 @@ class Queue:
         """Whether closures are handed out."""
         return self.phase in (Phase.OPEN, Phase.FAILED)
 
-    def put(self, closure: Closure) -> None:
-        """Takes a new closure at the tail and numbers it."""
-        assert self.accepts, f"put into a queue that is {self.phase.value} or full"
+    def put(self, closure: Closure) -> bool:
+        """Takes a new closure at the tail and numbers it, if it accepts one now."""
+        if self.phase is not Phase.OPEN or len(self._fresh) >= self.max_queued:
+            return False
         closure.step = self.steps.issue()
         self._fresh.append(closure)
+        return True
 
     def drain(self, cause: str | None = None) -> list[Ended]:
-        """Cancels all that waits; what runs is to end by itself. FAILED → DRAINING."""
-        assert self.phase is Phase.FAILED, f"drain while {self.phase.value}"
-        self.phase = Phase.DRAINING
+        """Cancels all that waits; what runs is to end by itself. → DRAINING."""
+        assert self.runs, f"drain while {self.phase.value}"
+        self.phase, self._cause = Phase.DRAINING, cause
         return self._cancel_waiting(cause)
 
     @property
@@ -221,13 +243,15 @@ class Queue:
         for closure in doubtful:
             self.steps.end(closure.step)
             effect = applied.get(closure.step)
-            error = cancellation() if effect is None else _lost(closure, effect)
+            self.cancelled += effect is None
+            never = cancellation(self._cause)
+            error = never if effect is None else _lost(closure, effect)
             ended.append(Ended(closure, error))
         return ended
 
     @property
     def is_drained(self) -> bool:
-        """Nothing runs any more, and the first error is to be raised now."""
+        """Nothing runs any more, and the first error, if any, is to be raised now."""
         return self.phase is Phase.FENCED
 
     @property
@@ -237,16 +261,27 @@ class Queue:
         waits = self._retries or self._suspects or self._doubtful
         return self.running == 0 and not waits and self.phase is not Phase.FENCING
 
-    def take_error(self) -> Exception:
-        """The first error, for the one who raises it. FENCED → OPEN."""
+    @property
+    def has_error(self) -> bool:
+        """Whether a call of the user has an error to raise."""
+        return self._pending and self._failures.first is not None
+
+    def reopen(self) -> PendingError | None:
+        """The first error, for the one who raises it; None after a cancellation. FENCED
+        → OPEN."""
         assert self.is_drained, "the error is raised when nothing runs"
-        assert self._error is not None
-        error, self._error, self.phase = self._error, None, Phase.OPEN
-        return error
+        pending, self._pending, self.phase = self._pending, False, Phase.OPEN
+        return self._failures.first if pending else None
+
+    def fetched(self, error: Exception) -> None:
+        """A fetch raises the error, now."""
+        self._failures.fetched(error)
+        if self.phase is Phase.FAILED and self._failures.first is None:
+            self._pending, self.phase = False, Phase.OPEN
 
     def close(self, cause: str) -> list[Ended]:
         """Cancels all that waits, for good."""
-        self.phase, self._error = Phase.CLOSED, None
+        self.phase, self._pending = Phase.CLOSED, False
         return self._cancel_waiting(cause)
 
     # ---- what the workers do ---------------------------------------------------------
@@ -294,16 +329,17 @@ class Queue:
         self._stopped(closure)
         self.steps.end(closure.step)
         if error is not None:
-            self.fail(error)
+            self.fail(error, closure)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, closure: Closure | None = None) -> None:
         """Something is wrong; the first such error waits for the user's next call."""
         if not self.runs:
             return  # provoked by cancelling: it belongs to its own value alone
         if self.phase is Phase.OPEN:
-            self.phase, self._error = Phase.FAILED, error
-            self.errors.clear()
-        self.errors.append(error)
+            self.phase, self._pending = Phase.FAILED, True
+            self._failures.begin()
+        source = None if closure is None else closure.source
+        self._failures.add(PendingError(error, source))
 
     def retry(
         self, closure: Closure, now: float, delay: float = 0.0, *, begun: bool
@@ -320,7 +356,7 @@ class Queue:
             return self._cancel([closure], None)
         if not self.runs:
             if not closure.begun:
-                return self._cancel([closure], None)
+                return self._cancel([closure], self._cause)
             self._doubtful.append(closure)
             return []
         heap = self._returned
@@ -381,6 +417,7 @@ class Queue:
             return []
         for closure in closures:
             self.steps.end(closure.step)
+        self.cancelled += len(closures)
         never, perhaps = cancellation(cause), cancellation(cause, begun=True)
         return [Ended(each, perhaps if each.begun else never) for each in closures]
 

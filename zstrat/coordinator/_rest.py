@@ -87,6 +87,11 @@ class Rest:
         self._holders: set[object] = set()
         self._dispatcher: Dispatcher | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody wants all to be at rest."""
+        return bool(self._holders)
+
     def attach(self, dispatcher: Dispatcher) -> None:
         """From now on this one hands steps out."""
         self._dispatcher = dispatcher

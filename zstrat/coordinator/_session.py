@@ -7,26 +7,32 @@ The handle that the strategy owns. It lives on the user's side; what runs on the
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
+from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
+from ._open_sessions import open_sessions
 from ._servers import ParameterServers, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
     from zstrat.ps import PsClient
 
+    from ._open_sessions import Place
     from ._rest import Cut
     from ._task_session import MakeTaskLink
+
+log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
 
@@ -51,6 +57,8 @@ class ClusterSession:
         self.servers = ParameterServers(cluster, settings.timeouts.request)
         self.coordinators: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
+        self.taken_over: str | None = None
+        """Who has the cluster now, once another strategy of this program does."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
         portal.at_close(partial(cluster.close, False))
@@ -70,7 +78,8 @@ class ClusterSession:
         Raises:
             ValueError: The indices of the parameter servers have gaps.
             DeadlineExceededError: Tasks did not answer; each one is named.
-            BusyError: Another coordinator that is alive holds the cluster.
+            BusyError: Another program holds the cluster, or a session of this one that
+                has something unfinished; else that session is closed, and replaced.
             VersionMismatchError, PermissionDeniedError: A task will never take us.
         """
         session = new_incarnation()
@@ -81,7 +90,8 @@ class ClusterSession:
             ahead = _prefetch(settings, workers)
             return Cluster(session, ps, workers, settings.timeouts, make, ahead)
 
-        return _opened(Portal(f"zstrat {session:x}"), cluster, settings)
+        places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
+        return _opened(f"zstrat {session:x}", cluster, settings, places)
 
     @staticmethod
     def hold(
@@ -99,7 +109,8 @@ class ClusterSession:
         async def cluster() -> Cluster:
             return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
 
-        return _opened(Portal(f"zstrat {session:x}"), cluster, settings)
+        places = [(Job.CHIEF, 0, at) for at in ps]
+        return _opened(f"zstrat {session:x}", cluster, settings, places)
 
     @staticmethod
     def join(
@@ -131,7 +142,8 @@ class ClusterSession:
                 session, ps, {}, settings.timeouts, make, writer=me, joins=True
             )
 
-        return _opened(Portal(f"zstrat {me:x}"), cluster, settings)
+        places = [(Job.WORKER, index, at) for at in ps]
+        return _opened(f"zstrat {me:x}", cluster, settings, places)
 
     # ---- what it is ------------------------------------------------------------------
 
@@ -228,13 +240,73 @@ class ClusterSession:
             self.portal.at_close(partial(self.cluster.close, True))
         self.portal.close()
 
+    def give_way(self, made_at: str, newer: str) -> None:
+        """Closes, for a newer session of this program.
+
+        Args:
+            made_at: The line that has made the strategy of this session.
+            newer: The line that makes the next one.
+
+        Raises:
+            BusyError: Something is unfinished; all goes on.
+        """
+        words = (
+            f"the strategy made at {made_at} is closed: a newer one of this program, "
+            f"made at {newer}, has taken its cluster over; use that one"
+        )
+        unfinished = self._unfinished(words)
+        if unfinished is not None:
+            raise BusyError(
+                f"the strategy made at {made_at} of this program has the cluster, and "
+                f"{unfinished}: let coordinator.join() or coordinator.cancel() end, or "
+                "call strategy.close() on it, before you make another one"
+            )
+        self.taken_over = words
+        log.info("%s", words)
+        self.portal.close(words)
+
+    async def _rests(self) -> bool:
+        return self.cluster.rest.is_held and self.cluster.broken is None
+
+    def _unfinished(self, words: str) -> str | None:
+        """What keeps the cluster, in words; else the coordinator, if there is one, is
+        closed with the ``words``."""
+        # The loop is asked: who has rested a moment ago tells it so without waiting.
+        with contextlib.suppress(ClosedError):
+            if self.run(self._rests(), "looking whether a checkpoint is saved"):
+                return "a checkpoint is saved or restored"
+        with self.lock:
+            core = self.coordinators.get("core")
+            return None if core is None else core.engine.give_way(words)
+
 
 def _opened(
+    name: str,
+    cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    settings: Settings,
+    places: Iterable[Place],
+) -> ClusterSession:
+    """The session, when all that it needs is there. Other sessions of this program are
+    closed before, if they have some of the same places.
+
+    Raises:
+        BusyError: One of them has something unfinished.
+    """
+    claim = open_sessions.claim(places)
+    try:
+        session = _connected(Portal(name), cluster, settings)
+    except BaseException:  # to the caller, who has no session
+        open_sessions.drop(claim)
+        raise
+    claim.opened(session)
+    return session
+
+
+def _connected(
     portal: Portal,
     cluster: Callable[[], Coroutine[Any, Any, Cluster]],
     settings: Settings,
 ) -> ClusterSession:
-    """The session, when all that it needs is there."""
 
     async def open_() -> Cluster:
         made = await cluster()

@@ -61,6 +61,9 @@ class TaskLink(Protocol):
     def is_refused(self) -> bool: ...
 
     @property
+    def trouble(self) -> str: ...
+
+    @property
     def peer(self) -> Hello | None: ...
 
     def start(self) -> None: ...
@@ -160,7 +163,7 @@ class TaskSession:
         self._life: int | None = None
         """The incarnation that has something of ours."""
         self._emptied = False
-        self._pause = FIRST_PAUSE
+        self._pause, self._warned = FIRST_PAUSE, ""
         self._timer: asyncio.TimerHandle | None = None
         self._asked: asyncio.Future[Message] | None = None
         self._entered: asyncio.Event = asyncio.Event()
@@ -186,7 +189,9 @@ class TaskSession:
             return "in the session"
         if self.refusal is not None:
             return f"{type(self.refusal).__name__}: {self.refusal}"
-        return "connected, opens no session yet" if self.link.is_open else "no answer"
+        if self.link.is_open:
+            return "connected, opens no session yet"
+        return self.link.trouble
 
     def start(self) -> None:
         self.link.start()
@@ -319,6 +324,7 @@ class TaskSession:
             self._leave("it served another coordinator, and what it held is gone")
             return
         resumed, self.opened, self.refusal = self.is_ready, answer, None
+        self._warned = ""
         self.gone = False
         if self.line is not None:
             self.line.resume()
@@ -332,8 +338,12 @@ class TaskSession:
         self._events.ready(self)
 
     def _refused(self, error: ZstratError) -> None:
-        if self.refusal is None or str(self.refusal) != str(error):
+        # A coordinator that has died holds its tasks until its silence is noticed,
+        # which is before our pauses have grown: so each task is no alarm of its own.
+        lasts = not isinstance(error, BusyError) or self._pause >= LONGEST_PAUSE
+        if lasts and self._warned != str(error):
             log.warning("%s at %s does not join: %s", self.name, self.address, error)
+            self._warned = str(error)
         self.refusal = error
 
     def _leave(self, reason: str, level: int = logging.WARNING) -> None:
@@ -391,6 +401,7 @@ class Arrival:
     ) -> None:
         self._ps, self._workers, self._call_later = ps, workers, call_later
         self._timer: Cancellable | None = None
+        self._said: list[str] = []
 
     def start(self) -> None:
         self._timer = self._call_later(FIRST_WORD, self._tell)
@@ -412,6 +423,10 @@ class Arrival:
         awaited = [
             f"{task.name} at {task.address} ({task.state})" for task in self.awaited
         ]
-        if awaited:
+        if awaited and awaited == self._said:
+            names = ", ".join(task.name for task in self.awaited)
+            log.warning("connecting: still waiting for %s, as before", names)
+        elif awaited:
             log.warning("connecting: still waiting for %s", ", ".join(awaited))
+        self._said = awaited
         self._timer = self._call_later(NEXT_WORD, self._tell)

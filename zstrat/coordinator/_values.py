@@ -79,6 +79,10 @@ class ValueSource(Protocol):
 
     async def wait_value_async(self, value: RemoteValue) -> None: ...
 
+    def fetched(self, error: Exception) -> None: ...
+
+    def interrupted(self, interrupt: KeyboardInterrupt) -> None: ...
+
 
 @final
 class RemoteValue:
@@ -145,10 +149,16 @@ class RemoteValue:
             CancelledError: The closure was cancelled, or its resource was aborted.
             ClosureAbortedError: A large result went away with its worker.
             DeadlineExceededError: ``timeout`` has passed; the closure goes on.
+            KeyboardInterrupt: Ctrl-C, which cancels what waits, as in
+                `ClusterCoordinator.join`.
             Exception: What the step function raised, every time.
         """
-        self._engine.wait_value(self, timeout)
-        return self._numpy(self._settled(self._engine.bring))
+        try:
+            self._engine.wait_value(self, timeout)
+            return self._numpy(self._settled(self._engine.bring))
+        except KeyboardInterrupt as interrupt:
+            self._engine.interrupted(interrupt)
+            raise
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
@@ -223,6 +233,7 @@ class RemoteValue:
                 f" ({self._error})"
             ) from self._error
         if self._error is not None:
+            self._engine.fetched(self._error)
             # Without this each raise would lengthen the traceback of the one before.
             raise self._error.with_traceback(None)
         result = self._result
@@ -292,6 +303,8 @@ class PerWorker(Resource, abc.ABC):
     """A handle of one thing on every worker, that a scheduled function may take."""
 
     claim: Claim
+    require_kept: Callable[[], None]
+    """Raises `ClosedError` if its coordinator has lost the cluster to a newer one."""
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
@@ -337,6 +350,7 @@ class PerWorkerValues(PerWorker):
         resource: int = 0,
         claim: Claim | None = None,
         stand_in: Callable[[], object | None] | None = None,
+        require_kept: Callable[[], None] | None = None,
     ) -> None:
         self._values = tuple(values)
         for value in self._values:
@@ -347,6 +361,7 @@ class PerWorkerValues(PerWorker):
                 )
         self.resource = resource
         self.claim = claim or Claim(_nothing, resource)
+        self.require_kept = require_kept or _always_kept
         self._describe = stand_in
 
     @property
@@ -361,6 +376,10 @@ class PerWorkerValues(PerWorker):
                 "made (create_per_worker_dataset) can be arguments of a function"
             )
         return self._describe()
+
+
+def _always_kept() -> None:
+    """Values that no coordinator has made are nobody's."""
 
 
 def _nothing(_: int) -> None:

@@ -110,6 +110,8 @@ def _keys(settings: Settings) -> Finding:
 def _task(status: TaskStatus) -> Iterator[Finding]:
     if status.problem:
         advice = "is it running, is the address right, does the firewall let it pass?"
+        if status.is_denied:
+            advice = "copy the folder of one `zstrat keygen` to all machines"
         yield Finding(status.task, False, status.problem, advice)
         return
     yield Finding(

@@ -132,6 +132,8 @@ class FakeLink:
         self.is_started = self.is_closed = False
         self.is_refused = False
         """As of a `Link`: the last attempt to connect has failed at once."""
+        self.trouble = "no answer"
+        """As of a `Link`: why it is not open."""
         self.sent: list[Message] = []
         """Requests and notices, as they were given."""
         self.held: list[tuple[Message, Reply | None]] | None = None

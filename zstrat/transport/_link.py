@@ -142,6 +142,16 @@ class Link:
         return self._outlet is not None and self._outlet.peer.state is OrderState.OPEN
 
     @property
+    def trouble(self) -> str:
+        """Why it is not open, as far as that is known."""
+        return self._opening.trouble
+
+    @property
+    def is_denied(self) -> bool:
+        """Whether the task is there, and does not take our key."""
+        return self._opening.is_denied
+
+    @property
     def peer(self) -> Hello | None:
         """HELLO of the task, while the link is open."""
         return self._outlet.peer.hello if self._outlet and self.is_open else None
@@ -286,15 +296,21 @@ class Link:
             case Happening.UNAUTHORISED:
                 assert self._security is not None
                 self._opening.refuse(self._security.denied(self._target))
+                self._loop.call_soon(self._redial)
             case Happening.MISMATCHED | Happening.FAILED:
-                self._opening.trouble = (
-                    "the handshake failed: one side may use keys and the other none, "
-                    "or they have keys of different clusters"
-                )
+                self._opening.handshake_failed(self._loop.time())
+                self._loop.call_soon(self._redial)
             case Happening.RETRIED:
                 self.is_refused = True
             case Happening.ACCEPTED:
                 pass
+
+    def _redial(self) -> None:
+        """Tries again later, as nobody has let us in. The socket would do so by itself,
+        fifty times a second."""
+        if self._outlet is None and self._dial.pump is not None and not self._is_closed:
+            self._dial.drop(0)
+            self._dial.later()
 
     def _greet(self) -> None:
         pump = self._dial.pump

@@ -127,6 +127,7 @@ class Portal:
         self._farewell: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = False
+        self._why = "the session is closed"
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._thread.start()
         _open.add(self)
@@ -167,8 +168,14 @@ class Portal:
         """Begins to close and returns at once; takes no lock (for finalizers)."""
         self.call_soon(self._leave)
 
-    def close(self) -> None:
-        """Says farewell, ends the thread and waits for it. Idempotent."""
+    def close(self, why: str | None = None) -> None:
+        """Says farewell, ends the thread and waits for it. Idempotent.
+
+        Args:
+            why: What later calls are told; left out: that it is closed.
+        """
+        if why is not None:
+            self._why = why
         self.retire()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _CLOSING)
@@ -189,12 +196,12 @@ class Portal:
             raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
         if self._closed:
             work.close()
-            raise ClosedError(f"{what}: the session is closed")
+            raise ClosedError(f"{what}: {self._why}")
         try:
             return asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # the loop was closed in between
             work.close()
-            raise ClosedError(f"{what}: the session is closed") from None
+            raise ClosedError(f"{what}: {self._why}") from None
 
     def _live(self) -> None:
         asyncio.set_event_loop(self.loop)

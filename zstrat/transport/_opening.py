@@ -9,13 +9,26 @@ that, once for each loss, without I/O.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from zstrat.errors import DeadlineExceededError
+from zstrat.errors import DeadlineExceededError, PermissionDeniedError
 from zstrat.wire.connection import described
 
 if TYPE_CHECKING:
     from zstrat.wire import Hello
+
+
+HANDSHAKE_FAILED: Final = (
+    "the handshake failed: one side may use keys and the other none, or they have keys "
+    "of different clusters"
+)
+QUICK: Final = 3.0
+"""Seconds in which a handshake fails that the other side refuses. A frozen process does
+not answer for longer, and may go on."""
+REFUSALS: Final = 16
+"""Handshakes that fail one after the other, with pauses of twenty seconds in all, until
+we take it that the next one will. A process that is killed breaks one or two, and what
+stands before a daemon that is about to start (a proxy, a published port) many more."""
 
 
 class Opening:
@@ -26,6 +39,7 @@ class Opening:
         self._target = target
         self._refusal: Exception | None = None
         self._waiters: set[asyncio.Future[Hello]] = set()
+        self._failed, self._failed_at = 0, 0.0
         self.trouble = "nothing answers there"
         """What is wrong so far, for whoever waits in vain."""
 
@@ -53,8 +67,7 @@ class Opening:
         except TimeoutError:
             raise DeadlineExceededError(
                 f"{self._target} did not answer within "
-                f"{loop.time() - started:.1f} s: {self.trouble}; check that it "
-                "runs, that the address is right and that no firewall is in between"
+                f"{loop.time() - started:.1f} s: {self.trouble}; {self._advice}"
             ) from None
         finally:
             self._waiters.discard(waiter)
@@ -62,10 +75,37 @@ class Opening:
     def opened(self, hello: Hello) -> None:
         """The task greeted."""
         self._refusal = None
+        self._failed = 0
         self.trouble = "it was connected before"
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(hello)
+
+    def handshake_failed(self, now: float) -> None:
+        """The other side ended a connection before it could greet."""
+        self._failed = self._failed + 1 if now - self._failed_at < QUICK else 1
+        self._failed_at, self.trouble = now, HANDSHAKE_FAILED
+        if self._failed == REFUSALS:
+            words = f"{self._target} does not let us in: {HANDSHAKE_FAILED}"
+            self.refuse(PermissionDeniedError(f"{words}; {self._advice}"))
+
+    @property
+    def is_denied(self) -> bool:
+        """Whether the last that is known is that the other side does not let us in."""
+        denied = isinstance(self._refusal, PermissionDeniedError)
+        return denied or self.trouble == HANDSHAKE_FAILED
+
+    @property
+    def _advice(self) -> str:
+        if self.is_denied:
+            return (
+                "give ZSTRAT_KEYS= here, and --keys to the task, a copy of the same "
+                "folder that `zstrat keygen` has made"
+            )
+        return (
+            "check that it runs, that the address is right and that no firewall is in "
+            "between"
+        )
 
     def refuse(self, error: Exception) -> None:
         """One side does not want the other: waiting longer is of no use."""

@@ -31,6 +31,19 @@ class Owner:
         who = self.hello
         return f"{who.job}:{who.index} (pid {who.pid} on {who.host})"
 
+    def to(self, other: Hello) -> str:
+        """What a coordinator is told that wants the task, too."""
+        me = self.hello
+        if (me.host, me.pid) == (other.host, other.pid):
+            return (
+                "another strategy of your own program, made before: call "
+                "strategy.close() on that one, or use it"
+            )
+        return (
+            f"the coordinator {self} since before you: stop that program, or wait "
+            "until it ends"
+        )
+
 
 class Ownership:
     """The session that one task serves. ``task`` names that task in errors."""
@@ -60,10 +73,7 @@ class Ownership:
         """
         owner = self._owner
         if owner is not None and owner.session != session and owner.alive:
-            raise BusyError(
-                f"{self._task} serves the coordinator {owner} since before you: "
-                "stop that program, or wait until it ends"
-            )
+            raise BusyError(f"{self._task} serves {owner.to(hello)}")
         self._owner = Owner(session, peer, hello)
         return owner is None or owner.session != session
 

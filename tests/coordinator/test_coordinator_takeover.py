@@ -1,0 +1,132 @@
+"""A second strategy of one program takes the cluster over, unless there is work."""
+
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import ClusterCoordinator, ClusterSession
+from zstrat.errors import BusyError, ClosedError
+from zstrat.transport import Portal
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+def numbers():
+    return [1.0]
+
+
+@zs.function(eager=True)
+def draw(iterator):
+    return next(iterator)
+
+
+def test_the_newer_strategy_has_the_cluster_at_once(world):
+    coordinator = world.coordinator()
+    strategy, session = world.strategy, world.session
+    dataset = coordinator.create_per_worker_dataset(numbers)
+    iterator = iter(dataset)
+    value = coordinator.schedule(draw, args=(iterator,))
+    assert value.fetch() == 1.0
+    world.session = None
+    newer = world.coordinator()
+    assert newer.schedule(good).fetch() == 1
+    assert all(len(task.sessions) == 2 for task in (*world.ps, *world.workers))
+    assert value.fetch() == 1.0, "what is here stays here"
+    uses = [
+        lambda: coordinator.schedule(good),
+        coordinator.join,
+        coordinator.done,
+        coordinator.cancel,
+        lambda: iter(dataset),
+        lambda: newer.schedule(draw, args=(iterator,)),
+        lambda: session.run(session.servers.read([]), "reading variables"),
+        lambda: ClusterCoordinator(strategy),
+    ]
+    for use in uses:
+        with pytest.raises(ClosedError, match=r"made at .*\.py:\d+, has taken its"):
+            use()
+    coordinator.shutdown()
+    session.close()
+    assert newer.schedule(good).fetch() == 1
+
+
+def test_unfinished_work_keeps_it(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+    value = coordinator.schedule(good)
+    world.until(lambda: world.running)
+    with pytest.raises(BusyError, match=r"1 closures run and 0 wait.*strategy\.close"):
+        world.connect()
+    world.on_loop(world.release)
+    assert value.fetch() == 1
+    coordinator.join()
+    world.session = None
+    assert world.coordinator().schedule(good).fetch() == 1
+
+
+async def test_a_checkpoint_keeps_it(world):
+    session = world.connect()
+    async with session.at_rest():
+        with pytest.raises(BusyError, match="checkpoint"):
+            world.connect()
+    assert world.connect() is not session
+
+
+def test_who_has_lost_a_parameter_server_has_nothing_to_finish(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+    coordinator.schedule(good)
+    world.on_loop(world.ps[0].kill)
+    world.until(lambda: coordinator._core.engine.broken)
+    world.ps[0].born()
+    world.ps[0].alive = True
+    world.session = None
+    for worker in world.workers:
+        worker.held = False
+    assert world.coordinator().schedule(good).fetch() == 1
+
+
+def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
+    world.ps[0].busy = True
+    outcomes = []
+    opening = threading.Event()
+    run = Portal.run
+
+    def told(portal, *args):
+        opening.set()
+        return run(portal, *args)
+
+    monkeypatch.setattr(Portal, "run", told)
+    thread = threading.Thread(target=lambda: outcomes.append(world.connect()))
+    thread.start()
+    assert opening.wait(20)
+    with pytest.raises(BusyError, match="another thread of this program"):
+        world.connect()
+    world.ps[0].busy = False
+    thread.join(20)
+    assert outcomes == [world.session]
+
+
+def test_one_that_cannot_connect_does_not_stay_in_the_way(world):
+    world.ps[0].alive = False
+    with pytest.raises(TimeoutError):
+        world.connect(connect=0.05)
+    world.ps[0].alive = True
+    assert world.coordinator().schedule(good).fetch() == 1
+
+
+def test_programs_that_share_parameter_servers_do_not_replace_each_other(world):
+    def hold():
+        return ClusterSession.hold(world.spec, settings, make_link=world.make_link)
+
+    settings = world.connect().settings
+    world.session.close()
+    first = hold()
+    second = hold()
+    assert first.portal.is_closed
+    second.close()

@@ -1,0 +1,129 @@
+"""The sessions that this program has open: a newer one replaces one of the same tasks.
+
+A task serves one coordinator. So who makes a strategy a second time, as every rerun of
+a notebook's cell does, takes the tasks over from the first one, if that has nothing
+unfinished; it is closed before the new one connects, so that nobody waits for it.
+
+The law of this file: of the sessions of this program that claim a task at most one is
+open, or on its way there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import BusyError
+from zstrat.variables import line_outside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zstrat.transport import Portal
+
+Place = tuple[str, int, str]
+"""The job and the index that the program has, and the address of a task that knows it
+as that."""
+
+
+class Replaceable(Protocol):
+    """A `ClusterSession`, as far as it is replaced."""
+
+    @property
+    def portal(self) -> Portal: ...
+
+    def give_way(self, made_at: str, newer: str) -> None: ...
+
+
+class SessionClaim:
+    """One session, and for which tasks. It does not keep the session alive."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.places = frozenset(places)
+        self.made_at = "{}:{}".format(*line_outside())
+        self._session: weakref.ref[Replaceable] | None = None
+        self._portal: weakref.ref[Portal] | None = None
+
+    @property
+    def is_opening(self) -> bool:
+        return self._session is None
+
+    @property
+    def is_over(self) -> bool:
+        portal = None if self._portal is None else self._portal()
+        return not self.is_opening and (portal is None or portal.is_closed)
+
+    def opened(self, session: Replaceable) -> None:
+        self._session = weakref.ref(session)
+        self._portal = weakref.ref(session.portal)
+
+    def give_way(self, made_at: str) -> None:
+        """Ends the session, for one that is made there.
+
+        Raises:
+            BusyError: It has something unfinished.
+        """
+        session = None if self._session is None else self._session()
+        if session is not None:
+            session.give_way(self.made_at, made_at)
+        elif self._portal is not None and (portal := self._portal()) is not None:
+            portal.close()  # it was dropped, and is on its way out
+
+
+@final
+class OpenSessions:
+    """Those of this program. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claims: list[SessionClaim] = []
+
+    def claim(self, places: Iterable[Place]) -> SessionClaim:
+        """Takes the tasks from the sessions that have them, which are closed.
+
+        Raises:
+            BusyError: One of these has something unfinished, or another thread opens
+                one just now. Nothing is claimed.
+        """
+        claim = SessionClaim(places)
+        rivals = self._replace_rivals(claim)
+        try:
+            for rival in rivals:
+                rival.give_way(claim.made_at)
+        except BaseException:  # to the caller, who gets no claim
+            with self._lock:
+                self._claims.remove(claim)
+                self._claims += [rival for rival in rivals if not rival.is_over]
+            raise
+        return claim
+
+    def drop(self, claim: SessionClaim) -> None:
+        """The session was not opened."""
+        with self._lock:
+            self._claims.remove(claim)
+
+    def forget(self) -> None:
+        """After a fork: the sessions are those of the parent."""
+        self._lock = threading.Lock()
+        self._claims = []
+
+    def _replace_rivals(self, claim: SessionClaim) -> list[SessionClaim]:
+        with self._lock:
+            there = [each for each in self._claims if not each.is_over]
+            rivals = [each for each in there if each.places & claim.places]
+            for rival in rivals:
+                if rival.is_opening:
+                    raise BusyError(
+                        "another thread of this program connects to the same cluster "
+                        f"just now (strategy made at {rival.made_at}): make one "
+                        "strategy, and use it in all threads"
+                    )
+            self._claims = [each for each in there if each not in rivals]
+            self._claims.append(claim)
+        return rivals
+
+
+open_sessions: Final = OpenSessions()
+os.register_at_fork(after_in_child=open_sessions.forget)
