@@ -173,6 +173,24 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
     assert ClusterCoordinator(world.strategy) is not coordinator
 
 
+def test_ctrl_c_while_a_fence_is_raised_does_not_lose_the_fence(world):
+    coordinator = world.coordinator()
+    loop = coordinator._core.engine.loop
+    raised = loop.fence
+
+    def struck(*_):
+        loop.fence = raised
+        raise KeyboardInterrupt
+
+    loop.fence = struck
+    coordinator.schedule(bad, args=("boom",))
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.join()
+    with pytest.raises(ValueError, match="boom"):
+        coordinator.join(timeout=20.0)
+    assert coordinator.schedule(good).fetch() == 1
+
+
 def test_ctrl_c_when_nothing_waits_says_nothing(world, ctrl_c):
     coordinator = world.coordinator()
     coordinator.schedule(good).fetch()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import (
@@ -154,7 +155,7 @@ class Dispatcher:
     def fence(self, end: int, doubtful: list[int]) -> None:
         """Has all steps below ``end`` be over on the parameter servers, and tells the
         engine which of the doubtful ones were applied."""
-        self.fences.raise_to(end, doubtful, self.engine.fenced)
+        self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
     async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
         """Fetches a result that stayed on its worker."""

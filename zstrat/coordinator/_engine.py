@@ -264,9 +264,11 @@ class ClosureEngine:
             self.broken = None
             self.notify()
 
-    def fenced(self, applied: Mapping[int, Effect]) -> None:
-        """All steps are over; see `Queue.fenced`."""
+    def fenced(self, end: int, applied: Mapping[int, Effect]) -> None:
+        """All steps below ``end`` are over; see `Queue.fenced`."""
         with self.lock:
+            if end != self.queue.steps.next:
+                return  # an earlier one, raised twice: no step is issued meanwhile
             self.settle(self.queue.fenced(applied))
             self.notify()
 
@@ -375,8 +377,11 @@ class ClosureEngine:
         return None
 
     def _fence_if_quiet(self) -> None:
+        # In this order, for Ctrl-C may strike in between: a fence that is raised twice
+        # does no harm, and one that was never raised would be waited for in vain.
         if self.queue.is_quiet:
-            self.loop.fence(self.queue.steps.next, self.queue.fence())
+            self.loop.fence(self.queue.steps.next, self.queue.doubtful)
+            self.queue.fence()
 
     def _try_rest(self) -> Ready | None:
         queue = self.queue

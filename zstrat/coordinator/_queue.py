@@ -217,6 +217,11 @@ class Queue:
         """Draining, and no worker that is there runs anything any more."""
         return self.phase is Phase.DRAINING and self.running == 0
 
+    @property
+    def doubtful(self) -> list[int]:
+        """Steps that may have been applied, and that no worker has any more."""
+        return [closure.step for closure in self._doubtful]
+
     def fence(self) -> list[int]:
         """All steps so far are to be over. DRAINING → FENCING.
 
@@ -225,7 +230,7 @@ class Queue:
         """
         assert self.is_quiet, "fenced while closures run"
         self.phase = Phase.FENCING
-        return [closure.step for closure in self._doubtful]
+        return self.doubtful
 
     def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
         """All steps so far are over. FENCING → FENCED.
@@ -234,10 +239,9 @@ class Queue:
             applied: What is known of those that were applied, or still may have been.
                 The others were not.
         """
-        doubtful, self._doubtful = self._doubtful, []
-        if self.phase is not Phase.FENCING:  # it was closed meanwhile
-            assert not doubtful
+        if self.phase is not Phase.FENCING:  # it was closed, or fenced, meanwhile
             return []
+        doubtful, self._doubtful = self._doubtful, []
         self.phase = Phase.FENCED
         ended = []
         for closure in doubtful:
