@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EIGHT = "tests/strategy/test_strategy_local_returned_keys.py"
-ONE = "tests/strategy/test_strategy_call_options.py"
+EIGHT = "tests/strategy/test_strategy_local_logical_devices.py"
+ONE = "tests/strategy/test_strategy_v1_ends.py"
 
 
 def count(*arguments):
