@@ -129,10 +129,10 @@ class Training:
         data = strategy.distribute_datasets_from_function(dataset_fn)
         self.iterator = iter(data)
 
-    def test(self, text):
-        """Bits per character of ``text``, in windows side by side."""
-        rows = len(text) // (CONTEXT + 1)
-        windows = text[: rows * (CONTEXT + 1)].reshape(rows, -1)[:1000]
+    def test(self, text, most):
+        """Bits per character of ``text``, in at most so many windows side by side."""
+        rows = min(len(text) // (CONTEXT + 1), most)
+        windows = text[: rows * (CONTEXT + 1)].reshape(rows, -1)
         weights = jax.tree.map(lambda variable: variable.numpy(), self.params)
         return float(jax.jit(bits)(weights, windows.astype(np.int32)))
 
@@ -148,7 +148,7 @@ def train_all(training, test, options, tell):
                 f"step {step}/{options.steps}  {float(loss):.3f} bits per character  "
                 f"{rate:.1f} steps/s"
             )
-    found = training.test(test)
+    found = training.test(test, options.windows)
     seconds = time.perf_counter() - began
     tell(f"test: {found:.3f} bits per character (goal {GOAL}) in {seconds:.0f} s")
     return found
@@ -162,6 +162,7 @@ def arguments():
     add("--batch", type=int, default=16, help="windows of text, over all processes")
     add("--rate", type=float, default=3e-3, help="highest learning rate of AdamW")
     add("--every", type=int, default=50, help="steps between two lines")
+    add("--windows", type=int, default=1000, help="of text to test, at most")
     add("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -63,11 +63,14 @@ def test_digits_together_are_what_one_process_computes(tmp_path):
 
 def test_the_transformer_trains_and_says_how_well(tmp_path):
     few = ["--workers", "2", "--steps", "4", "--every", "2", "--batch", "2"]
-    done = ran(str(ROOT / "examples/char_transformer.py"), *few, cwd=tmp_path)
+    script = str(ROOT / "examples/char_transformer.py")
+    done = ran(script, *few, "--windows", "20", cwd=tmp_path)
 
     assert done.returncode == 1, done.stdout + done.stderr
     steps = re.findall(r"step (\d)/4 +(\S+) bits per character", done.stdout)
     assert [number for number, _ in steps] == ["2", "4"]
     # 96 characters, untrained: close to the logarithm of their number.
     assert all(5 < float(bits) < 8 for _, bits in steps)
+    (bits,) = re.findall(r"test: (\S+) bits per character \(goal", done.stdout)
+    assert 5 < float(bits) < 8
     assert re.search(r"1,004,928 parameters", done.stdout)
