@@ -25,20 +25,27 @@ def processes():
         process.close()
 
 
-@pytest.fixture(params=[2, 3, 4])
+SIZES = [2, 3, 4]
+
+
+@pytest.fixture(params=SIZES)
 def ranks(processes, request):
     ranks = Ranks(processes[: request.param])
     yield ranks
     ranks.close()
 
 
+COMPUTED = [
+    *product(FLOATS, ["SUM", "MEAN", "MIN", "MAX"]),
+    *product(INTS, ["SUM", "MIN", "MAX"]),
+    *product(["bool"], ["MIN", "MAX"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "op"),
-    [
-        *product(FLOATS, ["SUM", "MEAN", "MIN", "MAX"]),
-        *product(INTS, ["SUM", "MIN", "MAX"]),
-        *product(["bool"], ["MIN", "MAX"]),
-    ],
+    ("ranks", "dtype", "op"),
+    [(SIZES[i % 3], dtype, op) for i, (dtype, op) in enumerate(COMPUTED)],
+    indirect=["ranks"],
 )
 def test_all_reduce(ranks, dtype, op) -> None:
     for count in EDGES:

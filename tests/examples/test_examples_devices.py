@@ -96,7 +96,7 @@ def test_towers_share_variables_and_the_count_of_steps(tmp_path):
 
 
 def test_towers_that_are_interrupted_leave_nothing_behind(tmp_path):
-    endless = ["--steps", "1000000", "--every", "5", "--ps", "1", "--towers", "1"]
+    endless = ["--steps", "1000000", "--every", "5", "--ps", "1", "--workers", "1"]
     with started("towers.py", *endless, cwd=tmp_path) as process:
         try:
             seen = iter(process.stdout.readline, "")

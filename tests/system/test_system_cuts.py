@@ -69,16 +69,17 @@ def steps_of(path):
     return cut["below"] - 1 + sum(end - first for first, end in cut["besides"])
 
 
-@pytest.fixture
-def local(monkeypatch):
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+@pytest.fixture(scope="module")
+def local():
+    """For programs one after another: each leaves all tasks running."""
     env = {"ZSTRAT_PATIENCE": "2"}
     with zs.LocalCluster(num_ps=3, num_workers=2, env=env) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def counting(local):
+def counting(local, monkeypatch):
+    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
     with zs.ParameterServerStrategy(local.resolver) as strategy:
         yield Counting(zs.ClusterCoordinator(strategy))
 
