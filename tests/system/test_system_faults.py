@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.testing import leak_check
 
 pytestmark = pytest.mark.processes
 
@@ -48,6 +49,15 @@ def local(cluster):
         if not cluster.is_running(task):
             cluster.restart(task)
     return cluster
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """As everywhere, but that what is started again for a test may stay."""
+    if "local" in request.fixturenames:
+        request.getfixturevalue("local")
+    with leak_check():
+        yield
 
 
 @pytest.fixture
@@ -112,6 +122,7 @@ def test_a_killed_worker_that_is_started_again_takes_part_again(local, coordinat
     coordinator.join()
     assert {int(value.fetch()) for value in values} <= {0, 1}
     assert int(values[-1].fetch()) == 0
+    local.kill("worker:0")  # the new one; the next test has yet another
 
 
 def _freeze_with_closures_in_flight(local, coordinator, bump):

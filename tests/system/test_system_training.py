@@ -27,6 +27,13 @@ def strategy(local):
         yield strategy
 
 
+@pytest.fixture(scope="module")
+def single():
+    """A cluster of one worker, for one program after another."""
+    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
+        yield cluster
+
+
 @pytest.fixture
 def coordinator(strategy):
     return zs.ClusterCoordinator(strategy)
@@ -104,9 +111,8 @@ def test_every_increment_counts_once(strategy, coordinator):
     np.testing.assert_array_equal(counts.numpy(), np.ones(500))
 
 
-def test_one_worker_reads_what_it_wrote():
-    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
-        strategy = zs.ParameterServerStrategy(cluster.resolver)
+def test_one_worker_reads_what_it_wrote(single):
+    with zs.ParameterServerStrategy(single.resolver) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
             v = zs.Variable(np.float32(0.0))
@@ -121,10 +127,9 @@ def test_one_worker_reads_what_it_wrote():
         # One worker runs one closure after the other: no read may be stale.
         assert [float(value.fetch()) for value in values] == list(range(1, 101))
         assert v.numpy() == 100.0
-        strategy.close()
 
 
-def test_training_equals_plain_optax_on_one_worker():
+def test_training_equals_plain_optax_on_one_worker(single):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 3)).astype(np.float32)
     y = (x @ np.array([1.0, -2.0, 0.5], np.float32)).astype(np.float32)
@@ -141,8 +146,7 @@ def test_training_equals_plain_optax_on_one_worker():
         expected = optax.apply_updates(expected, updates)
         losses.append(float(loss))
 
-    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
-        strategy = zs.ParameterServerStrategy(cluster.resolver)
+    with zs.ParameterServerStrategy(single.resolver) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
             params = zs.create_variables(initial)
@@ -161,7 +165,6 @@ def test_training_equals_plain_optax_on_one_worker():
         np.testing.assert_allclose(params["w"].numpy(), expected["w"], rtol=1e-5)
         np.testing.assert_allclose(params["b"].numpy(), expected["b"], atol=1e-6)
         assert step.trace_count == 1
-        strategy.close()
 
 
 @pytest.mark.shows("ClusterCoordinator.create_per_worker_dataset")
@@ -304,7 +307,7 @@ def test_run_and_reduce_inside_a_step(strategy, coordinator):
     assert coordinator.schedule(step, args=(np.float32(4.0),)).fetch() == 8.0
 
 
-def test_the_same_through_the_async_client():
+def test_the_same_through_the_async_client(single):
     import asyncio
 
     async def program(strategy):
@@ -321,6 +324,5 @@ def test_the_same_through_the_async_client():
             await coordinator.join()
             return [float(await value) for value in values]
 
-    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
-        with zs.ParameterServerStrategy(cluster.resolver) as strategy:
-            assert asyncio.run(program(strategy)) == [2.0 * i for i in range(20)]
+    with zs.ParameterServerStrategy(single.resolver) as strategy:
+        assert asyncio.run(program(strategy)) == [2.0 * i for i in range(20)]

@@ -10,18 +10,37 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.testing import leak_check
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture
-def local(monkeypatch):
-    # A stopped worker is soon lost to the program, and to no parameter server: it goes
-    # on where it was when it wakes up.
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+@pytest.fixture(scope="module")
+def cluster():
     env = {"ZSTRAT_PATIENCE": "60"}
     with zs.LocalCluster(num_ps=2, num_workers=2, env=env) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def local(cluster, monkeypatch):
+    """With all its tasks: what an earlier test has killed is started again."""
+    # A stopped worker is soon lost to the program, and to no parameter server: it goes
+    # on where it was when it wakes up.
+    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+    for task in cluster.tasks:
+        if not cluster.is_running(task):
+            cluster.restart(task)
+    return cluster
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    """As everywhere, but that what is started again for a test may stay."""
+    if "local" in request.fixturenames:
+        request.getfixturevalue("local")
+    with leak_check():
+        yield
 
 
 @pytest.fixture
