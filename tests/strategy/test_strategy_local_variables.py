@@ -22,7 +22,20 @@ def two():
     return zs.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
-@pytest.fixture(params=["by itself", "in a step", "in turns", "in turns in a step"])
+WAYS = ["by itself", "in a step", "in turns", "in turns in a step"]
+
+
+def pairwise(first, second, times=1):
+    """For ``run`` and two more arguments: every two of the three, not all three."""
+    return [
+        pytest.param(WAYS[(n + m + 2 * t) % 4], *one, *two)
+        for n, one in enumerate(first)
+        for m, two in enumerate(second)
+        for t in range(times)
+    ]
+
+
+@pytest.fixture(params=WAYS)
 def run(request, two):
     """``strategy.run`` in each of its ways."""
 
@@ -59,10 +72,13 @@ def values_of(result):
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"), [("assign", 0), ("assign_add", 10), ("assign_sub", 10)]
-)
-@pytest.mark.parametrize(
-    ("aggregation", "merged"), [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)]
+    ("run", "method", "expected", "aggregation", "merged"),
+    pairwise(
+        [("assign", 0), ("assign_add", 10), ("assign_sub", 10)],
+        [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)],
+        times=2,
+    ),
+    indirect=["run"],
 )
 def test_on_write_merges_what_replicas_write(
     two, run, method, expected, aggregation, merged
@@ -139,8 +155,11 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "how"), ROWS)
-@pytest.mark.parametrize("aggregation", [A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA, A.NONE])
+@pytest.mark.parametrize(
+    ("run", "method", "how", "aggregation"),
+    pairwise(ROWS, [(A.SUM,), (A.MEAN,), (A.ONLY_FIRST_REPLICA,), (A.NONE,)]),
+    indirect=["run"],
+)
 def test_rows_that_replicas_write(two, run, method, how, aggregation):
     v = variable(two, np.full((3, 2), 8, np.float32), aggregation)
 
