@@ -24,8 +24,19 @@ LARGE = 2**22
 """Elements: a call of eight chunks and more, that a kill cuts in the middle."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def processes():
+    """For tests that leave them as they are, one after another."""
+    yield from started()
+
+
+@pytest.fixture
+def mortal():
+    """For a test that kills one, or leaves something there."""
+    yield from started()
+
+
+def started():
     processes = [RankProcess() for _ in range(3)]
     yield processes
     for process in processes:
@@ -34,7 +45,9 @@ def processes():
 
 @pytest.fixture
 def ranks(processes):
-    return Ranks(processes)
+    ranks = Ranks(processes)
+    yield ranks
+    ranks.close()
 
 
 def lost(rank):
@@ -43,25 +56,23 @@ def lost(rank):
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("count", [10, LARGE])
-def test_a_killed_rank_is_named(processes, hosts, count) -> None:
+def test_a_killed_rank_is_named(mortal, hosts, count) -> None:
     """Told by the node that the link is gone, ranks that wait for it wake up."""
-    Ranks(processes, hosts)
-    *left, victim = processes if hosts == "aaa" else [processes[0], processes[1]]
-    number = processes.index(victim)
-    calling = [
-        process.ask("run_for_ever", "all_reduce", count) for process in processes
-    ]
+    Ranks(mortal, hosts)
+    *left, victim = mortal if hosts == "aaa" else [mortal[0], mortal[1]]
+    number = mortal.index(victim)
+    calling = [process.ask("run_for_ever", "all_reduce", count) for process in mortal]
     while not any(process.tell("waits") for process in left):
         continue  # so that the kill meets ranks that run
     victim.kill()
     for process in left:
         assert process.tell("lose", number) is None
     for process in left:
-        assert process.answer(calling[processes.index(process)]) == lost(number)
+        assert process.answer(calling[mortal.index(process)]) == lost(number)
         again = process.tell("run_for_ever", "all_reduce", count)
         assert again == lost(number)  # the first error stays
     if hosts == "aab":
-        processes[2].kill()  # it waits for the network, which the node would abort
+        mortal[2].kill()  # it waits for the network, which the node would abort
 
 
 def test_a_stopped_rank_is_overdue(ranks) -> None:
@@ -110,17 +121,17 @@ def test_abort_before_a_call(ranks) -> None:
         assert process.tell("run_for_ever", "barrier", 0) == lost(2)
 
 
-def test_memory_that_is_not_what_was_said_is_refused(processes) -> None:
-    entries = [process.tell("entry", i, "h") for i, process in enumerate(processes)]
+def test_memory_that_is_not_what_was_said_is_refused(mortal) -> None:
+    entries = [process.tell("entry", i, "h") for i, process in enumerate(mortal)]
     wrong = [list(map(list, entry)) for entry in entries]
     wrong[1][0][-1] = bytes(16)
-    refused = processes[0].tell("attach", 0, wrong)
+    refused = mortal[0].tell("attach", 0, wrong)
     assert refused.kind == "OSError"
     assert "rank 1 (/job:worker/task:1, pid " in refused.args[0]
     assert "does not hold the word" in refused.args[0]
     wrong = [list(map(list, entry)) for entry in entries]
     wrong[2][0][-2] *= 2
-    assert "rank 2" in processes[0].tell("attach", 0, wrong).args[0]
+    assert "rank 2" in mortal[0].tell("attach", 0, wrong).args[0]
 
 
 def test_nothing_grows_in_1000_calls(ranks) -> None:
