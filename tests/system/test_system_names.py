@@ -60,11 +60,10 @@ def program(cluster_resolver, checkpoint_dir, num_epoch, steps_per_epoch=5):
 @pytest.mark.shows("tf.distribute.experimental.coordinator.ClusterCoordinator")
 @pytest.mark.shows("ClusterCoordinator.schedule", "ClusterCoordinator.join")
 @pytest.mark.shows("CheckpointManager.save", "optimizer.iterations")
-def test_the_program_of_the_page(tmp_path):
-    with zs.LocalCluster(num_ps=2, num_workers=2) as local:
-        found = program(local.resolver, tmp_path, num_epoch=3)
-        assert (found[0], found[2], found[3]) == (0, 3 * 5 * 4, ["2", "3"])
-        # It goes on from the third epoch, with what the first three have learnt.
-        again = program(local.resolver, tmp_path, num_epoch=5)
-        assert (again[0], again[2], again[3]) == (3, 5 * 5 * 4, ["4", "5"])
-        assert abs(again[1] - 3) < abs(found[1] - 3) < 0.5
+def test_the_program_of_the_page(daemons, tmp_path):
+    found = program(daemons.resolver, tmp_path, num_epoch=3)
+    assert (found[0], found[2], found[3]) == (0, 3 * 5 * 4, ["2", "3"])
+    # It goes on from the third epoch, with what the first three have learnt.
+    again = program(daemons.resolver, tmp_path, num_epoch=5)
+    assert (again[0], again[2], again[3]) == (3, 5 * 5 * 4, ["4", "5"])
+    assert abs(again[1] - 3) < abs(found[1] - 3) < 0.5

@@ -55,7 +55,7 @@ distribution.close()
 
 @pytest.fixture(scope="module")
 def local():
-    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
+    with zs.LocalCluster(num_ps=2, num_workers=0) as cluster:
         yield cluster
 
 

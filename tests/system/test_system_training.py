@@ -16,14 +16,8 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def local():
-    with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def strategy(local):
-    with zs.ParameterServerStrategy(local.resolver) as strategy:
+def strategy(daemons):
+    with zs.ParameterServerStrategy(daemons.resolver) as strategy:
         yield strategy
 
 
