@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from importlib.metadata import version
@@ -145,6 +146,14 @@ class HastyLoop:
 @pytest.fixture
 def hasty() -> HastyLoop:
     return HastyLoop()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_what_is_new_is_searched_for_garbage():
+    """A process of many tests holds a million objects of jax: a collection looks at all
+    of them again, a second each time, unless they are set aside file by file."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

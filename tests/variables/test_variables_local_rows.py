@@ -70,7 +70,7 @@ MOMENTUM = zv.Optimizer(optax.sgd(0.5, momentum=0.5))  # it rounds little
 
 
 @given(st.lists(st.lists(st.integers(0, 7), max_size=9), min_size=1, max_size=4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_dense_and_sparse_steps_share_their_slots(batches):
     x, optimizer = zv.Variable(np.zeros((8, 1), np.float32)), MOMENTUM
     value, trace = np.zeros((8, 1), np.float32), np.zeros((8, 1), np.float32)
