@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
+from zstrat.variables import Variable
 
 
 def test_methods_are_step_functions_of_their_instance(home):
@@ -140,3 +141,31 @@ def test_attributes_of_a_callable_object_stay_its_own():
     step = zs.function(Doubled())
     assert (step(np.float32(3)), step.eager) == (6.0, False)
     assert step.name.endswith("Doubled")
+
+
+class Late:
+    """Makes its variable when a step is called for the first time."""
+
+    def __init__(self):
+        self.v = None
+
+    @zs.function
+    def step(self, x):
+        if self.v is None:
+            self.v = Variable(0.0 * x)
+        return self.v.assign_add(x)
+
+    @zs.function
+    def always(self):
+        return Variable(1.0).value()
+
+
+def test_a_step_may_create_variables_on_its_first_call():
+    late = Late()
+    assert [float(late.step(np.float32(n))) for n in (1, 2, 3)] == [1, 3, 6]
+    assert late.step.trace_count == 1
+    with pytest.raises(ValueError, match="when it is called for the first time"):
+        Late().step.plan((np.float32(1),))
+    assert float(late.always()) == 1
+    with pytest.raises(ValueError, match="when it is called for the first time"):
+        late.always()

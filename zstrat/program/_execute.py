@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from zstrat.variables import LOCAL, Binds, apply_now, read_all, read_parts, update_all
+from zstrat.variables import (
+    LOCAL,
+    Binds,
+    CreatedInStep,
+    apply_now,
+    read_all,
+    read_parts,
+    update_all,
+)
 
 from ._compile import CompiledProgram
 from ._device_state import Outdated
@@ -201,17 +209,20 @@ def run_eager(
 def run_here(
     function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs a step in this process, through the home of each variable.
+    """Runs a step in this process, through the home of each variable. One that creates
+    its variables when it is first called runs as an eager one that time.
 
     Returns what the body returns, its arrays as ``jax.Array``.
     """
     if function.eager:
-        words = variables_in_our_words(function.name)
-        with words, Immediate(None).recording() as eager:
-            structure, arrays = split(_called(function, args, kwargs), eager.read)
-        return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
+        return _run_body(function, args, kwargs)
     call = cut(args, kwargs)
-    program, draws = function.programs.find(call, args, kwargs)
+    try:
+        program, draws = function.programs.find(call, args, kwargs)
+    except CreatedInStep:
+        if not function.programs.may_create():
+            raise
+        return _run_body(function, args, kwargs)
     draws.require_real()
     while isinstance(program, HereProgram):
         try:
@@ -228,6 +239,16 @@ def run_here(
     computed = prepared.compute(values)
     _apply(plan, computed.updates())
     return plan.out_structure.unflatten(computed.results)
+
+
+def _run_body(
+    function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Runs the Python body with values; it may create variables."""
+    words = variables_in_our_words(function.name)
+    with words, Immediate(None).recording() as eager:
+        structure, arrays = split(_called(function, args, kwargs), eager.read)
+    return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
 
 
 def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:

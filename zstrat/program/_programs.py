@@ -94,6 +94,7 @@ class CompiledPrograms:
         self.trace_count = 0
         self.said: set[str] = set()
         """Places of which it was said that jax cuts what is there."""
+        self._has_created = False
         self._step = step
         self._fn = fn
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
@@ -101,6 +102,14 @@ class CompiledPrograms:
         self._around: Hashable = None
         # Re-entrant: a body may call its own step function, which is inlined.
         self._lock = threading.RLock()
+
+    def may_create(self) -> bool:
+        """Whether the body may create variables now: once, before it is traced, as that
+        of ``tf.function``. True is said only once."""
+        with self._lock:
+            first = not (self.trace_count or self._has_created)
+            self._has_created = True
+            return first
 
     def find(
         self, call: CutCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -170,7 +170,9 @@ def check(request: VariableRequest) -> None:
     ):
         raise CreatedInStep(
             f"variable {request.name!r} is created inside a step function: create "
-            "variables before it, in strategy.scope(), and use them in its body"
+            "variables before it, in strategy.scope(), and use them in its body. (It "
+            "may create them when it is called for the first time, outside of others "
+            "and not scheduled, if it keeps them: if self.v is None: self.v = ...)"
         )
     for given, wanted in (
         (request.aggregation, VariableAggregation),

@@ -53,6 +53,8 @@ class Immediate:
 
     def __init__(self, home: Home | None = None) -> None:
         self._home = home
+        # A worker has no place for new variables.
+        self.may_create = home is None
         self._outermost = current_trace()
         self._drawn: list[Any] = []
 
