@@ -35,6 +35,7 @@ from .trace._iterator import StepDataset as StepDataset
 from .trace._iterator import StepIterator as StepIterator
 from .trace._iterator import drawn as drawn
 from .trace._iterator import kept as kept
+from .trace._iterator import require_untraced as require_untraced
 from .trace._plan import Plan as Plan
 from .trace._plan import PlannedUpdate as PlannedUpdate
 from .trace._refusals import not_shared as not_shared

@@ -299,6 +299,14 @@ class Capture:
                     op = UpdateOp.OPTIMIZE
                     target._record(self, op, arrays[0], call.optimizer)
 
+    def require_known_end(self, name: str) -> None:
+        """Refuses what goes by the end of the data of this name.
+
+        Raises:
+            LoopsOverData: Always: a trace has no end of the data.
+        """
+        raise _refusals.LoopsOverData(name)
+
     def draw(self, iterator: StepIterator) -> Any:
         """The next element of an iterator among the arguments, as the trace sees it.
 
