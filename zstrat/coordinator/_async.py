@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
+from zstrat.program import hide_frames
+
 from ._control import CoordinatorCore, control_of
 from ._datasets import PerWorkerDataset, make_dataset
 from ._values import RemoteValue
@@ -73,34 +75,50 @@ class AsyncClusterCoordinator:
 
         Cancellation: nothing is scheduled.
         """
-        control = self._control
-        call = control.calls.find(fn, args, kwargs)
-        if call is None:
-            call = await asyncio.to_thread(control.calls.make, fn, args, kwargs)
-        return await control.engine.put_async(call)
+        try:
+            control = self._control
+            call = control.calls.find(fn, args, kwargs)
+            if call is None:
+                call = await asyncio.to_thread(control.calls.make, fn, args, kwargs)
+            return await control.engine.put_async(call)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     async def join(self) -> None:
         """Waits until all that was scheduled before has ended.
 
         Cancellation: all goes on; join again.
         """
-        await self._control.engine.join_async()
+        try:
+            await self._control.engine.join_async()
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     async def done(self) -> bool:
         """Whether nothing waits and nothing runs. Raises as `join` does.
 
         Cancellation: as `join`.
         """
-        return await self._control.engine.done_async()
+        try:
+            return await self._control.engine.done_async()
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     async def fetch(self, val: Any) -> Any:
         """The same nested structure with every `RemoteValue` in it fetched.
 
         Cancellation: loses nothing; fetch again.
         """
-        leaves, treedef = jax.tree.flatten(val, is_leaf=_is_value)
-        fetched = [await x if isinstance(x, RemoteValue) else x for x in leaves]
-        return jax.tree.unflatten(treedef, fetched)
+        try:
+            leaves, treedef = jax.tree.flatten(val, is_leaf=_is_value)
+            fetched = [await x if isinstance(x, RemoteValue) else x for x in leaves]
+            return jax.tree.unflatten(treedef, fetched)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     async def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]

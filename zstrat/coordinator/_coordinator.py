@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
+from zstrat.program import hide_frames
+
 from ._control import CoordinatorCore, control_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._values import PerWorkerValues, RemoteValue
@@ -95,7 +97,11 @@ class ClusterCoordinator:
             ValueError: A `RemoteValue` is among the arguments.
             Exception: An error of an earlier closure; this one is not scheduled then.
         """
-        return self._control.engine.put(self._control.call(fn, args, kwargs))
+        try:
+            return self._control.engine.put(self._control.call(fn, args, kwargs))
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def join(self, timeout: float | None = None) -> None:
         """Blocks until all that was scheduled before has ended.
@@ -106,11 +112,19 @@ class ClusterCoordinator:
             UnavailableError: No worker was there for ``worker_wait_timeout`` seconds.
             DeadlineExceededError: ``timeout`` seconds have passed; all goes on.
         """
-        self._control.engine.join(timeout)
+        try:
+            self._control.engine.join(timeout)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def done(self) -> bool:
         """Whether nothing waits and nothing runs. Raises as `join` does."""
-        return self._control.engine.done()
+        try:
+            return self._control.engine.done()
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def fetch(self, val: Any) -> Any:
         """The same nested structure with every `RemoteValue` in it fetched.
@@ -118,7 +132,11 @@ class ClusterCoordinator:
         Raises:
             Exception: As `RemoteValue.fetch`.
         """
-        return jax.tree.map(_fetched, val, is_leaf=_is_value)
+        try:
+            return jax.tree.map(_fetched, val, is_leaf=_is_value)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import CancelledError, ClosureAbortedError
-from zstrat.program import Resource, rebuild
+from zstrat.program import Resource, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
@@ -147,8 +147,12 @@ class RemoteValue:
             DeadlineExceededError: ``timeout`` has passed; the closure goes on.
             Exception: What the step function raised, every time.
         """
-        self._engine.wait_value(self, timeout)
-        return self._numpy(self._settled(self._engine.bring))
+        try:
+            self._engine.wait_value(self, timeout)
+            return self._numpy(self._settled(self._engine.bring))
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
@@ -159,13 +163,17 @@ class RemoteValue:
         return self._fetch_async().__await__()
 
     async def _fetch_async(self) -> Any:
-        await self._engine.wait_value_async(self)
-        result = self._result
-        if self.state is _READY and isinstance(result, Kept):
-            self._result = _Opened(
-                await self._engine.bring_async(result), result.layout
-            )
-        return self._numpy(self._settled(self._engine.bring))
+        try:
+            await self._engine.wait_value_async(self)
+            result = self._result
+            if self.state is _READY and isinstance(result, Kept):
+                self._result = _Opened(
+                    await self._engine.bring_async(result), result.layout
+                )
+            return self._numpy(self._settled(self._engine.bring))
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def __repr__(self) -> str:
         words = f" error={self._error!r}" if self._error else ""

@@ -43,5 +43,7 @@ from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure
 from .trace._structure import name_node as name_node
 from .trace._structure import rebuild as rebuild
+from .trace._tracebacks import hide_frames as hide_frames
+from .trace._tracebacks import trim as trim
 from .trace._updates import Recorded as Recorded
 from .trace._where import here as here

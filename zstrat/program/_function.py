@@ -23,6 +23,7 @@ from .ship import _code
 from .ship._scoped import ScopedBody
 from .trace import _refusals
 from .trace._signature import cut
+from .trace._tracebacks import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,12 +171,16 @@ class Function:
             return self.body(*args, **kwargs)
         if is_staging():
             raise _refusals.step_inside(f"the step function {self.name!r} is called")
-        if not self._is_python:
-            try:
-                return run_here(self, args, kwargs)
-            except _refusals.LoopsOverData as found:  # nothing was drawn or done
-                self._run_in_python(found)
-        return self.body(*args, **kwargs)
+        try:
+            if not self._is_python:
+                try:
+                    return run_here(self, args, kwargs)
+                except _refusals.LoopsOverData as found:  # nothing was drawn or done
+                    self._run_in_python(found)
+            return self.body(*args, **kwargs)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def _run_in_python(self, found: _refusals.LoopsOverData) -> None:
         """From now on, and says so."""
