@@ -52,6 +52,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "ClusterCoordinator",
             "PerWorkerDataset",
             "PerWorkerValues",
+            "AsyncRemoteValue",
             "RemoteValue",
             "RemoteValueStatus",
         ),

@@ -6,6 +6,7 @@ from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
 from ._session import ClusterSession as ClusterSession
 from ._strategy import CoordinatedStrategy as CoordinatedStrategy
+from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus

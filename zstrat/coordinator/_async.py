@@ -11,7 +11,7 @@ from zstrat.program import hide_frames
 
 from ._control import CoordinatorCore, control_of
 from ._datasets import PerWorkerDataset, make_dataset
-from ._values import RemoteValue
+from ._values import AsyncRemoteValue, RemoteValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ class AsyncClusterCoordinator:
         fn: Callable[..., Any],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> RemoteValue:
+    ) -> AsyncRemoteValue:
         """Queues a call for the next free worker; see `ClusterCoordinator.schedule`.
 
         A function that was not traced before is traced on a thread.

@@ -191,4 +191,5 @@ def _is_value(leaf: object) -> bool:
 
 
 def _fetched(leaf: Any) -> Any:
-    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
+    # Of the class: the value of an asynchronous program would be awaited.
+    return RemoteValue.fetch(leaf) if isinstance(leaf, RemoteValue) else leaf

@@ -19,7 +19,7 @@ from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
 from zstrat.transport import Bell, LoopBell, ThreadBell
 
 from ._queue import Closure, Effect, Ended, Phase, Queue
-from ._values import Kept, RemoteValue, RemoteValueStatus
+from ._values import AsyncRemoteValue, Kept, RemoteValue, RemoteValueStatus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,8 +81,8 @@ class ClosureEngine:
             self._block(partial(self._try_put, closure), None, "schedule")
         return value
 
-    async def put_async(self, call: ScheduledCall) -> RemoteValue:
-        value = RemoteValue(self, call.result)
+    async def put_async(self, call: ScheduledCall) -> AsyncRemoteValue:
+        value = AsyncRemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):
             await self._await(partial(self._try_put, closure))

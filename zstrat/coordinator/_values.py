@@ -9,6 +9,7 @@ values of per-worker resources, which go away and return with their worker.
 from __future__ import annotations
 
 import abc
+import asyncio
 import enum
 import math
 import weakref
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.errors import CancelledError, ClosureAbortedError
+from zstrat.errors import CancelledError, ClosureAbortedError, DeadlineExceededError
 from zstrat.program import Resource, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
@@ -80,7 +81,6 @@ class ValueSource(Protocol):
     async def wait_value_async(self, value: RemoteValue) -> None: ...
 
 
-@final
 class RemoteValue:
     """The result, some time, of a scheduled closure.
 
@@ -259,6 +259,35 @@ class _Inline:
 
     def __init__(self, layout: LayoutMessage | None, data: bytes) -> None:
         self.layout, self.data = layout, data
+
+
+@final
+class AsyncRemoteValue(RemoteValue):
+    """What `AsyncClusterCoordinator.schedule` gives: nothing of it blocks the loop.
+
+    ``await value`` and ``await value.fetch()`` give numpy arrays, ``await value.get()``
+    jax arrays. A blocking program gets it from ``ClusterCoordinator.fetch(value)``.
+    """
+
+    __slots__ = ()
+
+    async def fetch(self, timeout: float | None = None) -> Any:
+        """As `RemoteValue.fetch`, awaited; raises as that does.
+
+        Cancellation: loses nothing; await it again.
+        """
+        try:
+            async with asyncio.timeout(timeout) as waiting:
+                return await self
+        except TimeoutError:
+            if not waiting.expired():  # it is the step's own
+                raise
+            late = f"fetch: {self!r} after {timeout} s"
+            raise DeadlineExceededError(late) from None
+
+    async def get(self, timeout: float | None = None) -> Any:
+        """As `fetch`, with jax arrays as leaves."""
+        return joined.mapped(_on_device, await self.fetch(timeout))
 
 
 class _Opened:
