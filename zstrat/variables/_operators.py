@@ -25,6 +25,9 @@ _REFUSING: Final = ("shaped_abstractify", "typeof")
 they are called otherwise, jax's own words stay."""
 
 
+_OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
+
+
 class ArrayOperators(abc.ABC):
     """Python's operators for something that has a value."""
 
@@ -64,7 +67,7 @@ class ArrayOperators(abc.ABC):
 
         def __getattr__(self, name: str) -> NoReturn:
             words = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name[:1] != "_" and hasattr(jax.Array, name):
+            if name in _OF_ARRAYS:
                 words += f", its value has: write v.value().{name}"
             raise AttributeError(words, name=name, obj=self)
 
