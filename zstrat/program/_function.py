@@ -13,6 +13,7 @@ import functools
 import inspect
 import threading
 import warnings
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, overload
 
 from zstrat.variables import is_staging, recorder
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 
 _ENTRY: Final = "_zstrat_bound_functions"
 _lock: Final = threading.Lock()
+
+in_python_step: Final[ContextVar[bool]] = ContextVar(
+    "zstrat_python_step", default=False
+)
+"""Whether the body of a step runs in Python, because it goes by where its data end."""
 
 
 class BoundFunctions:
@@ -176,13 +182,20 @@ class Function:
                 try:
                     return run_here(self, args, kwargs)
                 except _refusals.LoopsOverData as found:  # nothing was drawn or done
-                    self._run_in_python(found)
-            return self.body(*args, **kwargs)
+                    self._turn_to_python(found)
+            return self._in_python(args, kwargs)
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
 
-    def _run_in_python(self, found: _refusals.LoopsOverData) -> None:
+    def _in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = in_python_step.set(True)
+        try:
+            return self.body(*args, **kwargs)
+        finally:
+            in_python_step.reset(before)
+
+    def _turn_to_python(self, found: _refusals.LoopsOverData) -> None:
         """From now on, and says so."""
         self._is_python = True
         warnings.warn(
