@@ -253,7 +253,6 @@ SMALL = {
     "zstrat.cli._run": "a file for each command",
     "zstrat.launch._timed_rank": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
-    "zstrat.strategy._keras": "the only code that reaches into another library",
     "zstrat.strategy._one_device": "a file for each strategy",
     "zstrat.transport._identity": "the door says who this process is",
     "zstrat.daemons.ps": "started by name",

@@ -125,6 +125,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "HierarchicalCopyAllReduce",
             "InputOptions",
             "InputReplicationMode",
+            "KerasWarning",
             "Mirrored",
             "MirroredStrategy",
             "MultiStepContext",

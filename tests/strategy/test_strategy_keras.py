@@ -30,7 +30,7 @@ def model(monkeypatch):
 def test_a_model_in_a_scope(model, call):
     strategy = zs.OneDeviceStrategy("CPU:0")
     words = rf"model\.{call} of Keras in .*stateless_call.*examples/keras_ps\.py"
-    with strategy.scope(), strategy.scope(), pytest.warns(UserWarning, match=words):
+    with strategy.scope(), strategy.scope(), pytest.warns(zs.KerasWarning, match=words):
         assert getattr(model(), call)("it") in {"compiled it", "fitted it"}
 
 
