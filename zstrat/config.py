@@ -81,12 +81,15 @@ class Settings:
     keys: Path | None = None
     insecure: bool = False
     log_json: bool = False
+    traceback: str = "short"
+    """Errors of public calls come without the frames of zstrat; "full": with them."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
     it. None: what experience says."""
 
 
 LANES: Final = ("auto", "tcp", "ipc", "shm")
+TRACEBACKS: Final = ("short", "full")
 
 
 def environment() -> Mapping[str, str]:
@@ -108,6 +111,9 @@ def settings_from(env: Mapping[str, str]) -> Settings:
     lane = env.get("ZSTRAT_LANE", "auto")
     if lane not in LANES:
         raise ValueError(f"ZSTRAT_LANE={lane!r}: expected one of {', '.join(LANES)}")
+    traceback = env.get("ZSTRAT_TRACEBACK", "short")
+    if traceback not in TRACEBACKS:
+        raise ValueError(f"ZSTRAT_TRACEBACK={traceback!r}: expected short or full")
     keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
     default = Timeouts()
     return Settings(
@@ -121,6 +127,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         keys=Path(keys) if keys else None,
         insecure=env.get("ZSTRAT_INSECURE", "") not in ("", "0"),
         log_json=env.get("ZSTRAT_LOG", "") == "json",
+        traceback=traceback,
         choices=Path(choices) if choices else None,
     )
 

@@ -25,6 +25,7 @@ def test_everything_said() -> None:
             "ZSTRAT_KEYS": "/etc/zstrat/keys",
             "ZSTRAT_INSECURE": "1",
             "ZSTRAT_LOG": "json",
+            "ZSTRAT_TRACEBACK": "full",
             "ZSTRAT_PATIENCE": "2.5",
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_DRAIN": "1e1",
@@ -40,6 +41,7 @@ def test_everything_said() -> None:
         keys=Path("/etc/zstrat/keys"),
         insecure=True,
         log_json=True,
+        traceback="full",
         choices=Path("/etc/zstrat/choices.toml"),
     )
 
@@ -57,6 +59,11 @@ def test_unknown_lane() -> None:
     words = r"ZSTRAT_LANE='udp': expected one of auto, tcp, ipc, shm"
     with pytest.raises(ValueError, match=words):
         settings_from({"ZSTRAT_LANE": "udp"})
+
+
+def test_unknown_traceback() -> None:
+    with pytest.raises(ValueError, match="ZSTRAT_TRACEBACK='no': expected short or f"):
+        settings_from({"ZSTRAT_TRACEBACK": "no"})
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator import AsyncClusterCoordinator, ClusterCoordinator
-from zstrat.errors import CancelledError
+from zstrat.errors import CancelledError, DeadlineExceededError
 
 
 @zs.function
@@ -22,9 +23,19 @@ def large(n):
     return jnp.zeros(1000) + n
 
 
+@zs.function
+def draw(iterator):
+    return iterator.get_next()
+
+
 @zs.function(eager=True)
 def bad():
     raise ValueError("boom")
+
+
+@zs.function(eager=True)
+def late():
+    raise TimeoutError("mine")
 
 
 @pytest.fixture
@@ -43,6 +54,33 @@ async def test_schedule_await_and_join(strategy):
         await coordinator.join()
         assert await coordinator.done()
         assert coordinator.metrics()["scheduled_closures"] == 50
+
+
+async def test_the_lines_of_the_readme(strategy):
+    async with AsyncClusterCoordinator(strategy) as coordinator:
+        rows = [np.float32(7)] * 9
+        iterator = iter(await coordinator.create_per_worker_dataset(lambda: rows))
+        values = [await coordinator.schedule(draw, args=(iterator,)) for _ in range(3)]
+        await coordinator.join()
+        assert await values[0] == await values[0].fetch(timeout=60) == 7
+        assert isinstance(await values[0].get(), jax.Array)
+        blocking = ClusterCoordinator(strategy)
+        assert await asyncio.to_thread(blocking.fetch, values) == [7, 7, 7]
+
+
+async def test_fetch_may_be_late_and_tells_its_lateness_from_that_of_a_step(
+    world, strategy
+):
+    async with AsyncClusterCoordinator(strategy) as coordinator:
+        await asyncio.to_thread(world.on_loop, world.hold)
+        value = await coordinator.schedule(late)
+        with pytest.raises(DeadlineExceededError, match=r"fetch: .* after 0.01 s"):
+            await value.fetch(timeout=0.01)
+        await asyncio.to_thread(world.on_loop, world.release)
+        with pytest.raises(TimeoutError, match="mine"):
+            await value.fetch(timeout=60)
+        with pytest.raises(TimeoutError, match="mine"):
+            await coordinator.join()
 
 
 async def test_large_results_are_awaited_too(strategy):

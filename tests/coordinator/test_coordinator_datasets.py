@@ -27,7 +27,7 @@ def broken():
 
 @zs.function
 def step(iterator):
-    return next(iterator)["x"].sum()
+    return iterator.get_next()["x"].sum()
 
 
 def test_a_step_draws_from_the_iterator_of_its_worker(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -27,6 +28,16 @@ def program(path, *arguments, cwd):
         text=True,
         timeout=100,
     )
+
+
+def test_a_keras_model_on_parameter_servers(tmp_path):
+    for module in ("keras", "sklearn"):  # which keras can import is for its own process
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}")
+    ran = program(ROOT / "examples/keras_ps.py", "--steps", "80", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"^loss 0\.\d+, test accuracy 9\d", ran.stdout)
+    assert not ran.stderr.strip(), ran.stderr
 
 
 def test_digits_below_the_goal_ends_with_1_and_draws_all_the_same(tmp_path):

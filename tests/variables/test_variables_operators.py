@@ -3,10 +3,13 @@
 import operator
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import zstrat.program as zs
 import zstrat.variables as zv
 
 BINARY = [
@@ -35,6 +38,39 @@ def test_binary_operators_are_those_of_the_value(op, kind):
     np.testing.assert_array_equal(op(a, b), op(A, B))
     np.testing.assert_array_equal(op(b, a), op(B, A))
     np.testing.assert_array_equal(op(a, 2), op(A, 2))
+
+
+TREE = {"a": np.array([3.0, -4.0], np.float32), "b": np.float32(12.0)}
+ON_TREES = {
+    "optax.tree.norm": (optax.tree.norm, 13.0),
+    "lambda": (lambda tree: jax.tree.map(lambda v: v * 2, tree)["b"], 24.0),
+    "zs.values": (lambda tree: jax.tree.map(jnp.mean, zv.values(tree))["a"], -0.5),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, zs.function])
+@pytest.mark.parametrize("name", ON_TREES)
+def test_functions_of_trees_take_variables(name, wrap):
+    fn, expected = ON_TREES[name]
+    tree = jax.tree.map(zv.Variable, TREE)
+    assert wrap(lambda: fn(tree))() == expected
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, zs.function])
+@pytest.mark.parametrize("fn", [jnp.mean, jnp.square, jax.jit(lambda v: v)])
+def test_what_jax_compiles_takes_values(fn, wrap):
+    tree = jax.tree.map(zv.Variable, TREE)
+    with pytest.raises(
+        (ValueError, TypeError), match=r"write v.value\(\), or zs.values"
+    ):
+        wrap(lambda: jax.tree.map(fn, tree))()
+
+
+def test_methods_are_those_of_the_value():
+    variable = zv.Variable(A)
+    with pytest.raises(AttributeError, match=r"its value has: write v.value\(\).mean"):
+        variable.mean()
+    assert not hasattr(variable, "nothing")
 
 
 @pytest.mark.parametrize("op", BINARY[:7])

@@ -12,10 +12,10 @@ import pytest
 
 from zstrat import errors
 from zstrat.errors import NotFoundError
-from zstrat.program import ResultLayout, StepResult
+from zstrat.program import ResultLayout, StepResult, trim
 from zstrat.wire import Outcome
 from zstrat.worker import Executor
-from zstrat.worker._closure import ResultLayouts, failed, trim
+from zstrat.worker._closure import ResultLayouts, failed
 from zstrat.worker._reports import Results
 
 
@@ -102,7 +102,7 @@ def test_tracebacks_of_our_own_defects_stay_whole():
         error.__traceback__ = error.__traceback__.tb_next
         trim(error)
         (frame,) = traceback.extract_tb(error.__traceback__)
-        assert frame.filename.endswith("_closure.py")
+        assert frame.filename.endswith("_tracebacks.py")
 
 
 def test_chains_of_errors_are_trimmed_and_may_be_loops():

@@ -1,11 +1,12 @@
 """The coordinator: schedules step functions on workers that come and go."""
 
-from ._async import AsyncClusterCoordinator as AsyncClusterCoordinator
+from ._coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
 from ._core import CoordinatedStrategy as CoordinatedStrategy
 from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
 from ._session import ClusterSession as ClusterSession
+from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus

@@ -20,7 +20,7 @@ from zstrat.transport import Bell, LoopBell, ThreadBell
 
 from ._loop_side import Cancelling, LoopSide
 from ._queue import Closure, Effect, Ended, Phase, Queue
-from ._values import Kept, RemoteValue, RemoteValueStatus
+from ._values import AsyncRemoteValue, Kept, RemoteValue, RemoteValueStatus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,8 +78,8 @@ class ClosureEngine:
 
     async def put_async(
         self, call: ScheduledCall, site: CallSite | None
-    ) -> RemoteValue:
-        value = RemoteValue(self, call.result)
+    ) -> AsyncRemoteValue:
+        value = AsyncRemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site)
         with self.lock:
             if self.broken is None and self._enqueue(closure):

@@ -9,6 +9,7 @@ values of per-worker resources, which go away and return with their worker.
 from __future__ import annotations
 
 import abc
+import asyncio
 import enum
 import math
 import weakref
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, fi
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.errors import CancelledError, ClosureAbortedError
-from zstrat.program import Resource, StepIterator, rebuild
+from zstrat.errors import CancelledError, ClosureAbortedError, DeadlineExceededError
+from zstrat.program import Resource, StepIterator, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
@@ -84,7 +85,6 @@ class ValueSource(Protocol):
     def interrupted(self, interrupt: KeyboardInterrupt) -> None: ...
 
 
-@final
 class RemoteValue:
     """The result, some time, of a scheduled closure.
 
@@ -159,6 +159,9 @@ class RemoteValue:
         except KeyboardInterrupt as interrupt:
             self._engine.interrupted(interrupt)
             raise
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
@@ -169,13 +172,17 @@ class RemoteValue:
         return self._fetch_async().__await__()
 
     async def _fetch_async(self) -> Any:
-        await self._engine.wait_value_async(self)
-        result = self._result
-        if self.state is _READY and isinstance(result, Kept):
-            self._result = _Opened(
-                await self._engine.bring_async(result), result.layout
-            )
-        return self._numpy(self._settled(self._engine.bring))
+        try:
+            await self._engine.wait_value_async(self)
+            result = self._result
+            if self.state is _READY and isinstance(result, Kept):
+                self._result = _Opened(
+                    await self._engine.bring_async(result), result.layout
+                )
+            return self._numpy(self._settled(self._engine.bring))
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def __repr__(self) -> str:
         words = f" error={self._error!r}" if self._error else ""
@@ -262,6 +269,35 @@ class _Inline:
 
     def __init__(self, layout: LayoutMessage | None, data: bytes) -> None:
         self.layout, self.data = layout, data
+
+
+@final
+class AsyncRemoteValue(RemoteValue):
+    """What `AsyncClusterCoordinator.schedule` gives: nothing of it blocks the loop.
+
+    ``await value`` and ``await value.fetch()`` give numpy arrays, ``await value.get()``
+    jax arrays. A blocking program gets it from ``ClusterCoordinator.fetch(value)``.
+    """
+
+    __slots__ = ()
+
+    async def fetch(self, timeout: float | None = None) -> Any:
+        """As `RemoteValue.fetch`, awaited; raises as that does.
+
+        Cancellation: loses nothing; await it again.
+        """
+        try:
+            async with asyncio.timeout(timeout) as waiting:
+                return await self
+        except TimeoutError:
+            if not waiting.expired():  # it is the step's own
+                raise
+            late = f"fetch: {self!r} after {timeout} s"
+            raise DeadlineExceededError(late) from None
+
+    async def get(self, timeout: float | None = None) -> Any:
+        """As `fetch`, with jax arrays as leaves."""
+        return joined.mapped(_on_device, await self.fetch(timeout))
 
 
 class _Opened:

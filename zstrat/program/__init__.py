@@ -5,6 +5,7 @@ from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
 from ._function import Function as Function
 from ._function import function as function
+from ._function import in_python_step as in_python_step
 from ._programs import WARN_AT as WARN_AT
 from ._programs import RetraceWarning as RetraceWarning
 from ._results import StepResult as StepResult
@@ -38,6 +39,7 @@ from .trace._iterator import StepDataset as StepDataset
 from .trace._iterator import StepIterator as StepIterator
 from .trace._iterator import drawn as drawn
 from .trace._iterator import kept as kept
+from .trace._iterator import require_untraced as require_untraced
 from .trace._plan import Plan as Plan
 from .trace._plan import PlannedUpdate as PlannedUpdate
 from .trace._refusals import not_shared as not_shared
@@ -45,5 +47,7 @@ from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure
 from .trace._structure import name_node as name_node
 from .trace._structure import rebuild as rebuild
+from .trace._tracebacks import hide_frames as hide_frames
+from .trace._tracebacks import trim as trim
 from .trace._updates import Recorded as Recorded
 from .trace._where import here as here

@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import warnings
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, overload
 
 from zstrat.variables import is_staging, recorder
@@ -23,6 +25,7 @@ from .ship._scoped import ScopedBody
 from .trace import _refusals
 from .trace._context import building
 from .trace._signature import cut
+from .trace._tracebacks import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,11 @@ if TYPE_CHECKING:
 
 _ENTRY: Final = "_zstrat_bound_functions"
 _lock: Final = threading.Lock()
+
+in_python_step: Final[ContextVar[bool]] = ContextVar(
+    "zstrat_python_step", default=False
+)
+"""Whether the body of a step runs in Python, because it goes by where its data end."""
 
 
 class BoundFunctions:
@@ -124,6 +132,8 @@ class Function:
         functools.update_wrapper(self, self.body, updated=())
         self.programs = CompiledPrograms(self.name, self.body)
         self._shipped: tuple[bytes, bytes] | None = None
+        self._is_python = False
+        """Whether it was found to go by where its data end: it is not traced here."""
 
     @property
     def trace_count(self) -> int:
@@ -181,7 +191,36 @@ class Function:
             return self.body(*args, **kwargs)
         if is_staging():
             raise _refusals.step_inside(f"the step function {self.name!r} is called")
-        return run_here(self, args, kwargs)
+        try:
+            if not self._is_python:
+                try:
+                    return run_here(self, args, kwargs)
+                except _refusals.LoopsOverData as found:  # nothing was drawn or done
+                    self._turn_to_python(found)
+            return self._in_python(args, kwargs)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
+
+    def _in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = in_python_step.set(True)
+        try:
+            return self.body(*args, **kwargs)
+        finally:
+            in_python_step.reset(before)
+
+    def _turn_to_python(self, found: _refusals.LoopsOverData) -> None:
+        """From now on, and says so."""
+        self._is_python = True
+        warnings.warn(
+            f"the step function {self.name!r} runs in Python, operation by operation, "
+            f"because it goes by where {found.name} ends (at {found.where}), and a "
+            "traced step cannot. Each strategy.run and each zs.function in it is still "
+            "a program of its own; to compile all that is done with an element, make "
+            "it a zs.function and call it in the loop",
+            UserWarning,
+            stacklevel=3,
+        )
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
         """A step function that is a method: one `Function` per instance, kept in it."""
@@ -232,7 +271,11 @@ def function(
       anything. Rows whose ids depend on values that the step reads, or on rows, cost
       one more request to the parameter servers for each such level, all others come
       with its other reads;
-    - ``next(iterator)`` draws an element of a dataset;
+    - ``next(iterator)`` draws an element of a dataset, as often as Python says; where
+      there is none, the step raises OutOfRangeError. A loop over a dataset or iterator,
+      and `Optional.has_value`, go by where the data end, which no trace knows: such a
+      step runs in Python where it is called, each ``strategy.run`` in it as one
+      program, and a warning says so; on a worker it is refused, unless it is ``eager``;
     - arrays and Python ints, floats and complexes among the arguments are traced;
       booleans, strings and other hashable values are static, and each value is traced
       anew;

@@ -12,6 +12,7 @@ from ._default import has_strategy as has_strategy
 from ._default import in_cross_replica_context as in_cross_replica_context
 from ._extended import StrategyExtended as StrategyExtended
 from ._frames import require_cross_replica as require_cross_replica
+from ._keras import KerasWarning as KerasWarning
 from ._multi_step import MultiStepContext as MultiStepContext
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._strategy import Strategy as Strategy

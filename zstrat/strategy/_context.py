@@ -5,6 +5,7 @@ Both are entered: `_frames` keeps the stack.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
@@ -23,6 +24,7 @@ from ._frames import (
     refuse_mixing,
     refuse_replica_context,
 )
+from ._keras import watch_keras
 from .reduce._options import called_with
 from .reduce._values import as_axis, reduction, require_gatherable
 from .replica._columns import require_axes
@@ -60,6 +62,8 @@ class Scope(Generic[_Entered]):
         self._entered.append((frame, creator.put_aside()))
         push(frame)
         creator.set(self._creator)
+        if "keras" in sys.modules:
+            watch_keras()
         return self._strategy
 
     def __exit__(self, *exc: object) -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from zstrat.data import InputContext
+from zstrat.program import hide_frames
 from zstrat.variables import Variable, is_staging, recorder
 
 from ._context import ReplicaContext, Scope
@@ -160,8 +161,12 @@ class Strategy(FirstVersion):
                 "go into args and kwargs"
             )
         named = {} if kwargs is None else kwargs
-        with self.scope():
-            return self._run_replicas(fn, args, named)
+        try:
+            with self.scope():
+                return self._run_replicas(fn, args, named)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """One value from the replicas' values, leaf by leaf of a pytree.

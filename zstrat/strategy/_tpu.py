@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from zstrat.cluster import ClusterResolver, TPUClusterResolver
-from zstrat.program import Function
+from zstrat.program import Function, in_python_step
 from zstrat.program.gradients import is_live
 from zstrat.tpu import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
@@ -163,8 +163,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        _require_traced(fn)
-        result = super()._run_replicas(fn, args, kwargs)
+        result = super()._run_replicas(_traced(fn), args, kwargs)
         for leaf in jax.tree.leaves(result, is_leaf=is_distributed):
             if not isinstance(leaf, _TENSORS) and not is_distributed(leaf):
                 raise TypeError(
@@ -217,14 +216,22 @@ def _require_own(devices: np.ndarray) -> None:
         )
 
 
-def _require_traced(fn: Callable[..., Any]) -> None:
+def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or what traces it: in a step that runs in Python for its loops.
+
+    Raises:
+        NotImplementedError: Nothing would trace it.
+    """
     recording = recorder.get()
     if is_staging() or (recording is not None and not is_live(recording)):
-        return
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    if isinstance(fn, Function) and not fn.eager and recording is None:
-        return
+        return fn
+    plain = fn
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    if isinstance(plain, Function) and not plain.eager and recording is None:
+        return fn
+    if in_python_step.get() and recording is None and not isinstance(plain, Function):
+        return Function(fn)
     raise NotImplementedError(
         "TPUStrategy.run(fn, ...) does not support pure eager execution. please make "
         "sure the function passed into `strategy.run` is a `zs.function` or "

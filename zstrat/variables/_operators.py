@@ -9,10 +9,23 @@ from __future__ import annotations
 
 import abc
 import operator
-from typing import Any, NoReturn
+import sys
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import jax
 import numpy as np
+
+from ._tracing import recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REFUSING: Final = ("shaped_abstractify", "typeof")
+"""Functions of jax 0.10 that look for ``__jax_array__`` to refuse who has one. Where
+they are called otherwise, jax's own words stay."""
+
+
+_OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
 class ArrayOperators(abc.ABC):
@@ -27,8 +40,46 @@ class ArrayOperators(abc.ABC):
     def value(self) -> Any:
         """The array that the operators act on."""
 
-    def __jax_array__(self) -> jax.Array:
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array]:
+        """The value for functions of jax that ask for it, as ``jnp.asarray``.
+
+        Raises:
+            ValueError: Outside of steps: one asks that takes arrays alone, and would
+                refuse in words of which no user can do.
+        """
+        # jax asks here, too, before it refuses what it compiles a function for. In a
+        # step its error is put into words that name the step.
+        asking = sys._getframe(1).f_code.co_name
+        if asking in _REFUSING and recorder.get() is None:
+            raise ValueError(  # a TypeError would be replaced by one of jax
+                f"{self!r:.100} is passed to a function that jax compiles (jnp.exp, "
+                "jnp.mean, jax.nn.relu, jax.jit, jax.grad, ...), which takes arrays: "
+                "write v.value(), or zs.values(tree) for a pytree, "
+                "jax.tree.map(jnp.mean, zs.values(params))"
+            )
+        return self._as_jax
+
+    def _as_jax(self) -> jax.Array:
         return jax.numpy.asarray(self.value())
+
+    if not TYPE_CHECKING:  # to whom any attribute would be there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            words = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _OF_ARRAYS:
+                words += f", its value has: write v.value().{name}"
+            raise AttributeError(words, name=name, obj=self)
+
+    @property
+    def real(self) -> Any:
+        """The real part of the value: ``optax.tree.norm`` takes it of its leaves."""
+        return self.value().real
+
+    @property
+    def imag(self) -> Any:
+        """The imaginary part of the value."""
+        return self.value().imag
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         value = np.asarray(self.value())

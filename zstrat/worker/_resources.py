@@ -19,11 +19,9 @@ import numpy as np
 
 from zstrat.data import Elements, InputContext, is_steady
 from zstrat.errors import ClosureInputError, NotFoundError
-from zstrat.program import StepDataset, StepIterator, Structure
+from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage
-
-from ._closure import trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

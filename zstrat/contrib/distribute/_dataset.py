@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 
 from zstrat.data import ending, is_steady, require_data
-from zstrat.errors import OutOfRangeError
-from zstrat.program import StepIterator, kept
+from zstrat.program import StepIterator, kept, require_untraced
 from zstrat.strategy import regroup
-from zstrat.variables import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -32,6 +30,7 @@ class PerDeviceDataset:
         self._towers = towers
 
     def __iter__(self) -> PerDeviceIterator:
+        require_untraced("a distributed dataset")
         elements = self._elements()
         made = PerDeviceIterator(elements, name="a distributed dataset", steady=True)
         # When the program ends at the latest: a pass that the interpreter ends while it
@@ -62,20 +61,6 @@ class PerDeviceDataset:
 @final
 class PerDeviceIterator(StepIterator):
     """What a step draws from, and a loop in Python: one element for each tower."""
-
-    def __next__(self) -> Any:
-        """The next element.
-
-        Raises:
-            StopIteration: There are no more. In a step: OutOfRangeError, as `get_next`
-                raises it everywhere.
-        """
-        try:
-            return self.get_next()
-        except OutOfRangeError:
-            if recorder.get() is None:
-                raise StopIteration from None
-            raise
 
     def initialize(self) -> list[Any]:
         """Nothing: an iterator is ready when it is made."""

@@ -156,6 +156,9 @@ class Substitution:
     def draw(self, iterator: StepIterator) -> Any:
         raise _refusals.draw_inside()
 
+    def require_known_end(self, name: str) -> None:
+        raise _refusals.draw_inside()
+
     def drew(self, leaf: object) -> bool:
         return self._outer.drew(leaf)
 

@@ -95,8 +95,8 @@ def change(recording: Recorder, copy: CopyHome, update: Recorded) -> None:
 
 
 MAX_DRAWS: Final = 1024
-"""Draws of one step. A Python ``for`` over an iterator never ends while it is traced;
-this ends it, with words."""
+"""Draws of one step. A Python loop that draws until the data end never ends while it is
+traced; this ends it, with words."""
 
 _OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
 
@@ -305,6 +305,14 @@ class Capture:
                     op = UpdateOp.OPTIMIZE
                     target._record(self, op, arrays[0], call.optimizer)
 
+    def require_known_end(self, name: str) -> None:
+        """Refuses what goes by the end of the data of this name.
+
+        Raises:
+            LoopsOverData: Always: a trace has no end of the data.
+        """
+        raise _refusals.LoopsOverData(name)
+
     def draw(self, iterator: StepIterator) -> Any:
         """The next element of an iterator among the arguments, or of one that an object
         holds which came with the body, as the trace sees it.
@@ -320,8 +328,8 @@ class Capture:
         if len(self.draws) == MAX_DRAWS:
             raise RuntimeError(
                 f"{here()}: the step draws more than {MAX_DRAWS} elements: a Python "
-                "for loop over an iterator has no end while it is traced. Call "
-                "next(iterator) as often as the step needs"
+                "loop that draws until the data end has no end while it is traced. "
+                "Call next(iterator) as often as the step needs"
             )
         ordinal = next(
             (n for n, known in enumerate(self.iterators) if known is iterator), None

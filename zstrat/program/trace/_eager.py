@@ -126,6 +126,9 @@ class Immediate:
                 target.table.require_inside(mine[0])
         apply_now(host, self._home)
 
+    def require_known_end(self, name: str) -> None:
+        """Nothing: elements are real here."""
+
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():
             raise _refusals.draw_inside()

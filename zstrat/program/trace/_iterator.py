@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -35,7 +35,7 @@ from zstrat.variables import recorder
 from . import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from .joined import TreeDef
 
@@ -148,6 +148,14 @@ class Drawing(Protocol):
         """The element as the trace sees it."""
         ...
 
+    def require_known_end(self, name: str) -> None:
+        """Called before Python goes by whether there are more elements.
+
+        Raises:
+            LoopsOverData: The step is being traced, which cannot tell.
+        """
+        ...
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -155,9 +163,20 @@ class Optional(Generic[T]):
     """An element, or none where the data have ended."""
 
     elements: tuple[T, ...]
+    require_known: Callable[[], None] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Called before it is told whether there was an element."""
 
     def has_value(self) -> bool:
-        """Whether there was an element."""
+        """Whether there was an element. A branch on it goes by the data, which a trace
+        cannot: a step that is called here then runs in Python; see `zs.function`.
+
+        Raises:
+            LoopsOverData: In a step that is traced on a worker.
+        """
+        if self.require_known is not None:
+            self.require_known()
         return bool(self.elements)
 
     def get_value(self) -> T:
@@ -198,6 +217,9 @@ class StepIterator:
         steady: bool = False,
     ) -> None:
         self._steady = steady or is_steady(source)
+        self._ends_loops = False
+        """Whether in a step, too, ``next()`` ends with StopIteration: of an iterator
+        that was made there."""
         self._source = None if source is None else iter(source)
         self._element_spec: Final = element_spec
         self.name: Final = name
@@ -213,17 +235,25 @@ class StepIterator:
         """Whether there are no elements behind it, only their description."""
         return self._source is None
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        """What a ``for`` loop takes elements from: the iterator itself, or in a step
+        another one, whose end is that of a loop."""
+        return self if recorder.get() is None else ElementLoop(self)
 
     def __next__(self) -> Any:
         """The next element.
 
         Raises:
-            OutOfRangeError: There are no more.
+            StopIteration: There are no more. In a step: OutOfRangeError, as `get_next`
+                raises it everywhere.
             RuntimeError: In a step, inside a function that jax transforms.
         """
-        return self.get_next()
+        try:
+            return self.get_next()
+        except OutOfRangeError:
+            if self._ends_loops or recorder.get() is None:
+                raise StopIteration from None
+            raise
 
     def get_next(self) -> Any:
         """The next element, as ``next()``."""
@@ -236,14 +266,12 @@ class StepIterator:
     def get_next_as_optional(self) -> Optional[Any]:
         """The next element, or that there is none.
 
-        In a step that is traced there always is one: its elements are drawn before it
-        runs, and where they have ended the step itself raises OutOfRangeError.
+        In a step that is traced, `Optional.has_value` cannot tell; see there.
         """
         try:
-            return Optional((self.get_next(),))
+            return Optional((self.get_next(),), self._require_known_end)
         except OutOfRangeError:
-            if recorder.get() is not None:
-                raise
+            self._require_known_end()
             return Optional(())
 
     def draw(self) -> Any:
@@ -275,6 +303,42 @@ class StepIterator:
         """Ends the pass and closes its source, if it can be closed."""
         if isinstance(self._source, ClosingIterator):
             self._source.close()
+
+    def _require_known_end(self) -> None:
+        require_untraced(self.name)
+
+
+def require_untraced(name: str) -> None:
+    """Called before Python goes by whether the data of this name have ended.
+
+    Raises:
+        LoopsOverData: A step is being traced, which cannot tell.
+    """
+    current = recorder.get()
+    if current is not None and isinstance(current, Drawing):
+        current.require_known_end(name)
+
+
+@final
+class ElementLoop:
+    """The elements of an iterator, as a ``for`` loop in a step takes them.
+
+    Raises (while iterating):
+        LoopsOverData: The step is being traced: its end is not known then.
+    """
+
+    def __init__(self, iterator: StepIterator) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        self._iterator._require_known_end()
+        try:
+            return self._iterator.get_next()
+        except OutOfRangeError:
+            raise StopIteration from None
 
 
 def drawn(iterator: Iterator[Any]) -> Any:

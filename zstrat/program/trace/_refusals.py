@@ -54,6 +54,26 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     ),
 )
 
+
+class LoopsOverData(RuntimeError):
+    """A step that is traced goes by where its data end, which differs from call to
+    call: it cannot be one program. Where the step may run in Python, this is caught."""
+
+    def __init__(self, name: str, where: str = "") -> None:
+        self.name, self.where = name, where or here()
+        super().__init__(name, self.where)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: Python goes by where {self.name} ends (a for loop over "
+            "it, or has_value()), in a step that is traced once. Draw a number of "
+            "elements that the step knows, for _ in range(n): x = next(iterator), and "
+            "catch zs.OutOfRangeError where the step is called or fetched; or make "
+            "what is done with one element a zs.function, and loop outside of it; or "
+            "zs.function(fn, eager=True)"
+        )
+
+
 LOOKS: Final = tuple([kind for kind, _ in _TRACED])
 """jax's errors when Python looks at a value that is being traced."""
 

@@ -10,8 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
 
 from zstrat.data import Dataset
-from zstrat.errors import OutOfRangeError
-from zstrat.program import StepDataset, StepIterator
+from zstrat.program import StepDataset, StepIterator, require_untraced
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.variables import recorder
 
@@ -67,17 +66,22 @@ class DistributedDataset(StepDataset):
     def __iter__(self) -> DistributedIterator:
         """A fresh pass; its elements are made in advance, on a thread.
 
+        A trace cannot go through it: a step that is called here then runs in Python;
+        see `zs.function`.
+
         Raises:
-            RuntimeError: In a step function, which takes the iterator as an argument.
+            ValueError: In a replica function.
+            LoopsOverData: In a step that is traced; the step function catches it.
         """
-        if recorder.get() is not None:
-            raise RuntimeError(
-                f"iter() of {self._name} inside a step function, which is traced once: "
-                "call it outside and pass the iterator as an argument, or call the "
-                "step function in a loop over the dataset"
+        if in_real_replica_context():
+            raise ValueError(
+                f"iter() of {self._name} in a replica function: loop outside of it, "
+                "and give each replica its rows, strategy.run(replica_fn, args=(x,))"
             )
+        require_untraced(self._name)
         waiting, self._waiting = self._waiting, None
         iterator = waiting or DistributedIterator(self._feed.begin(), self._name)
+        iterator._ends_loops = recorder.get() is not None
         self._begun = weakref.ref(iterator)
         return iterator
 
@@ -127,23 +131,9 @@ class DistributedIterator(StepIterator):
         """What an element looks like; see `DistributedDataset.element_spec`."""
         return self._pass.spec()
 
-    def __next__(self) -> Any:
+    def get_next(self) -> Any:
         """The next element: of one replica the element itself, else a pytree of the
         same structure with a `PerReplica` at each leaf.
-
-        Raises:
-            ValueError: In a replica function.
-            StopIteration: There are no more. In a step: OutOfRangeError.
-        """
-        try:
-            return self.get_next()
-        except OutOfRangeError:
-            if recorder.get() is None:
-                raise StopIteration from None
-            raise
-
-    def get_next(self) -> Any:
-        """The next element.
 
         Raises:
             ValueError: In a replica function.

@@ -77,6 +77,10 @@ class ReplicaRecorder(abc.ABC):
             return self.outer.draw(iterator)
         return iterator.draw()
 
+    def require_known_end(self, name: str) -> None:
+        if isinstance(self.outer, Drawing):
+            self.outer.require_known_end(name)
+
     def _is_own(self, update: VariableUpdate) -> bool:
         """Whether it is of a value that this replica has by itself. Asked of updates
         without an optimizer."""
