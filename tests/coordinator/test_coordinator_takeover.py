@@ -16,6 +16,11 @@ def good():
     return jnp.float32(1)
 
 
+@zs.function(eager=True)
+def fail():
+    raise ValueError("it fell")
+
+
 def numbers():
     return [1.0]
 
@@ -67,6 +72,20 @@ def test_unfinished_work_keeps_it(world):
     coordinator.join()
     world.session = None
     assert world.coordinator().schedule(good).fetch() == 1
+
+
+def test_an_error_that_nobody_has_heard_is_logged(world, caplog):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+    coordinator.schedule(fail)
+    value = coordinator.schedule(good)
+    world.until(lambda: world.running == 2)
+    world.on_loop(world.release)
+    assert value.fetch() == 1
+    world.connect()
+    (words,) = (text for text in caplog.messages if "nobody has asked" in text)
+    assert "ValueError: it fell" in words
+    assert "step 1 (fail, scheduled at" in words
 
 
 async def test_a_checkpoint_keeps_it(world):

@@ -91,6 +91,11 @@ class PendingErrors:
         waiting = (one for one in self._all if not (self._once and one.was_fetched))
         return next(waiting, None)
 
+    @property
+    def unfetched(self) -> PendingError | None:
+        """The first one that no fetch has raised."""
+        return next((one for one in self._all if not one.was_fetched), None)
+
     def begin(self) -> None:
         """The next one is the first."""
         self._all.clear()

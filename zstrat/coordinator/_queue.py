@@ -270,6 +270,11 @@ class Queue:
         """Whether a call of the user has an error to raise."""
         return self._pending and self._failures.first is not None
 
+    @property
+    def unheard(self) -> PendingError | None:
+        """The first error that no call of the user has raised, nor a fetch."""
+        return self._failures.unfetched if self._pending else None
+
     def reopen(self) -> PendingError | None:
         """The first error, for the one who raises it; None after a cancellation. FENCED
         → OPEN."""

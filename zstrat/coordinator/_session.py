@@ -277,7 +277,21 @@ class ClusterSession:
                 return "a checkpoint is saved or restored"
         with self.lock:
             core = self.coordinators.get("core")
-            return None if core is None else core.engine.give_way(words)
+        if core is None:
+            return None
+        unheard = core.engine.queue.unheard
+        unfinished: str | None = core.engine.give_way(words)
+        if unfinished is None and unheard is not None:
+            error = unheard.error
+            log.warning(
+                "nobody has asked for the error of %s, and nobody can any more, as %s: "
+                "%s: %s",
+                unheard.source or "the coordinator",
+                words,
+                type(error).__name__,
+                error,
+            )
+        return unfinished
 
 
 def _opened(
