@@ -63,7 +63,7 @@ def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetche
     arguments = (good,) if call == "schedule" else ()
     with pytest.raises(ValueError, match="boom") as raised:
         getattr(coordinator, call)(*arguments)
-    note = raised.value.__notes__[-1]
+    note = " ".join(raised.value.__notes__)
     assert f"step 1 (bad, scheduled at {__file__}:{line})" in note
     assert f"coordinator.{call} raised it, once" in note
     assert ("did not schedule what it was called with" in note) == (call == "schedule")

@@ -22,6 +22,7 @@ from zstrat.errors import (
 )
 from zstrat.ps import PsService
 from zstrat.ps import _requests as requests_module
+from zstrat.testing import FakeRemote
 from zstrat.wire import (
     Beat,
     BindOptimizer,
@@ -263,7 +264,7 @@ async def test_what_a_parameter_server_does_not_answer_is_refused(rig, message):
 
 async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig):
     rig.ask(add(0, step=1))
-    stranger = caller(incarnation=99)
+    stranger = FakeRemote(Job.CHIEF, 99, pid=2)
     with pytest.raises(BusyError, match=r"chief:0 .pid 1 on here"):
         assert not rig.ask(OpenSession(99, 0, 1, []), stranger).resumed
     rig.service.lost(rig.chief, "silent")

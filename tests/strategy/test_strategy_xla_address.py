@@ -25,7 +25,9 @@ def ranks():
 
 
 def test_all_hear_a_free_port_of_rank_0(ranks):
-    first, second = [_distributed._told(rank, "127.0.0.1") for rank in ranks]
+    first, second = [
+        _distributed._broadcast_address(rank, "127.0.0.1") for rank in ranks
+    ]
     assert first == second
     host, _, port = first.rpartition(":")
     assert host == "127.0.0.1"
@@ -34,14 +36,16 @@ def test_all_hear_a_free_port_of_rank_0(ranks):
 
 def test_an_address_of_version_6_is_told_in_brackets(ranks, monkeypatch):
     monkeypatch.setattr(_distributed, "free_ports", lambda count, host: [1234])
-    assert [_distributed._told(rank, "::1") for rank in ranks] == ["[::1]:1234"] * 2
+    assert [_distributed._broadcast_address(rank, "::1") for rank in ranks] == [
+        "[::1]:1234"
+    ] * 2
 
 
 def test_rank_0_tells_why_it_has_no_address(ranks):
     """The others do not wait for it: each says what is wrong."""
     for rank in ranks:
         with pytest.raises(ValueError, match=r"public address 8\.8\.8\.8.*RING"):
-            _distributed._told(rank, "8.8.8.8")
+            _distributed._broadcast_address(rank, "8.8.8.8")
 
 
 def test_an_address_of_another_machine_is_told_too(ranks, monkeypatch):
@@ -50,6 +54,6 @@ def test_an_address_of_another_machine_is_told_too(ranks, monkeypatch):
 
     monkeypatch.setattr(_distributed, "free_ports", taken)
     with pytest.raises(OSError, match="cannot assign"):
-        _distributed._told(ranks[0], "10.0.0.1")
+        _distributed._broadcast_address(ranks[0], "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank 0.*cannot assign 10\.0\.0\.1"):
-        _distributed._told(ranks[1], "10.0.0.1")
+        _distributed._broadcast_address(ranks[1], "10.0.0.1")

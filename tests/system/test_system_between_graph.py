@@ -13,6 +13,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
+from zstrat.testing import ThreadCluster
 
 pytestmark = pytest.mark.processes
 
@@ -157,9 +158,13 @@ def test_duties_and_places(spec):
 
 
 def test_a_program_without_a_chief_says_who_is_missing(spec):
-    timeouts = Timeouts(connect=0.2)
-    with pytest.raises(zs.DeadlineExceededError, match="start the chief, or worker 0"):
-        program(spec, 1, settings=Settings(timeouts=timeouts))
+    settings = Settings(timeouts=Timeouts(connect=0.2))
+    with ThreadCluster(num_ps=1, num_workers=0) as fresh:  # no chief has left anything
+        spec |= {"ps": fresh.spec.job_tasks("ps")}
+        with pytest.raises(
+            zs.DeadlineExceededError, match="start the chief, or worker 0"
+        ):
+            program(spec, 1, settings=settings)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from zstrat.errors import (
     WorkerLostError,
 )
 from zstrat.program import function
+from zstrat.testing import FakeRemote
 from zstrat.wire import (
     CancelSteps,
     CloseSession,
@@ -74,7 +75,7 @@ async def test_before_the_first_session(closed):
 
 async def test_a_second_coordinator_waits_for_the_loss_of_the_first(world):
     digest = await world.ship(double)
-    second = world.chief()
+    second = FakeRemote(Job.CHIEF, 78, pid=2)
     take = OpenSession(2000, 0, 1, ["0"])
     with pytest.raises(BusyError, match="pid 1 on here"):
         await world.ask(take, second)

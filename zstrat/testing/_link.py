@@ -51,6 +51,7 @@ class FakeRemote:
         role: What its key says it may do.
         incarnation: Of its process; default: a random one.
         name: What errors call it; default: its job and index.
+        pid: Of its process, on the host "here".
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class FakeRemote:
         *,
         index: int = 0,
         name: str = "",
+        pid: int = 1,
     ) -> None:
         self.role = Job(role)
         self.name: Final = name or f"{role}:{index}"
         number = new_incarnation() if incarnation is None else incarnation
-        self.hello: Final = Hello(PROTOCOL, str(role), index, number, "here", 1)
+        self.hello: Final = Hello(PROTOCOL, str(role), index, number, "here", pid)
         self.alive = True
         self.notices: list[Message] = []
         """What it was sent, in order."""
