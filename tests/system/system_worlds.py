@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import zstrat as zs
+from zstrat.testing import leak_check
 
 ROWS, DIM = 11, 3
 
@@ -58,3 +59,19 @@ def numbered(rows, columns=DIM, first=0):
 
 def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+def all_running(cluster):
+    """The cluster, with what an earlier test has killed started again."""
+    for task in cluster.tasks:
+        if not cluster.is_running(task):
+            cluster.restart(task)
+    return cluster
+
+
+def leak_check_behind(request):
+    """The look for leftovers, but that what `all_running` starts for a test may stay:
+    its fixture `local` is set up first."""
+    if "local" in request.fixturenames:
+        request.getfixturevalue("local")
+    return leak_check()

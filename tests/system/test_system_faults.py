@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from system_worlds import all_running, leak_check_behind
 
 import zstrat as zs
-from zstrat.testing import leak_check
 
 pytestmark = pytest.mark.processes
 
@@ -44,19 +44,13 @@ def cluster():
 
 @pytest.fixture
 def local(cluster):
-    """With all its tasks: what an earlier test has killed is started again."""
-    for task in cluster.tasks:
-        if not cluster.is_running(task):
-            cluster.restart(task)
-    return cluster
+    return all_running(cluster)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request):
     """As everywhere, but that what is started again for a test may stay."""
-    if "local" in request.fixturenames:
-        request.getfixturevalue("local")
-    with leak_check():
+    with leak_check_behind(request):
         yield
 
 

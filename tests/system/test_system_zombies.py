@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
+from system_worlds import all_running, leak_check_behind
 
 import zstrat as zs
-from zstrat.testing import leak_check
 
 pytestmark = pytest.mark.processes
 
@@ -28,18 +28,13 @@ def local(cluster, monkeypatch):
     # A stopped worker is soon lost to the program, and to no parameter server: it goes
     # on where it was when it wakes up.
     monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
-    for task in cluster.tasks:
-        if not cluster.is_running(task):
-            cluster.restart(task)
-    return cluster
+    return all_running(cluster)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request):
     """As everywhere, but that what is started again for a test may stay."""
-    if "local" in request.fixturenames:
-        request.getfixturevalue("local")
-    with leak_check():
+    with leak_check_behind(request):
         yield
 
 

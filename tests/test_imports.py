@@ -1,0 +1,66 @@
+"""What the import of a package brings with it, and what it leaves to the program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from test_architecture import JAX_AT_IMPORT
+
+LIGHT = {
+    "zstrat": ("jax", "zmq", "msgpack", "numpy"),
+    "zstrat.initializers": ("jax", "zmq", "msgpack"),
+    "zstrat.wire": ("jax", "zmq"),
+    "zstrat.cluster": ("jax", "zmq"),
+    "zstrat.checkpoint": ("jax", "zmq"),
+    "zstrat.tpu": ("jax", "zmq"),
+    "zstrat.compat": ("jax", "zmq"),
+    "zstrat.transport": ("jax",),
+    "zstrat.data": ("jax",),
+    "zstrat.ps": ("jax", "optax"),
+    "zstrat.daemons.ps": ("jax", "optax", "cloudpickle", "click", "rich"),
+    "zstrat.daemons.worker": ("jax", "click", "rich"),
+    "zstrat.launch": ("jax",),
+    "zstrat.cli": ("jax",),
+    "zstrat.testing": ("jax",),
+}
+"""What the import of a package must not bring. One process imports all of them in this
+order: what is not there after the last brings none of it by itself either."""
+
+
+def test_import_stays_light() -> None:
+    program = f"""
+import importlib, sys
+for module, absent in {LIGHT}.items():
+    importlib.import_module(module)
+    for name in absent:
+        if name in sys.modules:
+            print(f"after {{module}}, {{name}} is there")
+"""
+    assert printed(program) == ""
+
+
+def printed(program: str) -> str:
+    """By a process of its own, that ends well."""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_import_leaves_the_choice_of_devices_to_the_program() -> None:
+    """jax refuses a number of devices once it has found some: who did that is named."""
+    program = f"""
+import importlib
+for count, module in enumerate({sorted(JAX_AT_IMPORT)}, start=2):
+    importlib.import_module(module)
+    import jax
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        print(f"after {{module}}: {{error}}")
+print(jax.device_count())
+"""
+    assert printed(program).split() == [str(1 + len(JAX_AT_IMPORT))]
