@@ -69,6 +69,21 @@ def all_running(cluster):
     return cluster
 
 
+@zs.function(eager=True)
+def _nothing():
+    pass
+
+
+def all_have_worked(coordinator):
+    """The coordinator, when each worker has completed a step for it: a strategy waits for
+    one worker alone, and one that was started again may come after the first step."""
+    while not all(w["completed"] for w in coordinator.metrics()["workers"].values()):
+        for _ in range(32):
+            coordinator.schedule(_nothing)
+        coordinator.join()
+    return coordinator
+
+
 def leak_check_behind(request):
     """The look for leftovers, but that what `all_running` starts for a test may stay:
     its fixture `local` is set up first."""

@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 import pytest
-from system_worlds import all_running, leak_check_behind
+from system_worlds import all_have_worked, all_running, leak_check_behind
 
 import zstrat as zs
 
@@ -41,7 +41,8 @@ def nothing_is_left(request):
 @pytest.fixture
 def coordinator(local):
     with zs.ParameterServerStrategy(local.resolver) as strategy:
-        yield zs.ClusterCoordinator(strategy)
+        # Else a step may freeze the only worker, and be tried again on the next.
+        yield all_have_worked(zs.ClusterCoordinator(strategy))
 
 
 @pytest.fixture
