@@ -20,7 +20,7 @@ from zstrat.errors import (
     BusyError,
     to_wire,
 )
-from zstrat.program import StepIterator, Structure, load
+from zstrat.program import StepIterator, Structure, fill_inputs, load
 from zstrat.testing import FakeLink
 from zstrat.wire import (
     PROTOCOL,
@@ -188,11 +188,14 @@ class FakeWorker(FakeTask):
                 return None
             case Dispatch():
                 self.low_waters.append(message.low_water)
+                inputs = message.inputs
                 for batch in message.batches:
+                    function, attempt = batch.function, batch.attempt
                     for step in batch.steps:
-                        self.queue.append(
-                            (batch.function, batch.arguments, batch.attempt, step)
-                        )
+                        given = batch.arguments, inputs[: batch.size]
+                        self.queue.append((function, given, attempt, step))
+                        inputs = inputs[batch.size :]
+                assert not inputs
                 if not self.held:
                     self.work()
                 return None
@@ -217,22 +220,23 @@ class FakeWorker(FakeTask):
         outcomes = []
         while self.queue and count != 0:
             count = None if count is None else count - 1
-            digest, arguments, attempt, step = self.queue.pop(0)
+            digest, given, attempt, step = self.queue.pop(0)
             function = self.code[digest]
             if function.name.split(".")[-1] in self.dies_of:
                 self.kill("crashed")
                 return
             self.ran.append((step, attempt))
-            outcomes.append((step, *self._run(function, arguments)))
+            outcomes.append((step, *self._run(function, *given)))
         self.tell(outcomes)
 
-    def _run(self, function, arguments):
+    def _run(self, function, arguments, inputs):
         args, kwargs = (), {}
         if arguments:
             shipped = self.arguments[arguments]
             args, kwargs = load(
                 shipped.code, shipped.arrays, self.resources.__getitem__
             )
+        args, kwargs = fill_inputs((args, kwargs), inputs)
         try:
             return Outcome.OK, function.body(*args, **kwargs)
         except Exception as error:  # what the closure raises

@@ -165,12 +165,12 @@ def failing_ps(world, times, error=None):
     for worker in world.workers:
         run = worker._run
 
-        def flaky(function, arguments, run=run):
+        def flaky(*given, run=run):
             if left[0]:
                 left[0] -= 1
                 unreachable = PSUnavailableError("/job:ps/task:0", "second-hand")
                 return Outcome.FAILED, error or unreachable
-            return run(function, arguments)
+            return run(*given)
 
         worker._run = flaky
 
@@ -191,7 +191,7 @@ def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch)
     cut_off, good_one = world.workers
     failures = []
 
-    def fail(function, arguments):
+    def fail(function, *given):
         failures.append(function)
         return Outcome.FAILED, PSUnavailableError("/job:ps/task:0", "second-hand")
 

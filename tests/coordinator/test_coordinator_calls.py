@@ -107,10 +107,65 @@ def test_arguments_are_taken_as_they_are_at_schedule(world):
     assert [v.fetch() for v in values] == [4, 1e5, 1, 8, 2e5, 2, 12, 3e5, 3]
 
 
+def test_calls_that_differ_in_small_arrays_are_traced_and_shipped_once(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def step(rate, batch, *, flag):
+        return rate * batch["x"].sum() + batch["y"][1] if flag else rate
+
+    def call(i, dtype="f4"):
+        batch = {"x": np.full((2, 3), i, dtype).T, "y": [7, np.int32(i)]}
+        arguments = {"args": (np.float32(i), batch), "kwargs": {"flag": True}}
+        return coordinator.schedule(step, **arguments)
+
+    values = [call(i) for i in range(40)]
+    assert [float(v.fetch()) for v in values] == [6 * i * i + i for i in range(40)]
+    assert step.trace_count == 1
+    assert len({n for w in world.workers for n in w.arguments}) == 1
+    assert float(call(2, "i4").fetch()) == 26
+    assert step.trace_count == 2
+
+
+def test_the_elements_of_an_array_keep_their_places(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def same(*args):
+        return args
+
+    transposed = np.arange(6, dtype=">f4").reshape(2, 3).T.astype("f4")
+    args = (np.bool_(True), transposed[::-1], np.float16(0.5), np.zeros((2, 0), "f4"))
+    for _ in range(2):  # made, then found
+        for got, given in zip(
+            coordinator.schedule(same, args=args).fetch(), args, strict=True
+        ):
+            np.testing.assert_array_equal(got, given, strict=True)
+
+
+def test_a_retried_closure_has_the_inputs_that_it_was_scheduled_with(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+
+    @zs.function
+    def same(x):
+        return x
+
+    number = np.zeros(2, np.float32)
+    values = []
+    for i in range(8):
+        number[:] = i, -i
+        values.append(coordinator.schedule(same, args=(number,)))
+    world.until(lambda: len(world.workers[0].queue) > 0)
+    world.on_loop(world.workers[0].kill, "crashed")
+    world.on_loop(world.release)
+    assert [v.fetch().tolist() for v in values] == [[i, -i] for i in range(8)]
+
+
 def test_workers_forget_arguments_that_nobody_needs(world):
     coordinator = world.coordinator()
     for i in range(20):
-        coordinator.schedule(add, args=(np.float32(i), np.ones(3))).fetch()
+        coordinator.schedule(add, args=(np.float32(i), np.ones(300))).fetch()
     coordinator.schedule(constant).fetch()
     coordinator.join()
     world.until(lambda: sum(len(w.arguments) for w in world.workers) <= 2)

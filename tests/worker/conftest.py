@@ -173,9 +173,12 @@ class World:
         built = await self.ask(order)
         return resource, built.layout
 
-    def dispatch(self, digest, steps, arguments=0, attempt=1, low_water=0):
-        batch = Batch(digest, arguments, attempt, list(steps))
-        self.worker.handle(self.remote, Dispatch(self.session, low_water, [batch]))
+    def dispatch(
+        self, digest, steps, arguments=0, attempt=1, low_water=0, size=0, inputs=b""
+    ):
+        batch = Batch(digest, arguments, attempt, list(steps), size)
+        message = Dispatch(self.session, low_water, [batch], inputs)
+        self.worker.handle(self.remote, message)
 
     async def outcomes(self, steps):
         """What became of the steps: values, or errors; each is asserted to end once."""

@@ -124,8 +124,8 @@ class Chief:
         return number
 
     def dispatch(self, function, steps, arguments=0):
-        batch = Batch(function, arguments, 1, list(steps))
-        self.worker.notify(Dispatch(self.session, 0, [batch]))
+        batch = Batch(function, arguments, 1, list(steps), 0)
+        self.worker.notify(Dispatch(self.session, 0, [batch], b""))
 
     async def outcomes(self, steps):
         async with asyncio.timeout(30):

@@ -12,10 +12,11 @@ from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
     OutOfRangeError,
+    ProtocolError,
     PSUnavailableError,
     StepError,
 )
-from zstrat.program import function, get_worker_context
+from zstrat.program import cut_inputs, function, get_worker_context
 from zstrat.wire import (
     CancelSteps,
     DropArguments,
@@ -335,6 +336,33 @@ async def test_a_step_that_is_here_already_is_ignored(world):
     await world.outcomes([1, 2, 3])
     assert len(runs) == 3
     assert world.worker.statistics()["duplicates"] == 2
+
+
+async def test_steps_that_are_here_already_leave_the_others_their_inputs(world):
+    began, go_on = threading.Event(), threading.Event()
+
+    @function(eager=True)
+    def doubled(x):
+        began.set()
+        assert go_on.wait(20)
+        x *= 2  # it is the step's own
+        return x
+
+    def numbers(*given):
+        return {"size": 8, "inputs": np.array(given, np.float64).tobytes()}
+
+    (number,), _ = cut_inputs(((np.ones(1),), {}), [0])
+    digest, arguments = await world.ship(doubled), world.arguments(number)
+    world.dispatch(digest, [1, 2], arguments, **numbers(1, 2))
+    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    world.dispatch(digest, [2, 3, 1, 4], arguments, **numbers(2, 3, 1, 4))
+    go_on.set()
+    assert np.concatenate(await world.outcomes([1, 2, 3, 4])).tolist() == [2, 4, 6, 8]
+
+
+async def test_inputs_that_are_not_as_long_as_announced_are_refused(world):
+    with pytest.raises(ProtocolError, match="expected 16 bytes of inputs"):
+        world.dispatch(b"digest", [1, 2], size=8, inputs=bytes(17))
 
 
 async def test_the_context_of_a_step(world):

@@ -2,9 +2,11 @@
 
 A call is traced and pickled once; scheduling it again costs a look-up. Two calls are
 the same if function and arguments are, where arguments are compared by *value* if they
-are plain, by their number if they are handles (variables, per-worker iterators), and
-never if they can change (numpy arrays, foreign objects): those are pickled at each
-schedule, so that a closure sees its arguments as they were then. Foreign objects that
+are plain, by their number if they are handles (variables, per-worker iterators), by
+dtype and shape if they are small numpy arrays, whose bytes each closure brings
+(`Input`), and never if they can change otherwise (large arrays, foreign objects): those
+are pickled at each schedule, so that a closure sees its arguments as they were then.
+Foreign objects that
 give the bytes of before are the ones of before: a worker that unpickled them anew would
 trace the step anew, as they may compare by identity.
 """
@@ -20,7 +22,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from zstrat.program import CarriedValues, Function, Resource, digest, dump
+from zstrat.program import (
+    INPUT_BYTES,
+    CarriedValues,
+    Function,
+    Resource,
+    bytes_of_inputs,
+    cut_inputs,
+    digest,
+    dump,
+    input_key,
+)
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
 from ._on_worker import in_step
@@ -127,6 +139,12 @@ class _KnownFunction:
         self.calls: OrderedDict[Hashable, ScheduledCall] = OrderedDict()
         self.pickled: OrderedDict[bytes, PickledArguments] = OrderedDict()
 
+    def remember(self, key: Hashable, call: ScheduledCall) -> None:
+        """`CallTable.find` is to find it."""
+        self.calls[key] = call
+        if len(self.calls) > CACHED_CALLS:
+            self.calls.popitem(last=False)
+
     def same(self, arguments: PickledArguments) -> PickledArguments:
         """The arguments that gave the same bytes before, else these."""
         known = self.pickled.pop(arguments.code, arguments)
@@ -154,26 +172,33 @@ class CallTable:
         function: object,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> ScheduledCall | None:
-        """The same call of before, in microseconds; None if it must be made."""
+    ) -> tuple[ScheduledCall, bytes] | None:
+        """The same call of before and the bytes of these inputs, in microseconds; None
+        if it must be made."""
         known = self._known.get(id(function))
         if known is None or known.reference() is not function:
             return None
+        inputs: list[Any] = []
         try:
-            call = known.calls.get(_key_of(args, kwargs))
+            call = known.calls.get(_key_of(args, kwargs, inputs))
         except _NoKeyError:
             return None
-        if call is None or not call.captured:
-            return call
-        return None if any(claim() is None for claim in call.captured) else call
+        if call is None:
+            return None
+        if call.captured and any(claim() is None for claim in call.captured):
+            return None
+        return call, bytes_of_inputs(inputs) if inputs else b""
 
     def make(
         self,
         function: object,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> ScheduledCall:
+    ) -> tuple[ScheduledCall, bytes]:
         """Checks, traces and pickles a call.
+
+        Returns:
+            The call, and the bytes of its inputs: none if its arrays are pickled.
 
         Raises:
             TypeError: ``function`` is no `zstrat.function`.
@@ -201,22 +226,20 @@ class CallTable:
             resource.require_kept()
         traced = self._trace(function, positional, named)
         result = Result(function.name, traced.treedef)
+        known = self._know(function)
+        key, inputs = None, b""
+        # What is carried is another value the next time.
         if traced.carried:
             positional = (_values_of(traced.carried), *positional)
-        known = self._know(function)
-        arguments = None
-        if positional or named:
-            made = arguments = PickledArguments(positional, named)
-            # An eager step may change its arguments, and is not traced.
-            if not function.eager and not _has_arrays((positional, named)):
-                arguments = known.same(made)
-            if arguments is made:
-                arguments.retire_to(self._retired)
+        elif function.eager or result.treedef is not None:
+            key, inputs = _key_and_inputs(args, kwargs)
+        if inputs:
+            positional, named = cut_inputs((positional, named), [0])
+        arguments = self._pickled(function, known, positional, named)
         call = ScheduledCall(result, known.code, arguments, resources, traced.captured)
-        # What is carried is another value the next time.
-        if function.eager or (result.treedef is not None and not traced.carried):
-            self._remember(known, args, kwargs, call)
-        return call
+        if key is not None:
+            known.remember(key, call)
+        return call, inputs
 
     @property
     def traces(self) -> int:
@@ -258,6 +281,23 @@ class CallTable:
         carried = [v for v in plan.variables if v.spec.ps == LOCAL]
         return _TracedCall(plan.out_structure.treedef, _captured(plan), carried)
 
+    def _pickled(
+        self,
+        function: Function,
+        known: _KnownFunction,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> PickledArguments | None:
+        if not args and not kwargs:
+            return None
+        made = arguments = PickledArguments(args, kwargs)
+        # An eager step may change its arguments, and is not traced.
+        if not function.eager and not _has_arrays((args, kwargs)):
+            arguments = known.same(made)
+        if arguments is made:
+            arguments.retire_to(self._retired)
+        return arguments
+
     def _know(self, function: Function) -> _KnownFunction:
         number = id(function)
         known = self._known.get(number)
@@ -268,21 +308,6 @@ class CallTable:
             )
             table[number] = known
         return known
-
-    def _remember(
-        self,
-        known: _KnownFunction,
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        call: ScheduledCall,
-    ) -> None:
-        try:
-            key = _key_of(args, kwargs)
-        except _NoKeyError:
-            return
-        known.calls[key] = call
-        if len(known.calls) > CACHED_CALLS:
-            known.calls.popitem(last=False)
 
 
 class _TracedCall(NamedTuple):
@@ -323,15 +348,34 @@ class _NoKeyError(Exception):
 _PLAIN: Final = frozenset({type(None), bool, int, str, bytes})
 
 
-def _key_of(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Hashable:
+def _key_and_inputs(
+    args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Hashable | None, bytes]:
+    inputs: list[Any] = []
+    try:
+        key = _key_of(args, kwargs, inputs)
+    except _NoKeyError:
+        return None, b""
+    return key, bytes_of_inputs(inputs)
+
+
+def _key_of(
+    args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, inputs: list[Any]
+) -> Hashable:
+    """What the same call has the same of; its inputs are appended to the list."""
     if not isinstance(args, tuple | list | None):
         raise _NoKeyError
+    key: Hashable
     if not kwargs:
-        return tuple([_key(arg) for arg in args]) if args else ()
-    return _key(tuple(args or ())), _key(dict(kwargs))
+        key = tuple([_key(arg, inputs) for arg in args]) if args else ()
+    else:
+        key = _key(tuple(args or ()), inputs), _key(dict(kwargs), inputs)
+    if inputs and sum([array.nbytes for array in inputs]) > INPUT_BYTES:
+        raise _NoKeyError
+    return key
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: Any, inputs: list[Any]) -> Hashable:
     kind = type(value)
     if isinstance(value, PerWorker):
         return kind, value.resource
@@ -340,15 +384,25 @@ def _key(value: Any) -> Hashable:
     if kind is float:
         return kind, value.hex()  # tells 0.0 from -0.0, and finds nan again
     if kind is tuple or kind is list:
-        return kind, tuple([_key(item) for item in value])
+        return kind, tuple([_key(item, inputs) for item in value])
     if kind is dict:
         items = value.items()
-        return kind, tuple([(_key(name), _key(item)) for name, item in items])
+        return kind, tuple([(_name(name), _key(item, inputs)) for name, item in items])
     if isinstance(value, Variable):
         return kind, value.spec.key
     if isinstance(value, AbstractVariable):
         return kind, tuple([part.spec.key for part in value.components])
+    if (key := input_key(value)) is not None:
+        inputs.append(value)
+        return key
     raise _NoKeyError
+
+
+def _name(value: Any) -> Hashable:
+    """The key of a dict, which is no input."""
+    if isinstance(value, np.generic):
+        raise _NoKeyError
+    return _key(value, [])
 
 
 def _checked(function: object) -> Function:

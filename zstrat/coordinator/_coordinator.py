@@ -117,10 +117,10 @@ class ClusterCoordinator:
         del caller  # which an error's traceback would keep alive
         core = self._core
         try:
-            call = core.calls.find(fn, args, kwargs)
-            if call is None:
-                call = core.calls.make(fn, args, kwargs)
-            return core.engine.put(call, site)
+            found = core.calls.find(fn, args, kwargs)
+            if found is None:
+                found = core.calls.make(fn, args, kwargs)
+            return core.engine.put(*found, site)
         except KeyboardInterrupt as interrupt:
             core.engine.interrupted(interrupt)
             raise
@@ -307,10 +307,10 @@ class AsyncClusterCoordinator:
         del awaiter  # which an error's traceback would keep alive
         core = self._core
         try:
-            call = core.calls.find(fn, args, kwargs)
-            if call is None:
-                call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
-            return await core.engine.put_async(call, site)
+            found = core.calls.find(fn, args, kwargs)
+            if found is None:
+                found = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
+            return await core.engine.put_async(*found, site)
         except Exception as error:  # to the caller
             hide_frames(error)
             raise

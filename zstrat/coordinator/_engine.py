@@ -66,10 +66,12 @@ class ClosureEngine:
 
     # ---- calls of the user -----------------------------------------------------------
 
-    def put(self, call: ScheduledCall, site: CallSite) -> RemoteValue:
+    def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
         """Queues the call; blocks while the queue is full or an error is drained."""
         value = RemoteValue(self, call.result)
-        closure = Closure(call, value, call.result.name, call.claims(), site)
+        closure = Closure(
+            call, value, call.result.name, call.claims(), site, inputs=inputs
+        )
         with self.lock:
             if self.broken is None and self._enqueue(closure):
                 return value
@@ -77,10 +79,12 @@ class ClosureEngine:
         return value
 
     async def put_async(
-        self, call: ScheduledCall, site: CallSite | None
+        self, call: ScheduledCall, inputs: bytes, site: CallSite | None
     ) -> AsyncRemoteValue:
         value = AsyncRemoteValue(self, call.result)
-        closure = Closure(call, value, call.result.name, call.claims(), site)
+        closure = Closure(
+            call, value, call.result.name, call.claims(), site, inputs=inputs
+        )
         with self.lock:
             if self.broken is None and self._enqueue(closure):
                 return value

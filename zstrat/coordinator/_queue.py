@@ -92,6 +92,8 @@ class Closure:
     """How often it was handed to a worker."""
     losses: tuple[str, ...] = ()
     """The workers that were lost while they had it."""
+    inputs: bytes = b""
+    """The bytes of its own small arrays among the arguments (`Input`)."""
     begun: bool = False
     """A worker that did not end it may have run it: it may have had its effect."""
 

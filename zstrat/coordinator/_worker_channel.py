@@ -99,6 +99,7 @@ class WorkerChannel:
     def dispatch(self, closures: Iterable[Closure], low_water: int) -> None:
         """Sends closures whose calls were shipped, all in one message."""
         batches: list[Batch] = []
+        inputs: list[bytes] = []
         call: ScheduledCall | None = None
         attempt = 0
         steps: list[int] = []
@@ -106,9 +107,16 @@ class WorkerChannel:
             if closure.call is not call or closure.attempt != attempt:
                 call, attempt, steps = closure.call, closure.attempt, []
                 number = call.arguments.number if call.arguments else 0
-                batches.append(Batch(call.function.digest, number, attempt, steps))
+                size = len(closure.inputs)
+                batches.append(
+                    Batch(call.function.digest, number, attempt, steps, size)
+                )
             steps.append(closure.step)
-        self.task.link.notify(Dispatch(self.session, low_water, batches))
+            if closure.inputs:
+                inputs.append(closure.inputs)
+        self.task.link.notify(
+            Dispatch(self.session, low_water, batches, b"".join(inputs))
+        )
 
     def forget(
         self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]

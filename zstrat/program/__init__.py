@@ -24,6 +24,11 @@ from .ship._code import digest as digest
 from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
+from .ship._inputs import INPUT_BYTES as INPUT_BYTES
+from .ship._inputs import bytes_of_inputs as bytes_of_inputs
+from .ship._inputs import cut_inputs as cut_inputs
+from .ship._inputs import fill_inputs as fill_inputs
+from .ship._inputs import input_key as input_key
 from .ship._scoped import CarriedValues as CarriedValues
 from .trace._capture import Capture as Capture
 from .trace._context import WorkerContext as WorkerContext

@@ -54,22 +54,26 @@ class DropArguments:
 
 class Batch(NamedTuple):
     """Closures that share function and arguments; ``arguments`` 0: called without any.
-    ``attempt`` is 1 for the first try."""
+    ``attempt`` is 1 for the first try. ``size`` is how many bytes of ``inputs`` each of
+    them has."""
 
     function: bytes
     arguments: int
     attempt: int
     steps: list[int]
+    size: int
 
 
 @message
 class Dispatch:
-    """Runs the closures in order. A notice, answered by `Completions` as they end."""
+    """Runs the closures in order. A notice, answered by `Completions` as they end.
+    ``inputs`` are the small arrays among their arguments, closure after closure."""
 
     kind: ClassVar = 51
     session: int
     low_water: int
     batches: list[Batch]
+    inputs: bytes
 
 
 class Completion(NamedTuple):

@@ -8,11 +8,18 @@ batch whose steps draw nothing is prepared once and run as often as it has steps
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from weakref import WeakSet
 
-from zstrat.program import Function, Plan, WorkerContext, building, worker_context
+from zstrat.program import (
+    Function,
+    Plan,
+    WorkerContext,
+    building,
+    fill_inputs,
+    worker_context,
+)
 from zstrat.ps import EagerRun, PsUpdate
 from zstrat.variables import Home, creator
 
@@ -37,7 +44,7 @@ if TYPE_CHECKING:
     from ._closure import ClosureStep, Post
     from ._executor import Clock
     from ._needs import Needs
-    from ._resources import Resources
+    from ._resources import Arguments, Resources
 
 
 class Prepare(Protocol):
@@ -72,12 +79,13 @@ class EagerHome(Home, Protocol):
 @final
 @dataclass(slots=True, eq=False)
 class _Task:
-    """What the steps of one batch share."""
+    """What the steps of one batch share; a step that has inputs of its own has one."""
 
     function: bytes
     arguments: int
     context: WorkerContext
     low_water: int
+    inputs: bytes | memoryview = b""
     once: tuple[Prepared, Needs] | None = None
     """Of a batch whose steps draw and look up nothing: the preparation of all."""
 
@@ -133,13 +141,20 @@ class StepRunner:
 
     # Events: called on the thread, between two pieces of work
 
-    def dispatch(self, batches: Iterable[Batch], low_water: int) -> None:
-        """Queues closures."""
-        for batch in batches:
+    def dispatch(
+        self, batches: Iterable[tuple[Batch, memoryview]], low_water: int
+    ) -> None:
+        """Queues closures, each batch with the inputs of its steps."""
+        for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)
             task = _Task(batch.function, batch.arguments, context, low_water)
             costs = self._costs.setdefault(batch.function, Costs())
-            self.pipeline.dispatched(task, costs, batch.steps)
+            if not (size := batch.size):
+                self.pipeline.dispatched(task, costs, batch.steps)
+                continue
+            for at, step in enumerate(batch.steps):
+                own = replace(task, inputs=inputs[at * size : (at + 1) * size])
+                self.pipeline.dispatched(own, costs, [step])
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Ends all that has not begun; what it has drawn goes back to its dataset."""
@@ -187,10 +202,11 @@ class StepRunner:
         before = worker_context.set(task.context)
         try:
             function = self.resources.code(task.function)
-            args, kwargs = self.resources.arguments(task.arguments)
             if function.eager:
+                self.resources.arguments(task.arguments)
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
+            args, kwargs = self._arguments(task)
             prepared = self._prepare(function, args, kwargs)
             needs = self._catalog.of(prepared.plan)
             if prepared.plan.calls:
@@ -219,6 +235,10 @@ class StepRunner:
             optimizes=needs.optimizes,
         )
         return now
+
+    def _arguments(self, task: _Task) -> Arguments:
+        arguments = self.resources.arguments(task.arguments)
+        return fill_inputs(arguments, task.inputs) if task.inputs else arguments
 
     def _bind_all(self, prepared: Prepared) -> None:
         """Tells the servers of the trees of a plan's optimizers, once per plan. What
@@ -280,7 +300,7 @@ class StepRunner:
 
     def _eager(self, step: ClosureStep, task: _Task) -> StepResult:
         function = self.resources.code(task.function)
-        args, kwargs = self.resources.arguments(task.arguments)
+        args, kwargs = self._arguments(task)
         run = EagerRun(step.number, task.context.attempt, task.low_water)
         home = self._home(run)
         result = self._run_eager(function, args, kwargs, home)

@@ -13,7 +13,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
-from zstrat.errors import BusyError, ClosedError, ZstratError
+from zstrat.errors import BusyError, ClosedError, ProtocolError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.wire import (
     BuildResource,
@@ -217,7 +217,12 @@ class WorkerSession:
 
     def dispatch(self, message: Dispatch) -> None:
         """Takes closures; those that are here already are ignored."""
-        batches = [self._reports.opened(batch) for batch in message.batches]
+        batches = []
+        for batch, inputs in _with_inputs(message):
+            taken = self._reports.opened(batch)
+            if batch.size and taken.steps is not batch.steps:
+                inputs = _inputs_of(taken.steps, batch, inputs)
+            batches.append((taken, inputs))
         refusal = self._refusal
         if refusal is None and len(self._reports) > MAX_OPEN:
             refusal = BusyError(f"{MAX_OPEN} closures wait on this worker already")
@@ -304,8 +309,10 @@ class WorkerSession:
     ) -> None:
         self._executor.tell(partial(self.runner.pipeline.arrived, pull, values, error))
 
-    def _send_back(self, batches: Sequence[Batch], error: ZstratError) -> None:
-        steps = [step for batch in batches for step in batch.steps]
+    def _send_back(
+        self, batches: Sequence[tuple[Batch, memoryview]], error: ZstratError
+    ) -> None:
+        steps = [step for batch, _ in batches for step in batch.steps]
         self._reports.now([_closure.cancelled(step, error) for step in steps])
 
     # The end
@@ -356,6 +363,28 @@ def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
     except BaseException as error:  # goes to the coordinator
         return Failure(_closure.plain(error))
     return Done()
+
+
+def _with_inputs(message: Dispatch) -> list[tuple[Batch, memoryview]]:
+    """The batches with the inputs of their steps."""
+    inputs, start = memoryview(message.inputs), 0
+    parts = []
+    for batch in message.batches:
+        end = start + batch.size * len(batch.steps)
+        parts.append((batch, inputs[start:end]))
+        start = end
+    if start != len(inputs):
+        raise ProtocolError(
+            f"Dispatch: expected {start} bytes of inputs as its batches say, got "
+            f"{len(inputs)}"
+        )
+    return parts
+
+
+def _inputs_of(steps: Sequence[int], batch: Batch, inputs: memoryview) -> memoryview:
+    """The inputs of some of the steps of a batch."""
+    starts = [batch.steps.index(step) * batch.size for step in steps]
+    return memoryview(b"".join([inputs[at : at + batch.size] for at in starts]))
 
 
 def _build(runner: StepRunner, message: BuildResource) -> Message:
