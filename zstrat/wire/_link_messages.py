@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """Version of the protocol; HELLO refuses any other."""
 
 
