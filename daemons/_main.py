@@ -1,8 +1,9 @@
 """The life of a daemon: start, say so, serve, drain, exit code.
 
 Law: only this package knows signals, logging set-up, the service manager and exit
-codes; what a worker prints besides is heard by its session (`Capture`). The first SIGTERM or SIGINT drains what was accepted, within
-``timeouts.drain``; the second one ends the process at once, as the kernel does it.
+codes; what a worker prints is heard by its session, too (`Capture`). The first SIGTERM
+or SIGINT drains what was accepted, within ``timeouts.drain``; the second one ends the
+process at once, as the kernel does it.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
 address), trying again will not help; 75 trying again may help: ended before all that

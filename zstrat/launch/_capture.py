@@ -37,6 +37,7 @@ class Capture:
 
     def __init__(self) -> None:
         self._hear: Hear | None = None
+        self._mine = 0
         self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def install(self) -> None:
@@ -63,7 +64,7 @@ class Capture:
             for thread in threading.enumerate()
             if thread is not mine and not _is_native(thread)
         )
-        self._hear = hear
+        self._mine, self._hear = threading.get_ident(), hear
 
     def _out(self, text: str) -> None:
         self._heard(1, text)
@@ -73,7 +74,11 @@ class Capture:
 
     def _heard(self, stream: int, text: str) -> None:
         hear = self._hear
-        if hear is not None and threading.current_thread() not in self._older:
+        if hear is None:
+            return
+        if threading.get_ident() == self._mine or (
+            threading.current_thread() not in self._older
+        ):
             hear(stream, text)
 
 

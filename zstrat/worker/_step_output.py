@@ -56,6 +56,7 @@ def unbegun() -> None:
 class _Line(NamedTuple):
     stream: int
     text: str
+    """With its end; empty: only tells of what was dropped."""
     dropped: int
 
 
@@ -84,7 +85,9 @@ class StepOutput:
         self._nbytes = 0
         self._window_began, self._in_window = clock(), 0
         self._dropped = 0
-        """Lines of which the program was not told."""
+        """Lines of which the program was not told,"""
+        self._dropped_from = 1
+        """and the stream of the last one."""
         self._told = False
         """In this window it was."""
         self._is_due = False
@@ -100,6 +103,9 @@ class StepOutput:
         with self._lock:
             place = threading.get_ident(), stream
             text = self._begun.pop(place, "") + text
+            if "\n" not in text and "\r" not in text and len(text) <= LONGEST:
+                self._begun[place] = text  # as of print, which writes by the word
+                return
             if "\r" in text:  # a bar that is drawn over and over
                 text = _RETURNS.sub(r"\1", text.replace("\r\n", "\n"))
                 text = text.replace("\r", "\n")
@@ -108,11 +114,10 @@ class StepOutput:
                 lines.append(rest)
             elif rest:
                 self._begun[place] = rest
+                self._bound()
             for line in lines:
                 for at in range(0, len(line) or 1, LONGEST):
                     self._add(stream, line[at : at + LONGEST])
-            if len(self._begun) > BEGUN:
-                self._end_all()
 
     def end_lines(self) -> None:
         """The calling thread is done with something: a line that it has begun ends, and
@@ -145,7 +150,8 @@ class StepOutput:
             self._remote.notify(Printed(self._session, _joined(lines)))
         except BusyError:  # it does not read: it is told how much that was, later
             with self._lock:
-                self._drop(sum((line.stream > 0) + line.dropped for line in lines))
+                for line in lines:
+                    self._drop(line.stream, line.dropped + (line.text != ""))
         except PeerLostError:  # told to the session for itself; it ends
             pass
 
@@ -156,7 +162,10 @@ class StepOutput:
     def _tell(self) -> None:
         self._timer = None
         with self._lock:
-            self._tell_dropped()
+            if self._clock() - self._window_began < WINDOW:
+                self._tell_later()  # who prints on tells it with the next window
+            else:
+                self._tell_dropped()
 
     # With the lock
 
@@ -165,39 +174,40 @@ class StepOutput:
         if now - self._window_began >= WINDOW:
             self._window_began, self._in_window, self._told = now, 0, False
         if self._in_window >= LINES or self._nbytes >= PENDING:
-            self._drop(1)
+            self._drop(stream, 1)
             return
         self._in_window += 1
         dropped, self._dropped = self._dropped, 0
-        self._put(_Line(stream, line, dropped))
+        self._put(stream, line + "\n", dropped)
 
-    def _put(self, line: _Line) -> None:
+    def _put(self, stream: int, text: str, dropped: int) -> None:
         # Halves of surrogate pairs cannot be sent.
-        text = line.text
         if not text.isascii():
             text = text.encode("utf-8", "backslashreplace").decode()
             self._nbytes += 3 * len(text)
-        self._nbytes += len(text) + 1
-        self._lines.append(line._replace(text=text))
+        self._nbytes += len(text)
+        self._lines.append(_Line(stream, text, dropped))
         if not self._is_due:
             self._is_due = True
             self._soon(self._send)
 
-    def _drop(self, count: int) -> None:
+    def _drop(self, stream: int, count: int) -> None:
         if not self._dropped:
             self._soon(self._tell_later)
         self._dropped += count
+        self._dropped_from = stream
 
     def _tell_dropped(self) -> None:
         if self._dropped:
             self._told = True
             dropped, self._dropped = self._dropped, 0
-            self._put(_Line(0, "", dropped))
+            self._put(self._dropped_from, "", dropped)
 
-    def _end_all(self) -> None:
-        begun, self._begun = self._begun, {}
-        for (_, stream), line in begun.items():
-            self._add(stream, line)
+    def _bound(self) -> None:
+        if len(self._begun) > BEGUN:
+            begun, self._begun = self._begun, {}
+            for (_, stream), line in begun.items():
+                self._add(stream, line)
 
     def _soon(self, function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process ends
@@ -216,6 +226,6 @@ def _joined(lines: list[_Line]) -> list[PrintedText]:
 
     for (_, stream), run in groupby(lines, run_of):
         members = list(run)
-        text = "".join([f"{line.text}\n" for line in members]) if stream else ""
+        text = "".join([line.text for line in members])
         texts.append(PrintedText(stream, text, members[0].dropped))
     return texts
