@@ -153,7 +153,7 @@ class ClosureEngine:
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
         """Waits until the value is settled."""
         self.fetches += 1
-        if self.echo.waiting:
+        if self.echo.is_behind:
             self.echo.show()
         if value.state is not _NOT_READY:
             return
@@ -177,12 +177,12 @@ class ClosureEngine:
     def show(self) -> None:
         """Shows what was printed by whoever was waited for."""
         self.echo.place = None
-        if self.echo.waiting:
+        if self.echo.is_behind:
             self.echo.show()
 
     async def wait_value_async(self, value: RemoteValue) -> None:
         self.fetches += 1
-        if self.echo.waiting:
+        if self.echo.is_behind:
             self.echo.show()
         if value.state is not _NOT_READY:
             return

@@ -20,6 +20,7 @@ import logging
 import sys
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO, Final, final
 
 if TYPE_CHECKING:
@@ -42,16 +43,22 @@ class Capture:
 
     def install(self) -> None:
         """Takes the streams of the process, and a place beside its log, for good."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Of the descriptors, which nobody closes: the log has streams of its own.
-        out = open(1, "wb", closefd=False)  # noqa: SIM115
-        err = open(2, "wb", closefd=False)  # noqa: SIM115
-        sys.stdout = HeardStream(out, sys.stdout.encoding, "replace", self._out)
-        sys.stderr = HeardStream(
-            err, sys.stderr.encoding, "backslashreplace", self._err
-        )
-        logging.getLogger().addHandler(HeardRecords(self._err))
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            stream.flush()
+            # Of the descriptor, which nobody closes: the log has a stream of its own.
+            out = open(number, "wb", closefd=False)  # noqa: SIM115
+            heard = self.stream(number, out, stream.encoding, stream.errors)
+            if number == 1:
+                sys.stdout = heard
+            else:
+                sys.stderr = heard
+        logging.getLogger().addHandler(HeardRecords(partial(self._heard, 2)))
+
+    def stream(
+        self, number: int, out: BinaryIO, encoding: str, errors: str | None
+    ) -> HeardStream:
+        """What stands for standard output (1) or standard error (2)."""
+        return HeardStream(out, encoding, errors, partial(self._heard, number))
 
     def listen(self, hear: Hear | None) -> None:
         """From now on ``hear`` hears what is printed; None: nobody does. Called on the
@@ -65,12 +72,6 @@ class Capture:
             if thread is not mine and not _is_native(thread)
         )
         self._mine, self._hear = threading.get_ident(), hear
-
-    def _out(self, text: str) -> None:
-        self._heard(1, text)
-
-    def _err(self, text: str) -> None:
-        self._heard(2, text)
 
     def _heard(self, stream: int, text: str) -> None:
         hear = self._hear
@@ -86,7 +87,11 @@ class HeardStream(io.TextIOWrapper):
     """A text stream that tells what is written to it."""
 
     def __init__(
-        self, out: BinaryIO, encoding: str, errors: str, tell: Callable[[str], None]
+        self,
+        out: BinaryIO,
+        encoding: str,
+        errors: str | None,
+        tell: Callable[[str], None],
     ) -> None:
         super().__init__(out, encoding, errors, line_buffering=True)
         self._tell = tell

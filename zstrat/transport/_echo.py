@@ -44,7 +44,9 @@ class Echo:
         self.place: contextvars.Context | None = None
         """Of somebody who waits now: in a notebook it says which cell that is."""
         self.waiting: deque[_Shown] = deque()
-        """What is not written yet; there is something to `show`."""
+        self.is_behind = False
+        """Something is not written yet, or is being written: it is to be waited for, by
+        `show`."""
         self._size = 0
         self._dropped = 0
         self._changed = threading.Condition()
@@ -77,6 +79,7 @@ class Echo:
             shown = _Shown(stream, "".join(lines))
             self.waiting.append(shown)
             self._size += len(shown.text)
+            self.is_behind = True
             if self._thread is None:
                 self._start()
             else:
@@ -85,11 +88,14 @@ class Echo:
     def show(self) -> None:
         """Writes all that waits; blocks as ``print`` does."""
         with self._writing:
-            while self.waiting:
+            while True:
                 with self._changed:
                     shown = list(self.waiting)
                     self.waiting.clear()
                     self._size = 0
+                    if not shown:
+                        self.is_behind = False
+                        return
                 for stream, run in groupby(shown, lambda each: each.stream):
                     _write(stream, "".join([each.text for each in run]))
 
