@@ -1,9 +1,9 @@
 """The life of a daemon: start, say so, serve, drain, exit code.
 
 Law: only this package knows signals, logging set-up, the service manager and exit
-codes; what a worker prints is heard by its session, too (`Capture`). The first SIGTERM
-or SIGINT drains what was accepted, within ``timeouts.drain``; the second one ends the
-process at once, as the kernel does it.
+codes; what a worker prints is heard by its session, too (`ProcessOutput`). The first
+SIGTERM or SIGINT drains what was accepted, within ``timeouts.drain``; the second one
+ends the process at once, as the kernel does it.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
 address), trying again will not help; 75 trying again may help: ended before all that
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.launch import Capture, Task, TaskPlace
+from zstrat.launch import ProcessOutput, Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
 from zstrat.wire import Job
@@ -167,8 +167,8 @@ async def _accompany(program: Program, notifier: Notifier) -> int:
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
     try:
-        capture = _capture(order)
-        listen = None if capture is None else capture.listen
+        output = _output(order)
+        listen = None if output is None else output.listen
         task = Task(
             order.place, order.settings, incarnation, is_alone=True, listen=listen
         )
@@ -194,13 +194,13 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     return DRAINED if drained else TRY_AGAIN
 
 
-def _capture(order: Order) -> Capture | None:
+def _output(order: Order) -> ProcessOutput | None:
     """Of a worker, unless it is told to keep to its log."""
     if order.place.job != Job.WORKER or order.settings.output != "program":
         return None
-    capture = Capture()
-    capture.install()
-    return capture
+    output = ProcessOutput()
+    output.install()
+    return output
 
 
 def _settle() -> None:

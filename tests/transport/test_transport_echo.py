@@ -12,7 +12,8 @@ import pytest
 
 from zstrat.testing import leak_check
 from zstrat.transport import Echo
-from zstrat.transport._echo import MOST
+
+MiB = 2**20
 
 
 @pytest.fixture
@@ -84,8 +85,8 @@ def test_who_puts_text_in_never_waits_and_its_memory_is_bounded(echo, monkeypatc
     echo.put("w", 1, "first\n")
     assert pipe.reached.wait(60)
     for _ in range(4):
-        echo.put("w", 1, "x" * MOST + "\n")
-    assert sum(len(shown.text) for shown in echo.waiting) <= MOST + 100
+        echo.put("w", 1, "x" * MiB + "\n")
+    assert sum(len(shown.text) for shown in echo.waiting) <= MiB + 100
     assert echo.is_behind
     pipe.open.set()
     echo.show()

@@ -12,7 +12,9 @@ from zstrat.errors import BusyError
 from zstrat.program import function
 from zstrat.testing import FakeClock, FakeRemote
 from zstrat.wire import Completions, Printed, PrintedText
-from zstrat.worker._step_output import BEGUN, LINES, LONGEST, PENDING, StepOutput
+from zstrat.worker import StepOutput
+
+KiB = 1024
 
 
 def printed(remote):
@@ -72,35 +74,38 @@ async def test_a_bar_is_lines(printing):
 
 
 async def test_what_is_too_much_is_dropped_and_counted_by_the_next_window(printing):
-    for number in range(LINES + 7):
+    for number in range(5000):
         printing.hear(1, f"{number}\n")
     await printing.sent()
-    assert lines(printing.remote) == [str(number) for number in range(LINES)]
+    shown = lines(printing.remote)
+    assert len(shown) == 1000
+    assert shown == [str(number) for number in range(1000)]
     printing.clock.advance(1.0)
     printing.hear(1, "later\n")
-    assert (await printing.sent())[-1] == PrintedText(1, "later\n", 7)
+    assert (await printing.sent())[-1] == PrintedText(1, "later\n", 4000)
 
 
 async def test_what_a_step_had_too_much_is_told_at_its_end_once_in_a_window(printing):
-    printing.hear(1, "x\n" * (LINES + 7))
+    printing.hear(1, "x\n" * 5000)
     printing.output.end_lines()
     printing.hear(1, "more\n")
     printing.output.end_lines()
-    assert [text.dropped for text in await printing.sent()] == [0, 7]
+    assert [text.dropped for text in await printing.sent()] == [0, 4000]
     printing.clock.advance(1.0)
     printing.output._tell()
     assert (await printing.sent())[-1] == PrintedText(1, "", 1)
 
 
 async def test_what_waits_to_be_sent_is_bounded(printing):
-    printing.hear(1, "x" * (3 * PENDING) + "\n")
-    sent = await printing.sent()
-    assert sum(len(text.text) for text in sent) <= PENDING + LONGEST
-    printing.hear(2, "é" * PENDING)
-    assert len((await printing.sent())[-1].text) <= PENDING // 4 + LONGEST
+    printing.hear(1, "x" * (1024 * KiB) + "\n")
+    assert sum(len(text.text) for text in await printing.sent()) < 80 * KiB
+    printing.clock.advance(1.0)
+    printing.hear(2, "\U0001f600" * (1024 * KiB))
+    *_, last = await printing.sent()
+    assert 0 < len(last.text.encode()) < 100 * KiB
     for _ in range(1000):
         printing.hear(1, "." * 100)
-    assert sum(map(len, printing.output._begun.values())) <= LONGEST * BEGUN
+    assert sum(map(len, printing.output._begun.values())) <= 8 * KiB
 
 
 async def test_text_that_is_no_unicode_can_be_sent(printing):

@@ -4,7 +4,6 @@ from ._calibrate import SIZES as SIZES
 from ._calibrate import Calibration as Calibration
 from ._calibrate import calibrate as calibrate
 from ._calibrate import calibrate_tasks as calibrate_tasks
-from ._capture import Capture as Capture
 from ._child import Child as Child
 from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies
@@ -14,6 +13,7 @@ from ._local import LocalCluster as LocalCluster
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
+from ._process_output import ProcessOutput as ProcessOutput
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
 from ._task import Task as Task

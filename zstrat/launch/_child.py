@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.config import environment
@@ -22,9 +25,6 @@ from zstrat.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from ._runtime_dir import KeptLogs
 
 TAIL: Final = 20
 """Lines of a log that an error quotes: a traceback's end and what came before it."""
@@ -40,6 +40,29 @@ def inherited() -> dict[str, str]:
     """What a child finds of our environment."""
     found = environment().items()
     return {name: value for name, value in found if name not in _OF_THIS_PROCESS}
+
+
+class KeptLogs:
+    """Logs of tasks that failed, out of a folder that is removed.
+
+    They are moved to a new folder of mode 0700 for temporary files, which is made for
+    the first of them, and which nobody but the user removes.
+
+    Args:
+        is_removed: Whether the folder of the logs will be; else they stay there.
+    """
+
+    def __init__(self, is_removed: bool) -> None:
+        self._is_removed = is_removed
+        self._folder: Path | None = None
+
+    def take(self, log: Path) -> Path:
+        """Keeps a log that nobody writes to any more; returns where it is."""
+        if not self._is_removed or log.parent == self._folder:
+            return log
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="zstrat-logs-"))
+        return Path(shutil.move(log, self._folder))
 
 
 class Child:

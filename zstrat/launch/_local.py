@@ -22,8 +22,8 @@ from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import environment, settings_from
 from zstrat.errors import DeadlineExceededError
 
-from ._child import Child, wait_ready
-from ._runtime_dir import KeptLogs, RuntimeDir, daemon_environment, share, virtual
+from ._child import Child, KeptLogs, wait_ready
+from ._runtime_dir import RuntimeDir, daemon_environment, share, virtual
 from ._task import GRACE
 
 if TYPE_CHECKING:

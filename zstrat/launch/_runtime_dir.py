@@ -54,29 +54,6 @@ class RuntimeDir:
         return "127.0.0.1:0" if self.sockets == "tcp" else f"ipc://{self.folder / name}"
 
 
-class KeptLogs:
-    """Logs of tasks that failed, out of a folder that is removed.
-
-    They are moved to a new folder of mode 0700 for temporary files, which is made for
-    the first of them, and which nobody but the user removes.
-
-    Args:
-        is_removed: Whether the folder of the logs will be; else they stay there.
-    """
-
-    def __init__(self, is_removed: bool) -> None:
-        self._is_removed = is_removed
-        self._folder: Path | None = None
-
-    def take(self, log: Path) -> Path:
-        """Keeps a log that nobody writes to any more; returns where it is."""
-        if not self._is_removed or log.parent == self._folder:
-            return log
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="zstrat-logs-"))
-        return Path(shutil.move(log, self._folder))
-
-
 def virtual(devices: int) -> tuple[str, ...]:
     """Arguments of a worker that has so many virtual CPU devices."""
     return ("--platform", "cpu", "--devices", str(devices))

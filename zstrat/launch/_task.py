@@ -86,7 +86,7 @@ class TaskPlace:
 
 class Task:
     """A ps or worker that is being served; made by `serve`. ``is_alone``: this process
-    does nothing else. ``listen``: says who hears what it prints (`Capture`)."""
+    does nothing else. ``listen``: says who hears what it prints (`ProcessOutput`)."""
 
     def __init__(
         self,

@@ -7,3 +7,4 @@ from ._pipeline import Pipeline as Pipeline
 from ._service import WorkerService as WorkerService
 from ._step_output import Hear as Hear
 from ._step_output import Listen as Listen
+from ._step_output import StepOutput as StepOutput

@@ -33,7 +33,7 @@ _WARNINGS: Final = "py.warnings"
 
 
 @final
-class Capture:
+class ProcessOutput:
     """The streams of this process, and who hears them."""
 
     def __init__(self) -> None:
@@ -52,13 +52,17 @@ class Capture:
                 sys.stdout = heard
             else:
                 sys.stderr = heard
-        logging.getLogger().addHandler(HeardRecords(partial(self._heard, 2)))
+        logging.getLogger().addHandler(self.records())
 
     def stream(
         self, number: int, out: BinaryIO, encoding: str, errors: str | None
     ) -> HeardStream:
         """What stands for standard output (1) or standard error (2)."""
         return HeardStream(out, encoding, errors, partial(self._heard, number))
+
+    def records(self) -> logging.Handler:
+        """What takes records of logging, as standard error does."""
+        return HeardRecords(partial(self._heard, 2))
 
     def listen(self, hear: Hear | None) -> None:
         """From now on ``hear`` hears what is printed; None: nobody does. Called on the
