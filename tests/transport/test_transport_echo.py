@@ -120,3 +120,11 @@ def test_a_stream_that_is_closed_or_absent_is_no_error(echo, monkeypatch):
         echo.put("w", 1, "a\n")
         echo.show()
     assert not echo.waiting
+
+
+def test_a_stream_of_few_characters_shows_the_others_escaped(echo, monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "ascii"))
+    echo.put("w", 1, "é ok\n")
+    echo.show()
+    assert out.getvalue() == b"w| \\xe9 ok\n"

@@ -135,7 +135,11 @@ def _write(stream: int, text: str) -> None:
     if out is None:  # a program without streams
         return
     try:
-        out.write(text)
+        try:
+            out.write(text)
+        except UnicodeEncodeError as error:  # it takes less than the worker's stream
+            known = error.encoding
+            out.write(text.encode(known, "backslashreplace").decode(known))
         out.flush()
     except (OSError, ValueError):  # nobody reads it, or it is closed: as nobody would
         return
