@@ -1,8 +1,9 @@
 """The life of a daemon: start, say so, serve, drain, exit code.
 
 Law: only this package knows signals, logging set-up, the service manager and exit
-codes. The first SIGTERM or SIGINT drains what was accepted, within
-``timeouts.drain``; the second one ends the process at once, as the kernel does it.
+codes; what a worker prints is heard by its session, too (`ProcessOutput`). The first
+SIGTERM or SIGINT drains what was accepted, within ``timeouts.drain``; the second one
+ends the process at once, as the kernel does it.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
 address), trying again will not help; 75 trying again may help: ended before all that
@@ -27,9 +28,10 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.launch import Task, TaskPlace
+from zstrat.launch import ProcessOutput, Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
+from zstrat.wire import Job
 
 from ._log import start_logging
 from ._notify import Notifier
@@ -165,7 +167,11 @@ async def _accompany(program: Program, notifier: Notifier) -> int:
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
     try:
-        task = Task(order.place, order.settings, incarnation, is_alone=True)
+        output = _output(order)
+        listen = None if output is None else output.listen
+        task = Task(
+            order.place, order.settings, incarnation, is_alone=True, listen=listen
+        )
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
@@ -186,6 +192,15 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     _ignore_signals(loop)
     log.info("ended" if drained else "ended before everything was done")
     return DRAINED if drained else TRY_AGAIN
+
+
+def _output(order: Order) -> ProcessOutput | None:
+    """Of a worker, unless it is told to keep to its log."""
+    if order.place.job != Job.WORKER or order.settings.output != "program":
+        return None
+    output = ProcessOutput()
+    output.install()
+    return output
 
 
 def _settle() -> None:

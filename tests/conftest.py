@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
+import shutil
 import signal
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -161,3 +164,26 @@ def nothing_is_left():
     """Fixtures of a wider scope are set up before this one, and keep what they hold."""
     with leak_check():
         yield
+
+
+class LogsSeen(logging.Handler):
+    """Finds where clusters of this process kept the logs of tasks that were killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folders: set[Path] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kept = [Path(arg) for arg in record.args or () if isinstance(arg, Path)]
+        self.folders |= {p.parent for p in kept if p.parent.match("zstrat-logs-*")}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kept_logs_are_removed():
+    """They outlive their cluster by design, and no test needs them after its end."""
+    seen = LogsSeen()
+    logging.getLogger("zstrat.launch").addHandler(seen)
+    yield
+    logging.getLogger("zstrat.launch").removeHandler(seen)
+    for folder in seen.folders:
+        shutil.rmtree(folder)

@@ -83,6 +83,9 @@ class Settings:
     log_json: bool = False
     traceback: str = "short"
     """Errors of public calls come without the frames of zstrat; "full": with them."""
+    output: str = "program"
+    """What workers print is shown by the program, too; "files": is in their logs alone,
+    of all programs if a worker says so."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
     it. None: what experience says."""
@@ -90,6 +93,7 @@ class Settings:
 
 LANES: Final = ("auto", "tcp", "ipc", "shm")
 TRACEBACKS: Final = ("short", "full")
+OUTPUTS: Final = ("program", "files")
 
 
 def environment() -> Mapping[str, str]:
@@ -114,6 +118,9 @@ def settings_from(env: Mapping[str, str]) -> Settings:
     traceback = env.get("ZSTRAT_TRACEBACK", "short")
     if traceback not in TRACEBACKS:
         raise ValueError(f"ZSTRAT_TRACEBACK={traceback!r}: expected short or full")
+    output = env.get("ZSTRAT_OUTPUT", "program")
+    if output not in OUTPUTS:
+        raise ValueError(f"ZSTRAT_OUTPUT={output!r}: expected program or files")
     keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
     default = Timeouts()
     return Settings(
@@ -128,6 +135,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         insecure=env.get("ZSTRAT_INSECURE", "") not in ("", "0"),
         log_json=env.get("ZSTRAT_LOG", "") == "json",
         traceback=traceback,
+        output=output,
         choices=Path(choices) if choices else None,
     )
 

@@ -26,6 +26,7 @@ def test_everything_said() -> None:
             "ZSTRAT_INSECURE": "1",
             "ZSTRAT_LOG": "json",
             "ZSTRAT_TRACEBACK": "full",
+            "ZSTRAT_OUTPUT": "files",
             "ZSTRAT_PATIENCE": "2.5",
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_DRAIN": "1e1",
@@ -42,6 +43,7 @@ def test_everything_said() -> None:
         insecure=True,
         log_json=True,
         traceback="full",
+        output="files",
         choices=Path("/etc/zstrat/choices.toml"),
     )
 
@@ -64,6 +66,11 @@ def test_unknown_lane() -> None:
 def test_unknown_traceback() -> None:
     with pytest.raises(ValueError, match="ZSTRAT_TRACEBACK='no': expected short or f"):
         settings_from({"ZSTRAT_TRACEBACK": "no"})
+
+
+def test_unknown_output() -> None:
+    with pytest.raises(ValueError, match="ZSTRAT_OUTPUT='no': expected program or f"):
+        settings_from({"ZSTRAT_OUTPUT": "no"})
 
 
 @pytest.mark.parametrize(

@@ -206,3 +206,29 @@ def test_options_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match=r"closures_in_flight=16385.*1 to 16384"):
         Members(NAMES, 16385)
     assert Members(NAMES, 16384).members[0].depth == 16384
+
+
+def rate_of(ends, now):
+    """Of closures that ended at these times, as far as they had by now."""
+    members = Members(NAMES[:1])
+    (member,) = members.members
+    for at in ends:
+        if at <= now:
+            members.ended(member, 1, at)
+    return members.rate(now)
+
+
+def test_the_rate_is_of_the_last_ten_seconds():
+    assert rate_of([], 5.0) == 0
+    assert rate_of([5.0], 5.0) == 1, "a moment is no measure"
+    quick, slow = [n / 100 for n in range(2000)], [20 + n / 10 for n in range(300)]
+    assert rate_of(quick, 1.5) == pytest.approx(100, rel=0.02)
+    assert rate_of(quick, 20.0) == pytest.approx(100, rel=0.02)
+    assert rate_of(quick + slow, 25.0) == pytest.approx(55, rel=0.05)
+    assert rate_of(quick + slow, 50.0) == pytest.approx(10, rel=0.02)
+    assert rate_of(quick + slow, 70.0) == 0
+
+
+def test_a_pause_counts_for_ten_seconds_and_not_for_more():
+    ends = [0.0, *(1000 + n / 100 for n in range(100))]
+    assert rate_of(ends, 1001.0) == pytest.approx(10, rel=0.02)

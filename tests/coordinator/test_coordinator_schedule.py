@@ -260,6 +260,8 @@ def test_metrics_are_plain_numbers(world):
     metrics = coordinator.metrics()
     assert metrics["scheduled_closures"] == 1
     assert metrics["inflight_closures"] == 0
+    assert metrics["fetches"] == 1
+    assert 0 < metrics["steps_per_s"] <= 1
     workers = metrics["workers"]
     assert sum(worker["completed"] for worker in workers.values()) == 1
     assert {worker["state"] for worker in workers.values()} == {"open"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -130,6 +132,8 @@ def test_a_daemon_that_cannot_start():
     words = str(caught.value)
     assert "exit code 2 before it was ready" in words
     assert "ZSTRAT_PATIENCE='never'" in words  # the end of its log
+    (path,) = re.findall(r"the end of (/.+-0\.log):", words)
+    assert "never" in Path(path).read_text(), "the log that it names is there"
 
 
 def test_daemons_that_are_not_ready_in_time():
@@ -253,7 +257,7 @@ cluster.stop()
     assert all(wait_gone(pid) for pid in daemons)
 
 
-def test_stopping_ends_who_is_frozen_or_dead():
+def test_stopping_ends_who_is_frozen_or_dead(caplog):
     impatient = Settings(timeouts=Timeouts(drain=0.2))
     cluster = LocalCluster(1, 1, settings=impatient)
     cluster.stop_task("ps:0")
@@ -261,3 +265,10 @@ def test_stopping_ends_who_is_frozen_or_dead():
     pids = [cluster.pid(task) for task in cluster.tasks]
     cluster.stop()
     assert all(wait_gone(pid, 0) for pid in pids)
+    # Whom others have killed is looked into afterwards; nobody else is.
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "zstrat.launch"]
+    assert line.startswith("worker:0 was ended by SIGKILL; its log is kept: /")
+    kept = Path(line.rpartition(" ")[2])
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert [path.name for path in kept.parent.iterdir()] == ["worker-0.log"]
+    assert not cluster.directory.exists()

@@ -27,6 +27,7 @@ from zstrat.wire import (
     Job,
     OpenSession,
     Outcome,
+    Printed,
     Pull,
     PutArguments,
     PutCode,
@@ -76,6 +77,8 @@ class World:
             load=load_pickled if pickled else self.load,
             **options,
         )
+        self.listens = "listen" in options
+        """Whether the coordinator wants to hear what steps print."""
         self.session = 1000
         self.remote = self.chief()
         self.numbers = itertools.count(1)
@@ -123,8 +126,11 @@ class World:
         for service in self.services:
             service.handle(self.remote, OpenSession(self.session, 0, 1, []))
         addresses = [str(i) for i in range(len(self.services))]
-        message = OpenSession(self.session, index, worker_count, addresses, prefetch)
-        return await self.ask(message)
+        return await self.ask(
+            OpenSession(
+                self.session, index, worker_count, addresses, prefetch, self.listens
+            )
+        )
 
     async def ask(self, message, remote=None):
         async with asyncio.timeout(30):
@@ -201,6 +207,8 @@ class World:
 
     def _read(self):
         for message in self.remote.notices[self.seen :]:
+            if isinstance(message, Printed):
+                continue
             self.layouts.update({layout.layout: layout for layout in message.layouts})
             at = 0
             for done in message.completions:

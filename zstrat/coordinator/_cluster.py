@@ -57,6 +57,7 @@ class Cluster:
         writer: The incarnation in the HELLO of the links; None: the session's number.
         joins: Another program holds the parameter servers, and creates what is there.
         ends: Whether the session ends with this hold on it.
+        listens: Whether workers are to say what their steps print.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Cluster:
         writer: int | None = None,
         joins: bool = False,
         ends: bool = True,
+        listens: bool = False,
     ) -> None:
         self.joins: Final = joins
         self._ends: Final = ends and not joins
@@ -90,7 +92,7 @@ class Cluster:
             if joins:
                 opening = JoinSession(session, [], [], timeouts.request)
             else:
-                opening = OpenSession(session, index, count, known, prefetch)
+                opening = OpenSession(session, index, count, known, prefetch, listens)
             return TaskSession(
                 job,
                 number,

@@ -200,7 +200,13 @@ class ClusterCoordinator:
         return make_dataset(self._core, dataset_fn)
 
     def metrics(self) -> dict[str, PlainTree]:
-        """Counters and gauges: closures that wait and run, and the state of workers."""
+        """Counters and gauges: closures that wait and run, and the state of workers.
+
+        ``steps_per_s`` is how many closures ended per second, on all workers together,
+        in the last ten seconds, or since the first one ended if that is less, but at
+        least in one second; 0 when none has ended for so long. ``fetches`` is how often
+        a value was fetched (`fetch`, `get`, ``await``), each of a structure for itself.
+        """
         return self._core.metrics()
 
     def shutdown(self, cluster: bool = False) -> None:

@@ -178,6 +178,8 @@ class CoordinatorCore:
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
+            "steps_per_s": dispatcher.members.rate(self.portal.loop.time()),
+            "fetches": self.engine.fetches,
             "traces": self.calls.traces,
             "turns": dispatcher.turns,
             "dispatches": dispatcher.dispatches,

@@ -29,6 +29,7 @@ from zstrat.wire import (
     Fetch,
     Fetched,
     Message,
+    Printed,
 )
 
 from ._fences import Marking
@@ -127,6 +128,7 @@ class Dispatcher:
             self.engine.notify()
         self.builder.drop_all()
         self._clean()
+        self.engine.echo.close()
 
     def drain(self, wish: Cancelling | None = None) -> None:
         """Cancels what waits, if that is wished or an error is there."""
@@ -225,6 +227,10 @@ class Dispatcher:
                     more = self.outcomes.take(channel, message, self._now())
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
+            case Printed(session=session) if session == self._session:
+                name = task.name.removeprefix("/job:").replace("/task", "")
+                for text in message.texts:
+                    self.engine.echo.put(name, *text)
             case _:
                 log.warning("%s sent a %s", task.name, type(message).__name__)
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
-from zstrat.transport import Bell, LoopBell, ThreadBell
+from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
 
 from ._loop_side import Cancelling, LoopSide
 from ._queue import Closure, Effect, Ended, Phase, Queue
@@ -49,6 +50,10 @@ class ClosureEngine:
         self.bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
             loop.bring_async
         )
+        self.echo = Echo()
+        """What the workers print; shown at the latest when a wait for them ends."""
+        self.fetches = 0
+        """How often a value was fetched."""
         self.lock = threading.Lock()
         self.queue = queue
         self.broken: ZstratError | None = None
@@ -95,12 +100,18 @@ class ClosureEngine:
         """Waits for all that is scheduled so far."""
         with self.lock:
             mark = self.queue.steps.next
-        self._block(partial(self._try_join, mark), timeout, "join")
+        try:
+            self._block(partial(self._try_join, mark), timeout, "join")
+        finally:
+            self.show()
 
     async def join_async(self) -> None:
         with self.lock:
             mark = self.queue.steps.next
-        await self._await(partial(self._try_join, mark))
+        try:
+            await self._await(partial(self._try_join, mark))
+        finally:
+            self.show()
 
     def cancel(self, timeout: float | None) -> int:
         """Cancels what waits, waits for what runs; returns how many were cancelled."""
@@ -145,6 +156,9 @@ class ClosureEngine:
 
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
         """Waits until the value is settled."""
+        self.fetches += 1
+        if self.echo.is_behind:
+            self.echo.show()
         if value.state is not _NOT_READY:
             return
         with self.lock:
@@ -153,16 +167,27 @@ class ClosureEngine:
             bell = ThreadBell()
             value._listen(bell)
         rang = False
+        self.echo.place = copy_context()
         try:
             rang = bell.wait(timeout)
         finally:
             if not rang:  # who rings forgets the bell, and holds the lock just now
                 with self.lock:
                     value._unlisten(bell)
+            self.show()
         if not rang and value.state is _NOT_READY:
             raise DeadlineExceededError(f"fetch: {value!r} after {timeout} s")
 
+    def show(self) -> None:
+        """Shows what was printed by whoever was waited for."""
+        self.echo.place = None
+        if self.echo.is_behind:
+            self.echo.show()
+
     async def wait_value_async(self, value: RemoteValue) -> None:
+        self.fetches += 1
+        if self.echo.is_behind:
+            self.echo.show()
         if value.state is not _NOT_READY:
             return
         with self.lock:
@@ -170,11 +195,13 @@ class ClosureEngine:
                 return
             bell = LoopBell()
             value._listen(bell)
+        self.echo.place = copy_context()
         try:
             await bell.future
         finally:
             with self.lock:
                 value._unlisten(bell)
+            self.show()
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
         """Waits for something that a worker does; pending errors win."""
@@ -439,6 +466,7 @@ class ClosureEngine:
                 self._remind()
                 bell = ThreadBell()
                 self._watchers[bell] = ready
+            self.echo.place = copy_context()
             try:
                 left = None if deadline is None else deadline - time.monotonic()
                 if not bell.wait(left):
@@ -446,6 +474,7 @@ class ClosureEngine:
             finally:
                 with self.lock:
                     self._watchers.pop(bell, None)
+                self.echo.place = None
 
     async def _await(self, attempt: Attempt) -> None:
         while True:
@@ -456,11 +485,13 @@ class ClosureEngine:
                 self._remind()
                 bell = LoopBell()
                 self._watchers[bell] = ready
+            self.echo.place = copy_context()
             try:
                 await bell.future
             finally:
                 with self.lock:
                     self._watchers.pop(bell, None)
+                self.echo.place = None
 
     def _late(self, what: str, timeout: float | None) -> str:
         queue = self.queue

@@ -19,8 +19,9 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +41,11 @@ HORIZON: Final = 0.25
 """Seconds after which what was measured of a worker's rate counts for a third. Outcomes
 come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
 quotients, which one short interval would blow up."""
+
+
+RECENT: Final = 10.0
+"""Seconds of which the rate that people are told is the mean."""
+MARK: Final = 1.0
 
 
 class MemberState(enum.Enum):
@@ -111,6 +117,40 @@ class Grant:
     alone: bool = False
 
 
+@final
+class Throughput:
+    """Closures per second in the last `RECENT` seconds. Keeps no timer: whoever counts
+    says what time it is, and leaves a mark about once in `MARK` seconds."""
+
+    __slots__ = ("_marks", "next_mark")
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque(maxlen=round(RECENT / MARK) + 2)
+        """Times, and how many had ended before."""
+        self.next_mark = -math.inf
+        """From now on an end is to be preceded by a `mark`."""
+
+    def mark(self, now: float, ended: int) -> None:
+        """So many closures have ended so far, and one more ends now."""
+        self._marks.append((now, ended))
+        self.next_mark = now + MARK
+
+    def rate(self, now: float, ended: int) -> float:
+        """Per second, when so many have ended so far; 0 if there was none of late."""
+        since = now - RECENT
+        marks = list(self._marks)
+        recent = [mark for mark in marks if mark[0] > since]
+        before = marks[: len(marks) - len(recent)]
+        if before and before[-1][0] > since - MARK:  # some ended behind it, before
+            recent.insert(0, before[-1])
+        elif before and recent:  # a pause: between the two none has ended
+            recent.insert(0, (since, recent[0][1]))
+        if not recent:
+            return 0.0
+        began, had_ended = recent[0]
+        return (ended - had_ended) / max(now - began, MARK)
+
+
 class Members:
     """All workers of the session, which prefetch so many steps."""
 
@@ -134,6 +174,7 @@ class Members:
         self.alone_since: float | None = None
         """Since when no worker is there; None while one is."""
         self._reserved: Member | None = None
+        self._throughput = Throughput()
 
     @property
     def usable(self) -> list[Member]:
@@ -146,6 +187,15 @@ class Members:
     @property
     def in_flight(self) -> int:
         return sum(len(member.in_flight) for member in self.members)
+
+    @property
+    def completed(self) -> int:
+        """Closures that ended, on all of them."""
+        return sum([member.completed for member in self.members])
+
+    def rate(self, now: float) -> float:
+        """Closures that ended per second, on all of them, of late."""
+        return self._throughput.rate(now, self.completed)
 
     def start(self, now: float) -> None:
         """Begins to count how long nobody is there."""
@@ -249,6 +299,8 @@ class Members:
             member.alone = False
         if count == 0:
             return
+        if now >= self._throughput.next_mark:
+            self._throughput.mark(now, self.completed)
         member.completed += count
         elapsed = max(now - member._measured_at, 1e-6)
         kept = math.exp(-elapsed / HORIZON)

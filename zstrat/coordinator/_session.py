@@ -87,8 +87,10 @@ class ClusterSession:
         make = make_link or _links(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            ahead = _prefetch(settings, workers)
-            return Cluster(session, ps, workers, settings.timeouts, make, ahead)
+            ahead, listens = _prefetch(settings, workers), settings.output == "program"
+            return Cluster(
+                session, ps, workers, settings.timeouts, make, ahead, listens=listens
+            )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
         return _opened(f"zstrat {session:x}", cluster, settings, places)

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.config import environment
@@ -22,10 +25,12 @@ from zstrat.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 TAIL: Final = 20
 """Lines of a log that an error quotes: a traceback's end and what came before it."""
+
+TRY_AGAIN: Final = 75
+"""Exit code of a daemon that had to end before all was done (`zstrat.daemons`)."""
 
 _OF_THIS_PROCESS: Final = ("TF_CONFIG", "NOTIFY_SOCKET", "WATCHDOG_USEC")
 """Variables that speak of one process: what they say of us is not so of a child."""
@@ -37,6 +42,29 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in found if name not in _OF_THIS_PROCESS}
 
 
+class KeptLogs:
+    """Logs of tasks that failed, out of a folder that is removed.
+
+    They are moved to a new folder of mode 0700 for temporary files, which is made for
+    the first of them, and which nobody but the user removes.
+
+    Args:
+        is_removed: Whether the folder of the logs will be; else they stay there.
+    """
+
+    def __init__(self, is_removed: bool) -> None:
+        self._is_removed = is_removed
+        self._folder: Path | None = None
+
+    def take(self, log: Path) -> Path:
+        """Keeps a log that nobody writes to any more; returns where it is."""
+        if not self._is_removed or log.parent == self._folder:
+            return log
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="zstrat-logs-"))
+        return Path(shutil.move(log, self._folder))
+
+
 class Child:
     """A daemon, its log and its pipes.
 
@@ -45,9 +73,20 @@ class Child:
     """
 
     def __init__(
-        self, job: str, index: int, bind: str, log: Path | None, env: Mapping[str, str]
+        self,
+        job: str,
+        index: int,
+        bind: str,
+        log: Path | None,
+        env: Mapping[str, str],
+        kept: KeptLogs,
     ) -> None:
         self.job, self.index = job, index
+        self.failures: list[str] = []
+        """How it ended by itself with an error, once for each time, in words."""
+        self._kept = kept
+        self._told: set[int] = set()
+        """Signals that were sent to the present process."""
         self.address, self.log = "", log
         self._bind, self._env = bind, dict(env)
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,6 +116,7 @@ class Child:
         self.close()
         report, child_end = os.pipe()
         self._report, self._heard = report, b""
+        self._told.clear()
         # -P: the folder we happen to run in must not shadow modules of the daemon.
         command = [sys.executable, "-P", "-m", f"zstrat.daemons.{self.job}"]
         command += ["--index", str(self.index), "--bind", self.address or self._bind]
@@ -108,6 +148,7 @@ class Child:
         self._heard += data
         if not data:
             code = self._running().wait()
+            self.keep_log()
             raise UnavailableError(
                 f"{self.task} ended with exit code {code} before it was ready; "
                 f"{self.tail()}"
@@ -121,6 +162,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Sends a signal if the process still runs."""
         if self.is_running:
+            self._told.add(number)
             self._running().send_signal(number)
 
     def kill(self) -> None:
@@ -141,10 +183,16 @@ class Child:
         """Kills what is left of the process and closes the pipes."""
         if self._process is not None:
             self.kill()
+            self._judge(self._process.returncode)
             if self._process.stdin is not None:
                 self._process.stdin.close()
             self._process = None
         self._close_report()
+
+    def keep_log(self) -> None:
+        """Has the log survive the cluster. The process has ended."""
+        if self.log is not None:
+            self.log = self._kept.take(self.log)
 
     def tail(self) -> str:
         """The end of the log, in words."""
@@ -162,6 +210,13 @@ class Child:
             raise RuntimeError(f"{self.task} was never started")
         return self._process
 
+    def _judge(self, code: int) -> None:
+        """Notes an end that is an error of its own, or that somebody else brought."""
+        if code < 0 and -code not in self._told:
+            self.failures.append(f"was ended by {_signal_name(-code)}")
+        elif code > 0 and code != TRY_AGAIN:
+            self.failures.append(f"ended with exit code {code}")
+
     def _open_log(self) -> IO[bytes] | None:
         return None if self.log is None else self.log.open("ab")
 
@@ -169,6 +224,13 @@ class Child:
         if self._report >= 0:
             os.close(self._report)
             self._report = -1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
 
 
 def wait_ready(children: Iterable[Child], deadline: float) -> None:

@@ -7,6 +7,7 @@ a thread of the cluster starts the children, and lives as long as they do.
 
 from __future__ import annotations
 
+import logging
 import queue
 import shutil
 import signal
@@ -21,7 +22,7 @@ from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import environment, settings_from
 from zstrat.errors import DeadlineExceededError
 
-from ._child import Child, wait_ready
+from ._child import Child, KeptLogs, wait_ready
 from ._runtime_dir import RuntimeDir, daemon_environment, share, virtual
 from ._task import GRACE
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.config import Settings
+
+log = logging.getLogger("zstrat.launch")
 
 _Job = tuple["Callable[[], None]", "Future[None]"]
 
@@ -90,12 +93,15 @@ class LocalCluster:
         worker_devices: Virtual CPU devices per worker, with ``JAX_PLATFORMS=cpu``.
         logs: "files" in the cluster's folder, or "terminal".
         directory: Folder for sockets and logs, kept afterwards; default: a new one of
-            mode 0700 that is removed at the end.
+            mode 0700 that is removed at the end. The log of a task that has ended with
+            an error, or by a signal that is not of this object, is kept elsewhere, and
+            a warning at the end says where.
         settings: Timeouts that the daemons get; default: from ``ZSTRAT_*``.
 
     Raises:
         ValueError: An argument cannot be.
-        UnavailableError: A daemon ended before it was ready; quotes the end of its log.
+        UnavailableError: A daemon ended before it was ready; quotes the end of its log,
+            and says where it is kept.
         DeadlineExceededError: The daemons were not ready in ``timeouts.connect``.
     """
 
@@ -125,12 +131,13 @@ class LocalCluster:
         daemons = daemon_environment(self._settings, self.lane, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         self._children: dict[str, Child] = {}
+        kept = KeptLogs(directory is None)
         jobs = ("ps", num_ps, daemons), ("worker", num_workers, workers)
         for job, count, variables in jobs:
             for index in range(count):
                 name = f"{job}-{index}"
-                log = place.folder / f"{name}.log" if logs == "files" else None
-                child = Child(job, index, place.address(name), log, variables)
+                path = place.folder / f"{name}.log" if logs == "files" else None
+                child = Child(job, index, place.address(name), path, variables, kept)
                 self._children[child.task] = child
         thread = ChildThread("zstrat local cluster")
         self._thread = thread
@@ -274,5 +281,10 @@ def _end(
             child.wait(deadline)
             child.close()
     thread.close()
+    for child in children:
+        if child.failures and child.log is not None:
+            child.keep_log()
+            how = ", ".join(child.failures)
+            log.warning("%s %s; its log is kept: %s", child.task, how, child.log)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
+    from zstrat.worker import Listen
 
 
 def resident_bytes() -> int:
@@ -85,7 +86,7 @@ class TaskPlace:
 
 class Task:
     """A ps or worker that is being served; made by `serve`. ``is_alone``: this process
-    does nothing else."""
+    does nothing else. ``listen``: says who hears what it prints (`ProcessOutput`)."""
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class Task:
         incarnation: int | None = None,
         *,
         is_alone: bool = False,
+        listen: Listen | None = None,
     ) -> None:
         if place.job not in SERVED:
             raise ValueError(
@@ -105,7 +107,7 @@ class Task:
             place.job, place.index, incarnation or new_incarnation()
         )
         self.address = ""
-        self._settings, self._is_alone = settings, is_alone
+        self._settings, self._is_alone, self._listen = settings, is_alone, listen
         self._security = load_keys(settings.keys, place.job, place.index)
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -230,6 +232,7 @@ class Task:
             on_exit=self._shut_down,
             on_crash=self._crashed,
             is_alone=self._is_alone,
+            listen=self._listen,
         )
         return service, service.close, None
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .stages._serialized_cpu import settled
 from .trace import _refusals
 from .trace._capture import Capture
-from .trace._context import worker_context
+from .trace._context import tracing_again, worker_context
 from .trace._feeds import Replay
 
 if TYPE_CHECKING:
@@ -68,9 +68,11 @@ def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> 
         feed = Replay(plan.function, known, template.drawn(elements))
         capture = Capture(feed, template.iterators)
         context_before = worker_context.set(context)
+        again_before = tracing_again.set(True)
         try:
             structure, arrays = template.run(capture, inputs)
         finally:
+            tracing_again.reset(again_before)
             worker_context.reset(context_before)
         plan.require_same(capture, structure)
         given = {id(value) for value in (*inputs, *elements, *values)}

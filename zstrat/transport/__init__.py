@@ -3,6 +3,7 @@
 from ._curve import Security as Security
 from ._curve import generate_keys as generate_keys
 from ._curve import key_names as key_names
+from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
 from ._handling import Handler as Handler

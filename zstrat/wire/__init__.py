@@ -70,6 +70,8 @@ from ._messages import PartEntry as PartEntry
 from ._messages import PinSnapshot as PinSnapshot
 from ._messages import Placed as Placed
 from ._messages import PlainTree as PlainTree
+from ._messages import Printed as Printed
+from ._messages import PrintedText as PrintedText
 from ._messages import Pull as Pull
 from ._messages import Pulled as Pulled
 from ._messages import PullRows as PullRows

@@ -61,6 +61,8 @@ from ._step_messages import Fetch as Fetch
 from ._step_messages import Fetched as Fetched
 from ._step_messages import LayoutMessage as LayoutMessage
 from ._step_messages import Outcome as Outcome
+from ._step_messages import Printed as Printed
+from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
@@ -153,6 +155,7 @@ Message = (
     | DropArguments
     | Dispatch
     | Completions
+    | Printed
     | CancelSteps
     | Fetch
     | Fetched

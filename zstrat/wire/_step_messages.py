@@ -110,6 +110,25 @@ class Completions:
     results: bytes
 
 
+class PrintedText(NamedTuple):
+    """Lines that were printed to one stream (1: standard output, 2: standard error),
+    each with its end; before them so many lines were ``dropped``."""
+
+    stream: int
+    text: str
+    dropped: int
+
+
+@message
+class Printed:
+    """What steps and dataset functions of the session have printed, in order; a notice
+    from worker to coordinator. What a step has printed goes before its completion."""
+
+    kind: ClassVar = 67
+    session: int
+    texts: list[PrintedText]
+
+
 @message
 class CancelSteps:
     """Drops every closure that has not begun; each one is answered in `Completions` as

@@ -50,7 +50,8 @@ class OpenSession:
     worker pulls from and pushes to, in task order; ``index`` is the receiver's place
     among the tasks of its job that the coordinator knows, from 0, and goes into the
     worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
-    worker may fetch ahead. A ps ignores all but the session.
+    worker may fetch ahead. ``listens``: the coordinator wants to hear what its steps
+    print (`Printed`). A ps ignores all but the session.
     """
 
     kind: ClassVar = 16
@@ -59,6 +60,7 @@ class OpenSession:
     worker_count: int
     ps: list[str]
     prefetch: int = 0
+    listens: bool = False
 
 
 @message

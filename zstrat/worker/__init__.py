@@ -5,3 +5,6 @@ from ._closure import Do as Do
 from ._executor import Executor as Executor
 from ._pipeline import Pipeline as Pipeline
 from ._service import WorkerService as WorkerService
+from ._step_output import Hear as Hear
+from ._step_output import Listen as Listen
+from ._step_output import StepOutput as StepOutput

@@ -52,6 +52,11 @@ class StepSource(Protocol):
         ...
 
     @property
+    def end_lines(self) -> Callable[[], None]:
+        """Ends the lines that what ran has begun to print. Called before a post."""
+        ...
+
+    @property
     def carry_out(self) -> Callable[[Post], None]:
         """Does what was posted. Called on the loop."""
         ...
@@ -152,6 +157,7 @@ class Executor:
                 assert step is not None
                 now = source.advance(step, now)
             elif do is Do.POST:
+                source.end_lines()
                 self._call(source.carry_out, pipeline.post())
                 now = clock()
             elif do is Do.WAIT:

@@ -45,6 +45,7 @@ from zstrat.wire import (
 from ._direct import Asking, Direct, bind
 from ._executor import Executor
 from ._resources import Load, Resources
+from ._step_output import Listen, StepOutput, unbegun, unheard
 from ._step_runner import Prepare, RunEager, StepRunner
 from ._worker_session import Owned, ServerPresence, WorkerSession
 
@@ -86,6 +87,7 @@ class WorkerService:
         is_alone: Nobody else in this process uses jax: what jax remembers of a session
             that is over is dropped. It keeps every trace of its own functions for as
             long as they live, and ours are never met again.
+        listen: Says who hears what this process prints; None: its sessions do not.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class WorkerService:
         on_exit: Callable[[], None] | None = None,
         on_crash: Callable[[BaseException], None] | None = None,
         is_alone: bool = False,
+        listen: Listen | None = None,
         load: Load = program.load,
         prepare: Prepare = program.prepare,
         run_eager: RunEager = program.run_eager,
@@ -105,7 +108,7 @@ class WorkerService:
         self._settings, self._me, self._make_link = settings, me, make_link
         self._task = f"/job:{me.job}/task:{me.index}"
         self._on_exit, self._on_crash = on_exit, on_crash
-        self._is_alone = is_alone
+        self._is_alone, self._listen = is_alone, listen
         self._load, self._prepare, self._run_eager = load, prepare, run_eager
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
@@ -213,6 +216,9 @@ class WorkerService:
                 zip(message.ps, presences, strict=True)
             )
         ]
+        output = None
+        if message.listens and self._listen is not None:
+            output = StepOutput(message.session, remote)
         session = WorkerSession(
             message.session,
             remote,
@@ -220,16 +226,19 @@ class WorkerService:
             presences,
             patience=timeouts.request,
             counts=self._counts,
+            output=output,
         )
-        runner = self._make_runner(session, message)
+        runner = self._make_runner(session, message, output)
         if before is not None:
             old = before.runner.resources
             self._executor.tell(partial(runner.resources.inherit, old))
         self._drop("its coordinator opened a session anew", is_over=before is None)
-        session.start(self._executor, runner)
+        session.start(self._executor, runner, self._listen or unheard)
         return session
 
-    def _make_runner(self, session: WorkerSession, opening: OpenSession) -> StepRunner:
+    def _make_runner(
+        self, session: WorkerSession, opening: OpenSession, output: StepOutput | None
+    ) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(
             asyncio.get_running_loop(),
@@ -247,6 +256,7 @@ class WorkerService:
             carry_out=session.carry_out,
             inline=self._settings.limits.inline,
             prefetch=opening.prefetch,
+            end_lines=unbegun if output is None else output.end_lines,
         )
 
     def _close(self, message: CloseSession) -> Done:

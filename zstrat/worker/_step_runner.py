@@ -99,6 +99,7 @@ class StepRunner:
         home: Makes the home of variables for one eager run.
         bind: Tells the parameter servers of the tree of an optimizer; blocks.
         carry_out: Does what was posted, on the loop.
+        end_lines: Ends the lines that were begun to be printed, on the thread.
         inline: Bytes of a result that travel with the completion.
         prefetch: Optimizer steps whose values are fetched while one computes.
     """
@@ -114,6 +115,7 @@ class StepRunner:
         home: Callable[[EagerRun], EagerHome],
         bind: Callable[[GradientCall], None],
         carry_out: Callable[[Post], None],
+        end_lines: Callable[[], None],
         inline: int,
         prefetch: int = 0,
         clock: Clock = time.monotonic,
@@ -125,6 +127,7 @@ class StepRunner:
         self._prepare, self._run_eager = prepare, run_eager
         self._home, self._bind = home, bind
         self.carry_out: Final = carry_out
+        self.end_lines: Final = end_lines
         self._bound: Final = WeakSet[Plan]()
         self._layouts: Final = ResultLayouts(inline)
         self._costs: Final[dict[bytes, Costs]] = {}

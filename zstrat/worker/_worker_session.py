@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ._closure import Ending, Post, SharedPull
     from ._executor import Executor
     from ._resources import Resources
+    from ._step_output import Listen, StepOutput
     from ._step_runner import StepRunner
 
 MAX_OPEN: Final = 16384
@@ -136,6 +137,7 @@ class WorkerSession:
         presences: What these links tell how their servers stand.
         patience: Seconds that a request waits for a server that is away.
         counts: The worker's counters, over all sessions.
+        output: Takes what is printed to the coordinator; None: nobody does.
     """
 
     def __init__(
@@ -147,8 +149,10 @@ class WorkerSession:
         *,
         patience: float,
         counts: Counter[str],
+        output: StepOutput | None = None,
     ) -> None:
         self.session: Final = session
+        self._output: Final = output
         self.client: Final = PsClient(links, session, request_timeout=patience)
         for presence, line in zip(presences, self.client.lines, strict=True):
             presence.line = line
@@ -159,10 +163,17 @@ class WorkerSession:
         self._low_water = 0
         self._closed = False
 
-    def start(self, executor: Executor, runner: StepRunner) -> None:
-        """Takes the executor and begins to connect. Called once, before all else."""
-        self._executor, self.runner = executor, runner
+    def start(self, executor: Executor, runner: StepRunner, listen: Listen) -> None:
+        """Takes the executor and begins to connect. Called once, before all else.
+
+        Args:
+            listen: Says who hears what the process prints.
+        """
+        self._executor, self.runner, self._listen = executor, runner, listen
         executor.tell(partial(executor.work_for, runner))
+        # With the runner: what runs until then is another session's.
+        output = self._output
+        executor.tell(partial(listen, None if output is None else output.hear))
         for link in self._links:
             link.start()
 
@@ -338,7 +349,10 @@ class WorkerSession:
             return
         self._closed = True
         self._reports.close()
+        if self._output is not None:
+            self._output.close()
         self._executor.tell(partial(self._executor.work_for, None))
+        self._executor.tell(partial(self._listen, None))
         self._executor.tell(self.runner.close)
 
     async def close_links(self, reason: str) -> None:
@@ -392,3 +406,5 @@ def _build(runner: StepRunner, message: BuildResource) -> Message:
         return ResourceBuilt(runner.build(message))
     except BaseException as error:  # goes to the coordinator, with the user's lines
         return Failure(_closure.plain(error))
+    finally:
+        runner.end_lines()

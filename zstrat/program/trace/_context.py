@@ -76,6 +76,11 @@ def surrounding() -> Hashable:
     return beneath.mark if mark is None else mark
 
 
+tracing_again: Final = ContextVar("zstrat tracing again", default=False)
+"""Whether a body is traced that was traced before, for the same program: what it prints
+was printed already."""
+
+
 ABSTRACT: Final = WorkerContext(worker_index=0, worker_count=1)
 """What a step sees while the coordinator traces it only for its shapes."""
 

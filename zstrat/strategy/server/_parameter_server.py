@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
-from zstrat.config import Settings, environment, settings_from
+from zstrat.config import OUTPUTS, Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
 from zstrat.program import worker_context
 from zstrat.strategy._strategy import Closing, Strategy
@@ -60,6 +60,9 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             was fetched as many steps of that worker older. Default: 1 with several
             workers, whose steps interleave anyway, else 0: one worker computes what
             plain optax does.
+        output: "program": what steps and dataset functions print on workers is shown
+            here, too, each line behind the name of its worker. "files": it is in the
+            logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -78,6 +81,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         *,
         placement: str = "round_robin",
         prefetch: int | None = None,
+        output: str | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
@@ -92,6 +96,12 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                     "more"
                 )
             settings = replace(settings, prefetch=int(prefetch))
+        if output is not None:
+            if output not in OUTPUTS:
+                raise ValueError(
+                    f"output={output!r}: expected one of {', '.join(OUTPUTS)}"
+                )
+            settings = replace(settings, output=output)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         self._session = connect(spec, settings)

@@ -1,0 +1,77 @@
+"""What a process prints is heard, by whom it is meant for, and stays in its log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import warnings
+
+import pytest
+
+from zstrat.launch import ProcessOutput
+
+
+class Heard:
+    """A listener, and the standard output that it hears."""
+
+    def __init__(self):
+        self.output, self.log, self.texts = ProcessOutput(), io.BytesIO(), []
+        self.out = self.output.stream(1, self.log, "utf-8", "replace")
+
+    def listen(self):
+        self.output.listen(lambda stream, text: self.texts.append((stream, text)))
+
+    def print(self, *words):
+        print(*words, file=self.out)
+
+
+@pytest.fixture
+def heard():
+    return Heard()
+
+
+def test_what_is_printed_is_heard_and_is_in_the_log_at_once(heard):
+    heard.print("before")
+    heard.listen()
+    heard.print("loss", 0.5)
+    assert "".join(text for _, text in heard.texts) == "loss 0.5\n"
+    assert {stream for stream, _ in heard.texts} == {1}
+    assert heard.log.getvalue() == b"before\nloss 0.5\n"
+    heard.output.listen(None)
+    heard.print("after")
+    assert len(heard.log.getvalue().splitlines()) == 3
+    assert "after" not in "".join(text for _, text in heard.texts)
+
+
+def test_a_thread_of_before_is_not_heard_and_one_of_now_is(heard):
+    go, done = threading.Event(), threading.Event()
+
+    def left():
+        assert go.wait(60)
+        heard.print("of the session before")
+        done.set()
+
+    threading.Thread(target=left).start()
+    heard.listen()
+    reader = threading.Thread(target=heard.print, args=("of this one",))
+    reader.start()
+    reader.join()
+    go.set()
+    assert done.wait(60)
+    assert "".join(text for _, text in heard.texts) == "of this one\n"
+    assert b"of the session before" in heard.log.getvalue()
+
+
+def test_records_are_heard_as_a_program_shows_them_but_for_our_own(heard):
+    heard.listen()
+    logger = logging.Logger("a")
+    logger.addHandler(heard.output.records())
+    logger.warning("loss is %s", "nan")
+    shown = warnings.formatwarning("old", UserWarning, "/a/train.py", 7, "f(x)")
+    for name, said in (("zstrat", "a"), ("zstrat.worker", "b"), ("py.warnings", shown)):
+        logger.handle(logging.LogRecord(name, logging.WARNING, "", 0, said, (), None))
+    assert heard.texts == [
+        (2, "WARNING:a:loss is nan\n"),
+        (2, "/a/train.py:7: UserWarning: old\n  f(x)\n"),
+    ]

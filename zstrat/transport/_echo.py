@@ -1,0 +1,161 @@
+"""What other tasks print, shown by this program.
+
+Law of the file: the loop puts text in and never waits for a stream, which may be a pipe
+that nobody reads. Text is written by a thread that lives while there is some, or by a
+thread of the user that has waited for what the text belongs to: so it is there when
+that wait ends, and lands where the user's own would.
+
+The thread is no daemon: one that holds the lock of ``sys.stdout`` when the interpreter
+ends would abort it. It ends by itself, at the latest when the main thread does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections import deque
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+if TYPE_CHECKING:
+    import contextvars
+
+MOST: Final = 2**20
+"""Characters that wait for a stream; what comes then is dropped, and counted."""
+LINGER: Final = 0.2
+"""Seconds that the thread waits for more: starting one takes the loop 50 µs."""
+OUT: Final = 1
+
+_COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
+
+
+class _Shown(NamedTuple):
+    stream: int
+    text: str
+
+
+@final
+class Echo:
+    """Text on its way to ``sys.stdout`` and ``sys.stderr`` as they are when it gets
+    there."""
+
+    def __init__(self) -> None:
+        self.place: contextvars.Context | None = None
+        """Of somebody who waits now: in a notebook it says which cell that is."""
+        self.waiting: deque[_Shown] = deque()
+        self.is_behind = False
+        """Something is not written yet, or is being written: it is to be waited for, by
+        `show`."""
+        self._size = 0
+        self._dropped = 0
+        self._changed = threading.Condition()
+        # Re-entrant: a stream may be an object that prints.
+        self._writing = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, task: str, stream: int, text: str, dropped: int = 0) -> None:
+        """Has lines of a task shown. On the loop.
+
+        Args:
+            text: Lines, each with its end.
+            dropped: Lines before them that are not there.
+        """
+        lines = []
+        with self._changed:
+            if self._closed:
+                return
+            if self._size > MOST:
+                self._dropped += dropped + text.count("\n")
+                return
+            dropped, self._dropped = dropped + self._dropped, 0
+            if dropped:
+                lines.append(
+                    f"{task}| ({dropped:,} lines are not shown here: more than can be "
+                    "at once. The log of the task has them.)\n"
+                )
+            lines += [f"{task}| {_quiet(line)}\n" for line in text.split("\n")[:-1]]
+            shown = _Shown(stream, "".join(lines))
+            self.waiting.append(shown)
+            self._size += len(shown.text)
+            self.is_behind = True
+            if self._thread is None:
+                self._start()
+            else:
+                self._changed.notify()
+
+    def show(self) -> None:
+        """Writes all that waits; blocks as ``print`` does."""
+        with self._writing:
+            while True:
+                with self._changed:
+                    shown = list(self.waiting)
+                    self.waiting.clear()
+                    self._size = 0
+                    if not shown:
+                        self.is_behind = False
+                        return
+                for stream, run in groupby(shown, lambda each: each.stream):
+                    _write(stream, "".join([each.text for each in run]))
+
+    def close(self) -> None:
+        """No more text comes; what waits is written. From any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _start(self) -> None:
+        if not threading.main_thread().is_alive():
+            return  # the interpreter ends
+        self._thread = threading.Thread(target=self._live, name="zstrat echo")
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter ends, and text with it
+            self._thread = None
+
+    def _live(self) -> None:
+        main = threading.main_thread()
+        while True:
+            place = self.place
+            if place is None:
+                self.show()
+            else:
+                place.copy().run(self.show)
+            with self._changed:
+                if main.is_alive() and not (self._closed or self.waiting):
+                    self._changed.wait(LINGER)
+                if not (self.waiting and main.is_alive()):
+                    self._thread = None
+                    return
+
+
+def _write(stream: int, text: str) -> None:
+    out = sys.stdout if stream == OUT else sys.stderr
+    if out is None:  # a program without streams
+        return
+    try:
+        try:
+            out.write(text)
+        except UnicodeEncodeError as error:  # it takes less than the worker's stream
+            known = error.encoding
+            out.write(text.encode(known, "backslashreplace").decode(known))
+        out.flush()
+    except (OSError, ValueError):  # nobody reads it, or it is closed: as nobody would
+        return
+
+
+def _quiet(line: str) -> str:
+    """The line without what moves the cursor of a terminal; colours stay."""
+    if line.isprintable():
+        return line
+    pieces = _COLOURS.split(line)
+    return "".join(
+        piece if at % 2 else "".join([_escaped(c) for c in piece])
+        for at, piece in enumerate(pieces)
+    )
+
+
+def _escaped(character: str) -> str:
+    plain = character.isprintable() or character == "\t"
+    return character if plain else f"\\x{ord(character):02x}"
