@@ -74,9 +74,7 @@ class ClosureEngine:
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
         """Queues the call; blocks while the queue is full or an error is drained."""
         value = RemoteValue(self, call.result)
-        closure = Closure(
-            call, value, call.result.name, call.claims(), site, inputs=inputs
-        )
+        closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
             if self.broken is None and self._enqueue(closure):
                 return value
@@ -87,9 +85,7 @@ class ClosureEngine:
         self, call: ScheduledCall, inputs: bytes, site: CallSite | None
     ) -> AsyncRemoteValue:
         value = AsyncRemoteValue(self, call.result)
-        closure = Closure(
-            call, value, call.result.name, call.claims(), site, inputs=inputs
-        )
+        closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
             if self.broken is None and self._enqueue(closure):
                 return value

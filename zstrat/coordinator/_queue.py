@@ -87,13 +87,13 @@ class Closure:
     claims: tuple[object, ...] = ()
     """What must not go away before the closure has ended."""
     site: CallSite | None = None
+    inputs: bytes = b""
+    """The bytes of its own small arrays among the arguments (`Input`)."""
     step: int = -1
     attempt: int = 0
     """How often it was handed to a worker."""
     losses: tuple[str, ...] = ()
     """The workers that were lost while they had it."""
-    inputs: bytes = b""
-    """The bytes of its own small arrays among the arguments (`Input`)."""
     begun: bool = False
     """A worker that did not end it may have run it: it may have had its effect."""
 
