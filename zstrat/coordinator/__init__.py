@@ -1,4 +1,11 @@
-"""The coordinator: schedules step functions on workers that come and go."""
+"""The coordinator: schedules step functions on workers that come and go.
+
+Also ``tf.distribute.coordinator``, which is `zs.coordinator`.
+"""
+
+from zstrat.program import (
+    get_current_worker_index as experimental_get_current_worker_index,
+)
 
 from ._coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
@@ -7,6 +14,7 @@ from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
 from ._session import ClusterSession as ClusterSession
 from ._values import AsyncRemoteValue as AsyncRemoteValue
+from ._values import PerWorkerValues as PerWorkerValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus

@@ -4,7 +4,9 @@ Law of the package: nothing is defined here. Each name is the one of `zstrat` it
 """
 
 from zstrat.strategy import CentralStorageStrategy as CentralStorageStrategy
+from zstrat.strategy import CommunicationImplementation as CollectiveCommunication
 from zstrat.strategy import CommunicationImplementation as CommunicationImplementation
+from zstrat.strategy import CommunicationOptions as CollectiveHints
 from zstrat.strategy import CommunicationOptions as CommunicationOptions
 from zstrat.strategy import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from zstrat.strategy import ParameterServerStrategy as ParameterServerStrategy

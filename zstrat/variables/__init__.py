@@ -13,6 +13,7 @@ from ._convert import traced_ids as traced_ids
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
+from ._creator import StrategyCreator as StrategyCreator
 from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._device import CopyHome as CopyHome

@@ -116,6 +116,10 @@ class AbstractVariable(ArrayOperators):
     def shape(self) -> tuple[int, ...]:
         return self._spec.shape
 
+    def get_shape(self) -> tuple[int, ...]:
+        """`shape`, by TF's other name."""
+        return self._spec.shape
+
     @property
     def ndim(self) -> int:
         return len(self._spec.shape)

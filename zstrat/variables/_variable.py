@@ -17,8 +17,10 @@ from zstrat.wire import UpdateOp
 from ._abstract import AbstractVariable
 from ._creator import (
     Creator,
+    StrategyCreator,
     VariableRequest,
     check,
+    create_per_worker,
     creator,
     is_trainable,
     require_owner,
@@ -63,6 +65,8 @@ class Variable(AbstractVariable):
         shape: Of the value; may be left out unless an initializer needs it.
         dtype: A string, numpy dtype or jax scalar type. Left out: float32 or int32
             for Python values and initializers, the array's own for arrays.
+        per_worker_variable: Each worker has one of its own: a `PerWorkerVariable`,
+            which no optimizer moves.
 
     Raises:
         ValueError: ``initial_value`` is None, or has another shape; ``aggregation`` or
@@ -88,6 +92,7 @@ class Variable(AbstractVariable):
         shape: Sequence[int] | int | None = None,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        per_worker_variable: bool = False,
     ) -> Variable:
         if isinstance(shape, int):
             shape = (shape,)
@@ -101,8 +106,12 @@ class Variable(AbstractVariable):
             aggregation,
             synchronization,
         )
-        made: Any = create([request])[0]
-        return made  # type: ignore[no-any-return]  # or a ShardedVariable
+        made: Any
+        if per_worker_variable:
+            made = create_per_worker(request)
+        else:
+            made = create([request])[0]
+        return made  # type: ignore[no-any-return]  # or a variable of another class
 
     @property
     def spec(self) -> VariableSpec:
@@ -122,6 +131,22 @@ class Variable(AbstractVariable):
         if isinstance(home, NamesDevices):
             return home.device_name()
         return self._spec.device
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope it was created, while somebody holds that; None:
+        it is a plain variable of this process.
+
+        Raises:
+            RuntimeError: This handle came from another task, where the strategy is.
+        """
+        if isinstance(self._home, Detached):
+            raise RuntimeError(
+                f"{self._spec} came from another task, and its strategy stayed there: "
+                "in a step ask zs.get_strategy()"
+            )
+        owner = self.owner
+        return owner.strategy if isinstance(owner, StrategyCreator) else None
 
     @property
     def sharded_container(self) -> AbstractVariable | None:
