@@ -1,12 +1,11 @@
 """Writes docs/tf_names.toml: the public names around ``tf.distribute``, as they are.
 
-It is run by hand, by a Python that has TensorFlow, when a new version of it is out; zstrat
-and its tests read the file alone. What is written are facts: paths, members, arguments.
-What zstrat has for each of them says docs/names.toml.
+It is run by hand, by a Python that has TensorFlow, when a new version of it is out;
+zstrat and its tests read the file alone. What is written are facts: paths, members,
+arguments. What zstrat has for each of them says docs/names.toml.
 
-A member stands once, with the class highest up that has it: what `tf.distribute.Strategy`
-gives to `tf.distribute.MirroredStrategy` is not repeated there, unless its arguments are
-others.
+A member stands once, with the class highest up that has it: what a strategy has of
+`tf.distribute.Strategy` is not repeated there, unless its arguments are others.
 
     python docs/list_tf_names.py
 """

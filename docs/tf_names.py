@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,7 +33,7 @@ _RENAMED: Final = {"tf.compat.v1.distribute": "zs.compat.v1.distribute"}
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One name: what it belongs to, and the member or argument, if it is none itself."""
+    """One name: what it belongs to, and the member or argument that is meant."""
 
     owner: str
     name: str = ""
@@ -46,28 +46,34 @@ def wrong(inventory: Names, names: Names) -> list[str]:
     lines = [
         f"  {fact.owner} {fact.name}: {problem}"
         for fact in facts
-        if not _is_told(fact, instead) and (problem := _missing(fact, names))
+        if not _is_told(_first(fact, inventory), instead)
+        and (problem := _missing(fact, names))
     ]
-    known = {*facts, *[Fact(owner) for owner in inventory]}
     lines += [
-        f"  {fact.owner} {fact.name}: docs/names.toml says what to write instead of "
-        "it, and TensorFlow does not have it"
-        for fact in instead - known
+        f"  {name or 'all'} of {', '.join(owners)}: docs/names.toml says what to write "
+        "instead, and TensorFlow does not have it"
+        for owners, name in _groups(names)
+        if not {Fact(owner, name) for owner in owners} & set(facts)
     ]
     lines += [
         f"  {fact.owner} {fact.name}: docs/names.toml says what to write instead of "
         f"it, and it is there, as {_place(fact.owner, names)}"
         for fact in instead & set(facts)
-        if Fact(fact.owner) not in instead and not _missing(fact, names)
+        if not _missing(fact, names)
     ]
     return sorted(lines)
 
 
-def _instead(names: Names) -> Iterator[Fact]:
+def _groups(names: Names) -> Iterator[tuple[Sequence[str], str]]:
+    """Each name of a group, with all that it may belong to."""
     for group in names.get("instead", ()):
         for name in group.get("names", [""]):
-            for owner in group["of"]:
-                yield Fact(owner, name)
+            yield group["of"], name
+
+
+def _instead(names: Names) -> Iterator[Fact]:
+    for owners, name in _groups(names):
+        yield from (Fact(owner, name) for owner in owners)
 
 
 def _is_told(fact: Fact, instead: set[Fact]) -> bool:
@@ -75,6 +81,11 @@ def _is_told(fact: Fact, instead: set[Fact]) -> bool:
     member = fact.name.partition("(")[0]
     above = {Fact(fact.owner), Fact(fact.owner, member)} if fact.name else set()
     return not instead.isdisjoint({fact, *above})
+
+
+def _first(fact: Fact, inventory: Names) -> Fact:
+    """The same fact, by the first of the paths that lead to its class."""
+    return replace(fact, owner=inventory[fact.owner].get("same_as", fact.owner))
 
 
 def _facts(inventory: Names) -> Iterator[Fact]:
@@ -107,7 +118,8 @@ def _place(owner: str, names: Names) -> str:
     if owner in here:
         return str(here[owner])
     root = next((root for root in _ROOTS if owner.startswith(f"{root}.")), "")
-    return _RENAMED.get(root, "zs") + owner.removeprefix(root)
+    rest = owner.removeprefix(root).removeprefix(".")
+    return f"{_RENAMED.get(root, 'zs')}.{rest}"
 
 
 def found_at(path: str) -> Any:

@@ -3,9 +3,7 @@
 Also ``tf.distribute.coordinator``, which is `zs.coordinator`.
 """
 
-from zstrat.program import (
-    get_current_worker_index as experimental_get_current_worker_index,
-)
+from zstrat.program import get_current_worker_index as get_current_worker_index
 
 from ._coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
@@ -14,7 +12,9 @@ from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
 from ._session import ClusterSession as ClusterSession
 from ._values import AsyncRemoteValue as AsyncRemoteValue
-from ._values import PerWorkerValues as PerWorkerValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
+
+PerWorkerValue = PerWorkerValues
+experimental_get_current_worker_index = get_current_worker_index

@@ -4,9 +4,7 @@ Law of the package: nothing is defined here. Each name is the one of `zstrat` it
 """
 
 from zstrat.strategy import CentralStorageStrategy as CentralStorageStrategy
-from zstrat.strategy import CommunicationImplementation as CollectiveCommunication
 from zstrat.strategy import CommunicationImplementation as CommunicationImplementation
-from zstrat.strategy import CommunicationOptions as CollectiveHints
 from zstrat.strategy import CommunicationOptions as CommunicationOptions
 from zstrat.strategy import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from zstrat.strategy import ParameterServerStrategy as ParameterServerStrategy
@@ -15,3 +13,6 @@ from zstrat.strategy import ValueContext as ValueContext
 
 from . import coordinator as coordinator
 from . import partitioners as partitioners
+
+CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.variables import (
+        HomeRows,
         HomeUpdate,
         OptimizerHandle,
         Recorder,
         Table,
         UpdateRecorder,
+        VariableHandle,
     )
     from zstrat.wire import UpdateOp
 
@@ -85,6 +87,13 @@ class PerWorkerVariable(AbstractVariable):
     def table(self) -> Table:
         return self._own().table
 
+    def require_optimizable(self) -> None:
+        raise ValueError(
+            f"variable {self.name!r} has a value on each worker "
+            "(per_worker_variable=True), which no optimizer moves: leave "
+            "per_worker_variable out, or assign to it"
+        )
+
     def _own(self) -> Variable:
         """That of the worker that runs the step.
 
@@ -102,8 +111,8 @@ class PerWorkerVariable(AbstractVariable):
         raise RuntimeError(
             f"variable {self.name!r} has a value on each worker "
             "(per_worker_variable=True): read and update it in the body of a "
-            "zs.function that a coordinator schedules, where it is the worker's own (it "
-            "cannot be an argument); elsewhere read_all() gives all values"
+            "zs.function that a coordinator schedules, where it is the worker's own "
+            "(it cannot be an argument); elsewhere read_all() gives all values"
         )
 
     # ---- the members of AbstractVariable -------------------------------------------
@@ -165,17 +174,27 @@ class PerWorkerVariable(AbstractVariable):
 class _OnWorkers(Detached):
     """The home of what a step reads that was called, and not scheduled."""
 
-    def read(self, variable: Variable) -> NoReturn:  # type: ignore[override]
+    def read(self, variable: VariableHandle) -> np.ndarray:
         raise RuntimeError(_not_scheduled(variable))
 
-    def update(self, variable: Variable, *update: object) -> NoReturn:  # type: ignore[override]
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: tuple[np.ndarray, ...],
+        optimizer: OptimizerHandle | None,
+    ) -> None:
         raise RuntimeError(_not_scheduled(variable))
 
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        raise RuntimeError(_not_scheduled(parts[0][0]))
 
-def _not_scheduled(variable: Variable) -> str:
+
+def _not_scheduled(variable: VariableHandle) -> str:
     return (
-        f"{variable.spec} is that of a worker (per_worker_variable=True), and this step "
-        "was called here, where there is none: schedule it with a ClusterCoordinator"
+        f"{variable.spec} is that of a worker (per_worker_variable=True), and this "
+        "step was called here, where there is none: schedule it with a "
+        "ClusterCoordinator"
     )
 
 

@@ -144,6 +144,13 @@ class AbstractVariable(ArrayOperators):
     def synchronization(self) -> VariableSynchronization:
         return self._spec.synchronization
 
+    def require_optimizable(self) -> None:  # most are
+        """Refuses what no optimizer moves.
+
+        Raises:
+            ValueError: Says why.
+        """
+
     # ---- reads ---------------------------------------------------------------------
 
     def value(self) -> Any:

@@ -96,8 +96,8 @@ def create_per_worker(request: VariableRequest) -> Any:
     asked = current.inner if isinstance(current, OnBehalf) else current
     if not isinstance(asked, PerWorkerCreator):
         raise ValueError(
-            f"variable {request.name!r}: per_worker_variable=True is for the scope of a "
-            "zs.ParameterServerStrategy, whose coordinator has workers. Elsewhere "
+            f"variable {request.name!r}: per_worker_variable=True is for the scope of "
+            "a zs.ParameterServerStrategy, whose coordinator has workers. Elsewhere "
             "synchronization=zs.VariableSynchronization.ON_READ gives each replica a "
             "value of its own, or leave it out"
         )
