@@ -32,6 +32,7 @@ from ._narrowing import warn_of_wide
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
+from ._tracing import asked_name
 from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class Variable(AbstractVariable):
     def device(self) -> str:
         """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
         variable that several devices have, the first one's."""
+        if (told := asked_name.get()) is not None:
+            told(self)
         home = self._home
         if isinstance(home, NamesDevices):
             return home.device_name()
@@ -162,7 +165,7 @@ class Variable(AbstractVariable):
     def table(self) -> Table:
         if not self._spec.shape:
             raise ValueError(f"{self._spec} has no first axis, hence no rows")
-        return Table(self.name, (self,))
+        return Table(self._spec.name, (self,))
 
     @property
     def is_brought_together(self) -> bool:
@@ -253,6 +256,19 @@ def handle(spec: VariableSpec, home: Home) -> Variable:
     variable = object.__new__(Variable)
     variable._spec, variable._home, variable._container = spec, home, None
     return variable
+
+
+def stand_in(variable: Variable) -> Variable:
+    """Another handle of the same variable, which is equal to nothing else."""
+    made = object.__new__(type(variable))
+    slots = [name for kind in type(variable).__mro__ for name in _slots(kind)]
+    for name in slots:
+        setattr(made, name, getattr(variable, name))
+    return made
+
+
+def _slots(kind: type) -> Sequence[str]:
+    return [name for name in vars(kind).get("__slots__", ()) if name != "__weakref__"]
 
 
 def detached(spec: VariableSpec) -> Variable:
