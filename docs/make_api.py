@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from tf_names import wrong
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -37,6 +39,14 @@ TPUs, towers and the first version of tf.distribute, where each of them lives he
 no name here because JAX has one.
 
 Made by `make api` of docs/names.toml, the code and the marks of the tests; do not edit.
+"""
+_OTHERS: Final = """## All other names of TF 2.21
+
+The public names of `tf.distribute`, its modules, `tf.compat.v1.distribute` and what it
+gives to a program are listed in [tf_names.toml](tf_names.toml), with members and
+arguments. Each lives at its place here (`tf.distribute.X` is `zs.X`) and has the same
+members and arguments, unless it is in this table. A name in brackets is an argument of
+the call. Classes without `tf.` are those of variables that a program is given.
 """
 _INSTEAD: Final = "Instead of these, in a program of JAX:\n"
 
@@ -76,7 +86,8 @@ def table(root: Path) -> str:
     Raises:
         Missing: Names all that is.
     """
-    pages = tomllib.loads((root / "docs" / "names.toml").read_text())["page"]
+    names = tomllib.loads((root / "docs" / "names.toml").read_text())
+    pages = names["page"]
     shown = shows(root)
     problems = [
         f"  {name!r} is shown by {test} and is not in docs/names.toml"
@@ -85,12 +96,31 @@ def table(root: Path) -> str:
     ]
     sections = []
     for page in pages:
-        rows, wrong = _rows(page["names"], shown, root)
-        problems += wrong
+        rows, missing = _rows(page["names"], shown, root)
+        problems += missing
         sections.append(_section(page["title"], page["about"], rows))
+    inventory = root / "docs" / "tf_names.toml"
+    if inventory.exists():
+        problems += wrong(tomllib.loads(inventory.read_text()), names)
+        sections.append(_others(names))
     if problems:
         raise Missing("\n".join(problems))
     return "\n".join([_HEAD, *sections])
+
+
+def _others(names: Mapping[str, Any]) -> str:
+    """What zstrat lacks of the names that no page has, and what to write instead."""
+    rows = [
+        (_owned(group["of"], group.get("names", ())), group["write"])
+        for group in names.get("instead", ())
+    ]
+    return "\n".join([_OTHERS, *_grid(("name", "instead"), rows)]) + "\n"
+
+
+def _owned(owners: Sequence[str], names: Sequence[str]) -> str:
+    """As ``tf.Variable: eval, load``."""
+    shown = ", ".join(f"`{owner}`" for owner in owners)
+    return f"{shown}: {', '.join(f'`{name}`' for name in names)}" if names else shown
 
 
 def shows(root: Path) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """The table of names: what it is made of, and that it is not made while a name has no
-place or no test."""
+place or no test, or TensorFlow has one that nothing is said of."""
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from pathlib import Path
 from textwrap import dedent
 
@@ -154,3 +156,112 @@ def test_no_table_is_written_while_something_is_missing(make_api, run, capsys):
     assert run() == 1
     assert "'tf.sum' (zs.ReduceOp.SUM) is shown by no test" in capsys.readouterr().err
     assert not make_api.TABLE.exists()
+
+
+# ---- what TensorFlow makes public --------------------------------------------------
+
+
+@pytest.fixture
+def tf_names(make_api):
+    import tf_names
+
+    return tf_names
+
+
+def test_each_public_name_of_tensorflow_is_here_or_has_words(tf_names):
+    inventory, names = (
+        tomllib.loads((DOCS / name).read_text())
+        for name in ("tf_names.toml", "names.toml")
+    )
+    assert len(inventory) > 80
+    assert not tf_names.wrong(inventory, names)
+
+
+INVENTORY = """
+["tf.distribute.InputContext"]
+arguments = ["num_input_pipelines"]
+"get_per_replica_batch_size" = ["global_batch_size"]
+"num_input_pipelines" = "value"
+["tf.compat.v1.distribute.InputContext"]
+same_as = "tf.distribute.InputContext"
+["tf.distribute.cluster_resolver.SimpleClusterResolver"]
+above = ["tf.distribute.cluster_resolver.ClusterResolver"]
+["tf.VariableAggregation"]
+"SUM" = "value"
+"""
+HELD = "tf.distribute.InputContext"
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "problems"),
+    [
+        ("", "", []),
+        (
+            '["tf.Tape"]\n"stop" = ["when"]',
+            "",
+            ["tf.Tape : zs.Tape is not", r"tf.Tape stop\(when=\): ", "tf.Tape stop: "],
+        ),
+        ('["tf.Tape"]\n"stop" = ["when"]', '[[instead]]\nof = ["tf.Tape"]', []),
+        ('["tf.Tape"]', '[here]\n"tf.Tape" = "zs.grad"', []),
+        (
+            '["tf.Tape"]\narguments = ["variables", "persistent"]',
+            '[here]\n"tf.Tape" = "zs.grad"',
+            [r"tf.Tape \(persistent=\): zs.grad takes no persistent"],
+        ),
+        (
+            '["tf.Variable"]\n"eval" = ["session"]',
+            '[[instead]]\nof = ["tf.Variable", "Other"]\nnames = ["eval"]',
+            [],
+        ),
+        (
+            "",
+            f'[[instead]]\nof = ["{HELD}"]\nnames = ["eval"]',
+            [f"eval of {HELD}: .* TensorFlow does not have it"],
+        ),
+        (
+            "",
+            f'[[instead]]\nof = ["{HELD}"]\nnames = ["num_input_pipelines"]',
+            [f"{HELD} num_input_pipelines: .* it is there, as zs.InputContext"],
+        ),
+        ("", '[[instead]]\nof = ["tf.Gone"]', ["all of tf.Gone: .* does not have it"]),
+    ],
+    ids=[
+        "all here",
+        "unknown",
+        "all of it",
+        "elsewhere",
+        "argument",
+        "one of several",
+        "not TensorFlow's",
+        "here",
+        "gone",
+    ],
+)
+def test_a_word_is_neither_missing_nor_wrong(tf_names, more, words, problems):
+    found = tf_names.wrong(tomllib.loads(INVENTORY + more), tomllib.loads(words))
+    assert len(found) == len(problems), found
+    for line, expected in zip(found, problems, strict=True):
+        assert re.search(expected, line)
+
+
+def test_what_to_write_instead_is_in_the_table(make_api, tree):
+    words = """
+[here]
+"tf.Tape" = "zs.grad"
+[[instead]]
+of = ["tf.Tape", "tf.OtherTape"]
+names = ["stop", "(watch=)"]
+write = "`zs.grad`"
+[[instead]]
+of = ["tf.Gone"]
+write = "nothing"
+"""
+    root = tree(NAMES + words, test_sums=TESTS)
+    inventory = root / "docs" / "tf_names.toml"
+    inventory.write_text('["tf.Tape"]\narguments = ["watch"]\n"stop" = []\n["tf.Gone"]')
+    lines = make_api.table(root).split("\n")
+    assert "| `tf.Tape`, `tf.OtherTape`: `stop`, `(watch=)` | `zs.grad` |" in lines
+    assert "| `tf.Gone` | nothing |" in lines
+    inventory.write_text('["tf.Tape"]\narguments = ["watch"]\n"stop" = []')
+    with pytest.raises(make_api.Missing, match=r"tf.Gone: .*does not have it"):
+        make_api.table(root)

@@ -179,6 +179,7 @@ _MODULES: Final[dict[str, str]] = {
     "collectives": "zstrat.collectives",
     "compat": "zstrat.compat",
     "contrib": "zstrat.contrib",
+    "coordinator": "zstrat.coordinator",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
     "experimental": "zstrat.experimental",

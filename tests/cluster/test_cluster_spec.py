@@ -96,3 +96,11 @@ def test_unknown_job_and_index() -> None:
         spec.task_address("chief", 0)
     with pytest.raises(ValueError, match="No task with index 2 in job 'worker'"):
         spec.task_address("worker", 2)
+
+
+@pytest.mark.shows("ClusterSpec.as_cluster_def")
+def test_a_cluster_def_has_an_index_for_each_address():
+    spec = ClusterSpec({"worker": {2: "c:1", 0: "a:1"}, "ps": ["p:1"]})
+    made = spec.as_cluster_def()
+    assert made == {"worker": {0: "a:1", 2: "c:1"}, "ps": {0: "p:1"}}
+    assert ClusterSpec(made) == spec

@@ -1,5 +1,7 @@
 """Every name of ``tf.compat.v1.distribute`` is there, and is the one of zstrat."""
 
+import inspect
+
 import pytest
 
 import zstrat as zs
@@ -84,6 +86,24 @@ def test_strategies_with_their_arguments_of_old(monkeypatch):
     assert hints.bytes_per_pack == 3
     local = experimental.ParameterServerStrategy()
     assert isinstance(local, zs.CentralStorageStrategy)
+
+
+@pytest.mark.shows("isinstance(strategy, experimental.ParameterServerStrategy)")
+def test_what_is_an_object_of_a_class_of_old():
+    experimental = distribute.experimental
+    local, tpu = zs.CentralStorageStrategy(), zs.TPUStrategy()
+    assert isinstance(local, experimental.ParameterServerStrategy)
+    assert isinstance(
+        tpu, (experimental.TPUStrategy, experimental.ParameterServerStrategy)
+    )
+    assert not isinstance(tpu, experimental.ParameterServerStrategy)
+    assert not isinstance(local, experimental.MultiWorkerMirroredStrategy)
+    assert experimental.TPUStrategy.__name__ == "TPUStrategy"
+    assert list(inspect.signature(experimental.TPUStrategy).parameters) == [
+        "tpu_cluster_resolver",
+        "steps_per_run",
+        "device_assignment",
+    ]
 
 
 def test_a_tpu_strategy_is_given_its_resolver_and_its_assignment(monkeypatch):

@@ -254,6 +254,26 @@ def test_outputs_that_a_replica_hands_out_are_merged(strategy):
 # ---- what the first version had besides --------------------------------------------
 
 
+@pytest.mark.shows("Strategy.experimental_distribute_datasets_from_function")
+def test_methods_by_the_names_that_they_had():
+    strategy = zs.OneDeviceStrategy("CPU:0")
+    given = []
+
+    def dataset_fn(context):
+        given.append(context.num_input_pipelines)
+        return zs.data.Dataset.range(2)
+
+    made = strategy.experimental_distribute_datasets_from_function(
+        dataset_fn, zs.InputOptions()
+    )
+    assert [int(x) for x in made] == [0, 1]
+    assert given == [1]
+    with strategy.scope():
+        v = zs.Variable(1.0)
+        with strategy.colocate_vars_with(v):
+            assert zs.Variable(2.0).device == v.device
+
+
 @pytest.mark.shows("Strategy.experimental_run")
 def test_methods_of_the_first_version(four, strategy):
     values = PerReplica((1, 2, 3, 4))

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import zstrat as zs
 import zstrat.variables as zv
 from zstrat import initializers
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
@@ -457,3 +458,24 @@ def test_a_step_in_this_process_reads_all_its_variables_at_once(cluster):
     cluster.session.requests.clear()
     assert float(step()) == 20
     assert cluster.session.requests == ["read"]
+
+
+def test_a_handle_from_elsewhere_does_not_know_its_strategy(cluster):
+    with cluster.strategy.scope():
+        v = zv.Variable(1.0, name="v")
+    assert v.distribute_strategy is cluster.strategy
+    with pytest.raises(RuntimeError, match=r"'v'.* came from another task.*get_strat"):
+        _ = pickle.loads(pickle.dumps(v)).distribute_strategy
+
+
+@pytest.mark.shows("tf.distribute.coordinator")
+def test_names_of_the_coordinators_module():
+    coordinator = zs.coordinator
+    assert coordinator.ClusterCoordinator is zs.ClusterCoordinator
+    assert coordinator.PerWorkerValue is zs.PerWorkerValues
+    assert coordinator.RemoteValue is zs.RemoteValue
+    token = worker_context.set(WorkerContext(1, 2))
+    try:
+        assert coordinator.experimental_get_current_worker_index() == 1
+    finally:
+        worker_context.reset(token)

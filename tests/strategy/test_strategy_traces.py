@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 
 import zstrat as zs
@@ -108,3 +109,28 @@ def test_a_step_of_many_strategies_says_so():
 
     with pytest.warns(RetraceWarning, match="called in another strategy's scope"):
         call()
+
+
+def test_a_worker_traces_once_for_variables_on_several_ps(cluster):
+    runs = []
+    with cluster.strategy.scope():
+        variables = [zs.Variable(np.full(2, n, np.float32)) for n in range(4)]
+        mine = zs.Variable(np.float32(10.0))
+    assert {v.spec.ps for v in variables} == {0, 1}
+
+    @zs.function
+    def step(v, w):
+        runs.append(None)
+        v.assign_add(w * 1 + mine)
+        return v.value()
+
+    plans = [step.plan((v, variables[0])) for v in variables[1:]]
+    assert len(runs) == 1
+    assert [[spec.key for spec in plan.reads] for plan in plans] == [
+        [variables[0].spec.key, mine.spec.key, v.spec.key] for v in variables[1:]
+    ]
+    there = cluster.ship(step)
+    for v in variables[1:]:
+        cluster.run(there, v, variables[0])
+    assert there.trace_count == 1
+    assert [float(v.numpy()[0]) for v in variables] == [0, 11, 12, 13]

@@ -30,3 +30,5 @@ from ._toml import TomlClusterResolver as TomlClusterResolver
 from ._tpu import TPUClusterResolver as TPUClusterResolver
 from ._tpu import TPUSystemMetadata as TPUSystemMetadata
 from ._union import UnionResolver as UnionResolver
+
+KubernetesExecutableLocation = ExecutableLocation

@@ -95,6 +95,11 @@ class ClusterSpec:
         """
         return {job: _plain(tasks) for job, tasks in self._jobs.items()}
 
+    def as_cluster_def(self) -> dict[str, dict[int, str]]:
+        """Job -> index -> address, dense or not: a dictionary in place of TF's message,
+        of which `ClusterSpec` and ``zs.Server`` make the same cluster again."""
+        return {job: dict(sorted(tasks.items())) for job, tasks in self._jobs.items()}
+
     def _job(self, job_name: str) -> dict[int, str]:
         if job_name not in self._jobs:
             raise ValueError(

@@ -1,4 +1,9 @@
-"""The coordinator: schedules step functions on workers that come and go."""
+"""The coordinator: schedules step functions on workers that come and go.
+
+Also ``tf.distribute.coordinator``, which is `zs.coordinator`.
+"""
+
+from zstrat.program import get_current_worker_index as get_current_worker_index
 
 from ._coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
@@ -10,3 +15,6 @@ from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
+
+PerWorkerValue = PerWorkerValues
+experimental_get_current_worker_index = get_current_worker_index

@@ -84,10 +84,10 @@ class Dispatcher:
         ]
         self.retired: deque[int] = deque()
         """Numbers of arguments that nobody needs any more; anyone may append."""
-        self.unfetched: deque[Kept] = deque()
+        self.abandoned: deque[Kept] = deque()
         """Kept results that nobody can fetch any more; anyone may append."""
         self.builder = Builder(engine, self.members, self.channels, self.turn_soon)
-        self.outcomes = Outcomes(engine, self.members, self.unfetched)
+        self.outcomes = Outcomes(engine, self.members, self.abandoned)
         self.fences = fences
         self.turns = self.dispatches = 0
         self._session = session
@@ -336,7 +336,7 @@ class Dispatcher:
         """Has the workers forget what nobody needs any more."""
         arguments = _emptied(self.retired)
         resources = self.builder.dropped()
-        results = _emptied(self.unfetched)
+        results = _emptied(self.abandoned)
         news = bool(arguments or resources or results)
         for channel in self.channels:
             member = channel.member
@@ -366,7 +366,7 @@ class Dispatcher:
         neither place can wait for the next turn."""
         return bool(
             self.retired
-            or self.unfetched
+            or self.abandoned
             or channel.unsaid
             or self._alarm is not None
             or self.members.alone_since is not None

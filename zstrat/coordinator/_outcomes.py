@@ -87,13 +87,13 @@ class Outcomes:
     """Ends closures, and judges failures that are not the closure's own fault.
 
     Args:
-        unfetched: Gets the kept results whose value nobody holds any more.
+        abandoned: Gets the kept results whose value nobody holds any more.
     """
 
     def __init__(
-        self, engine: ClosureEngine, members: Members, unfetched: deque[Kept]
+        self, engine: ClosureEngine, members: Members, abandoned: deque[Kept]
     ) -> None:
-        self._engine, self._members, self._unfetched = engine, members, unfetched
+        self._engine, self._members, self._abandoned = engine, members, abandoned
         self._troubles: dict[tuple[int, str], Trouble] = {}
         self._avoided: dict[int, str] = {}
         self._struck: dict[int, tuple[int, Trouble]] = {}
@@ -247,4 +247,4 @@ class Outcomes:
 
     def _watch(self, value: RemoteValue, kept: Kept) -> None:
         """When nobody holds the value any more, its worker may drop the result."""
-        weakref.finalize(value, self._unfetched.append, kept).atexit = False
+        weakref.finalize(value, self._abandoned.append, kept).atexit = False

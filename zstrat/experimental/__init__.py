@@ -13,3 +13,6 @@ from zstrat.strategy import ValueContext as ValueContext
 
 from . import coordinator as coordinator
 from . import partitioners as partitioners
+
+CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions

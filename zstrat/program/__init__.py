@@ -6,6 +6,7 @@ from ._execute import run_eager as run_eager
 from ._function import Function as Function
 from ._function import function as function
 from ._function import in_python_step as in_python_step
+from ._per_worker import PerWorkerVariable as PerWorkerVariable
 from ._programs import WARN_AT as WARN_AT
 from ._programs import RetraceWarning as RetraceWarning
 from ._results import StepResult as StepResult

@@ -5,6 +5,7 @@ Law of the file: what a program returns never shares memory with what it was giv
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,6 +41,14 @@ class CompiledProgram:
         self._traced = False
         self.constant: StepResult | None = None
         """The result of every run, once known, if the plan is constant."""
+
+    def with_others(self, plan: Plan, variables: object) -> CompiledProgram:
+        """The same program for other variables, which ``plan`` has in place of its
+        own."""
+        del variables
+        made = copy.copy(self)
+        made.plan, made.constant = plan, None
+        return made
 
     def __call__(
         self, inputs: list[Any], elements: list[Any], values: list[Any]

@@ -62,6 +62,19 @@ class PlannedVariables:
         """Whether values are kept elsewhere, where a step that fails leaves them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
 
+    def with_others(
+        self, plan: Plan, variables: Sequence[VariableHandle]
+    ) -> PlannedVariables | None:
+        """Those of a plan with other variables; None: optimizers move some of them."""
+        if self._slot_homes:
+            return None
+        others = {variable.spec.key: variable for variable in variables}
+        keys = [key for specs, _ in plan.moves for key in [s.key for s in specs]]
+        mine = {variable.spec.key: variable for variable in self._moved}
+        known = {**mine, **others}
+        moved = [known[key] for key in dict.fromkeys(keys)]
+        return PlannedVariables(plan, moved, [])
+
     @property
     def mark(self) -> Hashable:
         """A program that was traced under another one is not used."""

@@ -279,6 +279,13 @@ def function(
     - arrays and Python ints, floats and complexes among the arguments are traced;
       booleans, strings and other hashable values are static, and each value is traced
       anew;
+    - variables among the arguments, also in lists and dicts, are not traced anew: one
+      trace is for all that are alike in shape, dtype, strategy and parts, if the same
+      variable stands at the same places (``f(v, v)`` is another pattern than
+      ``f(v, w)``). Each variable is traced by itself in a body that applies an
+      optimizer or looks rows up, that asks a variable for its name or device, or that
+      holds it itself besides (as a global, say), and where processes compute together.
+      An object that holds variables is static;
     - the result may be any pytree of arrays, Python numbers, strings and None.
 
     A step that looks up, or updates, a row that is not there fails with an IndexError.

@@ -21,6 +21,14 @@ from ._device_state import Outdated
 from .lookup._rows_program import RowsProgram
 from .stages._staged import StagedProgram
 from .stages._whole import WholeProgram
+from .trace._alike import (
+    GivenVariables,
+    StandIns,
+    given_variables,
+    has_captured,
+    is_plain,
+    with_others,
+)
 from .trace._context import surrounding, worker_context
 from .trace._discover import discover
 from .trace._int32_checks import watch
@@ -38,6 +46,10 @@ if TYPE_CHECKING:
 MAX_PROGRAMS: Final = 128
 """Signatures of one function. Each keeps an executable of about a megabyte; a function
 with more is traced anew by mistake, and was warned about long before."""
+
+MAX_SHARED: Final = 8
+"""Traces of calls that are alike but for what they draw: as many shapes of batches as a
+step usually meets. One more is traced for each variable again."""
 
 HereProgram = StagedProgram | WholeProgram
 """Of variables that live here, or of several processes."""
@@ -87,6 +99,16 @@ class Signature:
         return (context, tuple([element.key for element in elements]))
 
 
+@dataclass(frozen=True, slots=True)
+class SharedTrace:
+    """The programs that were traced for some variables, which others may take: those of
+    the call ``key``."""
+
+    key: Hashable
+    given: GivenVariables
+    signature: Signature
+
+
 class CompiledPrograms:
     """All programs of one function."""
 
@@ -100,6 +122,9 @@ class CompiledPrograms:
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._words: dict[str, str] = {}
         self._around: Hashable = None
+        self._shared: dict[Hashable, list[SharedTrace]] = {}
+        """By what calls with other variables have in common (`given_variables`), the
+        newest first: they drew other elements, or came when variables lay otherwise."""
         # Re-entrant: a body may call its own step function, which is inlined.
         self._lock = threading.RLock()
 
@@ -134,10 +159,29 @@ class CompiledPrograms:
         if program is None:
             with self._lock:
                 # Another thread may have traced it while this one waited.
-                program = self._known(call, draws)
+                given = given_variables(call)
+                program = self._known(call, draws) or self._alike(call, given, draws)
                 if program is None:
-                    program = self._traced(call, args, kwargs, draws)
+                    program = self._traced(call, args, kwargs, draws, given)
         return program, draws
+
+    def _alike(
+        self, call: CutCall, given: GivenVariables | None, draws: Draws
+    ) -> AnyProgram | None:
+        """The program of a call with other variables, for those of this one."""
+        found = None if given is None else self._shared.get(given.likeness)
+        if given is None or found is None or has_captured(self._fn, given):
+            return None
+        for shared in found:
+            program = _for_others(shared, call, given, draws)
+            if program is not None:
+                signature = self._signatures.setdefault(call.key, Signature())
+                signature.asks_context = shared.signature.asks_context
+                signature.add(draws.elements, program)
+                self._signatures.move_to_end(shared.key)  # it is in use
+                self._forget_oldest()
+                return program
+        return None
 
     def _known(self, call: CutCall, draws: Draws) -> AnyProgram | None:
         signature = self._signatures.get(call.key)
@@ -153,31 +197,48 @@ class CompiledPrograms:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         draws: Draws,
+        given: GivenVariables | None,
     ) -> AnyProgram:
         known = self._signatures.get(call.key)
+        stand_ins = None
+        if given is not None and not has_captured(self._fn, given):
+            stand_ins = StandIns(given)
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)
-            given = len(call.iterators)
+            arguments = len(call.iterators)
             call = replace(call, iterators=list(draws.iterators))
-            plan, body = discover(self._step, self._fn, call, draws.supply)
+            plan, body = self._discovered(call, draws, stand_ins)
             draws.keep_used()
             call = replace(call, iterators=list(draws.iterators))
             looking = watch(plan, call, draws.elements, self.said)
             look = None if looking is None else looking.look
-            captured = tuple(draws.iterators[given:])
+            captured = tuple(draws.iterators[arguments:])
             program = self._made(replace(plan, watch=look, captured=captured), body)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise
         signature = self._signatures.setdefault(call.key, Signature())
         signature.add(draws.elements, program)
+        if given and stand_ins and stand_ins.is_general and is_plain(program.plan):
+            known_so = self._shared.setdefault(given.likeness, [])
+            known_so.insert(0, SharedTrace(call.key, given, signature))
+            del known_so[MAX_SHARED:]
         self._forget_oldest()
         words = describe(args, kwargs, draws.elements)
         if signature.asks_context:
             words["the worker"] = str(worker_context.get())
         self._count(words, plain_numbers(args, kwargs), is_stale)
         return program
+
+    def _discovered(
+        self, call: CutCall, draws: Draws, stand_ins: StandIns | None
+    ) -> tuple[Plan, Template | Traced | Staged]:
+        if stand_ins is None:
+            return discover(self._step, self._fn, call, draws.supply)
+        seen = replace(call, leaves=[*map(stand_ins.leaf, call.leaves)])
+        with stand_ins.watching():
+            return discover(self._step, self._fn, seen, draws.supply)
 
     def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
         if isinstance(body, Traced):
@@ -195,6 +256,13 @@ class CompiledPrograms:
             oldest.programs.pop(next(iter(oldest.programs)))
             if not oldest.programs:
                 self._signatures.popitem(last=False)
+                self._forget_shared(oldest)
+
+    def _forget_shared(self, oldest: Signature) -> None:
+        for likeness, found in [*self._shared.items()]:
+            found[:] = [each for each in found if each.signature is not oldest]
+            if not found:
+                del self._shared[likeness]
 
     def _count(
         self, words: dict[str, str], plain: Mapping[str, type], is_stale: bool
@@ -231,6 +299,21 @@ class CompiledPrograms:
             RetraceWarning,
             stacklevel=2,
         )
+
+
+def _for_others(
+    shared: SharedTrace, call: CutCall, given: GivenVariables, draws: Draws
+) -> AnyProgram | None:
+    """A program for other variables; None: it cannot be shared with this call."""
+    origin = shared.signature
+    if given.keys == shared.given.keys:
+        return None
+    draws.iterators = [*call.iterators, *origin.captured]
+    found = origin.find(draws.match(origin.draws))
+    if not isinstance(found, CompiledProgram | StagedProgram):
+        return None
+    plan = with_others(found.plan, shared.given, given)
+    return None if plan is None else found.with_others(plan, given.variables)
 
 
 def _advice(numbers: Sequence[type]) -> str:

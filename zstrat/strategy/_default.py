@@ -134,7 +134,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is None or strategy is _DEFAULT:
         install(None, None)
     elif isinstance(strategy, Strategy):
-        install(strategy, strategy._creator())
+        install(strategy, strategy._own_creator())
     else:
         raise TypeError(f"expected a strategy or None, got {type(strategy).__name__}")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from zstrat.data import InputContext
 from zstrat.program import hide_frames
-from zstrat.variables import Variable, is_staging, recorder
+from zstrat.variables import StrategyCreator, Variable, is_staging, recorder
 
 from ._context import ReplicaContext, Scope
 from ._frames import require_cross_replica
@@ -90,7 +90,14 @@ class Strategy(FirstVersion):
         Raises (on entering):
             RuntimeError: Another strategy is current, or a replica function runs.
         """
-        return Scope(self, self._creator())
+        return Scope(self, self._own_creator())
+
+    def _own_creator(self) -> Creator | None:
+        """Who creates variables in scope, told for whom."""
+        own = self._creator()
+        if isinstance(own, StrategyCreator):
+            own.belong_to(self)
+        return own
 
     def run(
         self,

@@ -22,9 +22,13 @@ from .input._input_options import InputReplicationMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
+
+    from ._extended import StrategyExtended
+    from .input._input_options import InputOptions
 
 
 class FirstVersion(AbstractStrategy):
@@ -38,10 +42,30 @@ class FirstVersion(AbstractStrategy):
     @abc.abstractmethod
     def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]: ...
 
+    @property
+    @abc.abstractmethod
+    def extended(self) -> StrategyExtended: ...
+
     @abc.abstractmethod
     def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
     ) -> Iterable[Any]: ...
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """`distribute_datasets_from_function`, by the name that it had before."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Any
+    ) -> AbstractContextManager[Any]:
+        """`extended.colocate_vars_with`."""
+        return self.extended.colocate_vars_with(colocate_with_variable)
 
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
         """An iterator of ``experimental_distribute_dataset(dataset)``."""

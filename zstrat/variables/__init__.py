@@ -13,6 +13,7 @@ from ._convert import traced_ids as traced_ids
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
+from ._creator import StrategyCreator as StrategyCreator
 from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._device import CopyHome as CopyHome
@@ -61,7 +62,10 @@ from ._table import TablePiece as TablePiece
 from ._table import absent as absent
 from ._tracing import KeepsCopies as KeepsCopies
 from ._tracing import Recorder as Recorder
+from ._tracing import asked_name as asked_name
 from ._tracing import is_staging as is_staging
+from ._tracing import meet as meet
+from ._tracing import met as met
 from ._tracing import recorder as recorder
 from ._tracing import refuse_read as refuse_read
 from ._tracing import refuse_update as refuse_update
@@ -76,6 +80,7 @@ from ._variable import detached as detached
 from ._variable import handle as handle
 from ._variable import next_key as next_key
 from ._variable import owned as owned
+from ._variable import stand_in as stand_in
 from .gradients._gradient_call import Binds as Binds
 from .gradients._gradient_call import CalledOptimizer as CalledOptimizer
 from .gradients._gradient_call import GradientCall as GradientCall

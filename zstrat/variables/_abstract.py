@@ -24,7 +24,14 @@ from . import _convert
 from ._home import update_all, update_all_async
 from ._operators import ArrayOperators
 from ._rows import read_rows, read_rows_async
-from ._tracing import Creating, Recorder, recorder, refuse_read, refuse_update
+from ._tracing import (
+    Creating,
+    Recorder,
+    asked_name,
+    recorder,
+    refuse_read,
+    refuse_update,
+)
 
 if TYPE_CHECKING:
     from ._home import HomeUpdate, VariableHandle
@@ -110,10 +117,16 @@ class AbstractVariable(ArrayOperators):
 
     @property
     def name(self) -> str:
+        if (told := asked_name.get()) is not None:
+            told(self)
         return self._spec.name
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    def get_shape(self) -> tuple[int, ...]:
+        """`shape`, by TF's other name."""
         return self._spec.shape
 
     @property
@@ -139,6 +152,13 @@ class AbstractVariable(ArrayOperators):
     @property
     def synchronization(self) -> VariableSynchronization:
         return self._spec.synchronization
+
+    def require_optimizable(self) -> None:  # most are
+        """Refuses what no optimizer moves.
+
+        Raises:
+            ValueError: Says why.
+        """
 
     # ---- reads ---------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ resets it, in the same thread or task.
 
 from __future__ import annotations
 
+import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -55,6 +56,52 @@ class Creator(Protocol):
     def forget_optimizer(self, optimizer: int) -> None:
         """The last one that was made known has no handle: creating it failed later."""
         ...
+
+
+class StrategyCreator:
+    """What creators of strategies have in common: the strategy that they create for,
+    which they do not keep alive."""
+
+    _strategy: weakref.ref[Any] | None = None
+
+    def belong_to(self, strategy: object) -> None:
+        """Said whenever the strategy is about to create; always by the same one."""
+        if self._strategy is None:
+            self._strategy = weakref.ref(strategy)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy; None: nobody holds it any more."""
+        return None if self._strategy is None else self._strategy()
+
+
+@runtime_checkable
+class PerWorkerCreator(Protocol):
+    """A creator of variables of which each worker has one of its own."""
+
+    def create_per_worker(self, request: VariableRequest) -> Any:
+        """One variable, with a value for each worker."""
+        ...
+
+
+def create_per_worker(request: VariableRequest) -> Any:
+    """A variable of which each worker has one of its own.
+
+    Raises:
+        ValueError: The current scope is not that of a strategy with a coordinator; the
+            variable is to be trainable; a step is being traced.
+    """
+    check(request)
+    current = creator.get()
+    asked = current.inner if isinstance(current, OnBehalf) else current
+    if not isinstance(asked, PerWorkerCreator):
+        raise ValueError(
+            f"variable {request.name!r}: per_worker_variable=True is for the scope of "
+            "a zs.ParameterServerStrategy, whose coordinator has workers. Elsewhere "
+            "synchronization=zs.VariableSynchronization.ON_READ gives each replica a "
+            "value of its own, or leave it out"
+        )
+    return asked.create_per_worker(request)
 
 
 @runtime_checkable

@@ -25,6 +25,8 @@ from jax.extend.core import get_opaque_trace_state
 from .gradients._gradient_call import UpdateRecorder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from ._home import VariableHandle
     from ._spec import VariableSpec
     from ._table import Table
@@ -51,6 +53,27 @@ class Recorder(UpdateRecorder, Protocol):
         """Whether this very object is (a leaf of) an element that the step drew from an
         iterator. Such arrays are split over the replicas of a worker."""
         ...
+
+
+asked_name: Final[ContextVar[Callable[[object], None] | None]] = ContextVar(
+    "zstrat_asked_name", default=None
+)
+"""Told of each variable whose name or device Python asks for. Whoever sets it resets
+it."""
+
+
+met: Final[ContextVar[Callable[[VariableHandle], None] | None]] = ContextVar(
+    "zstrat_met_variables", default=None
+)
+"""Told of each handle that a body reads or updates. Whoever sets it resets it."""
+
+
+def meet(variables: Iterable[VariableHandle]) -> None:
+    """A body reads or updates these."""
+    told = met.get()
+    if told is not None:
+        for variable in variables:
+            told(variable)
 
 
 @runtime_checkable

@@ -17,8 +17,10 @@ from zstrat.wire import UpdateOp
 from ._abstract import AbstractVariable
 from ._creator import (
     Creator,
+    StrategyCreator,
     VariableRequest,
     check,
+    create_per_worker,
     creator,
     is_trainable,
     require_owner,
@@ -30,6 +32,7 @@ from ._narrowing import warn_of_wide
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
+from ._tracing import asked_name
 from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
@@ -63,6 +66,8 @@ class Variable(AbstractVariable):
         shape: Of the value; may be left out unless an initializer needs it.
         dtype: A string, numpy dtype or jax scalar type. Left out: float32 or int32
             for Python values and initializers, the array's own for arrays.
+        per_worker_variable: Each worker has one of its own: a `PerWorkerVariable`,
+            which no optimizer moves.
 
     Raises:
         ValueError: ``initial_value`` is None, or has another shape; ``aggregation`` or
@@ -88,6 +93,7 @@ class Variable(AbstractVariable):
         shape: Sequence[int] | int | None = None,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        per_worker_variable: bool = False,
     ) -> Variable:
         if isinstance(shape, int):
             shape = (shape,)
@@ -101,8 +107,12 @@ class Variable(AbstractVariable):
             aggregation,
             synchronization,
         )
-        made: Any = create([request])[0]
-        return made  # type: ignore[no-any-return]  # or a ShardedVariable
+        made: Any
+        if per_worker_variable:
+            made = create_per_worker(request)
+        else:
+            made = create([request])[0]
+        return made  # type: ignore[no-any-return]  # or a variable of another class
 
     @property
     def spec(self) -> VariableSpec:
@@ -118,10 +128,28 @@ class Variable(AbstractVariable):
     def device(self) -> str:
         """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
         variable that several devices have, the first one's."""
+        if (told := asked_name.get()) is not None:
+            told(self)
         home = self._home
         if isinstance(home, NamesDevices):
             return home.device_name()
         return self._spec.device
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope it was created, while somebody holds that; None:
+        it is a plain variable of this process.
+
+        Raises:
+            RuntimeError: This handle came from another task, where the strategy is.
+        """
+        if isinstance(self._home, Detached):
+            raise RuntimeError(
+                f"{self._spec} came from another task, and its strategy stayed there: "
+                "in a step ask zs.get_strategy()"
+            )
+        owner = self.owner
+        return owner.strategy if isinstance(owner, StrategyCreator) else None
 
     @property
     def sharded_container(self) -> AbstractVariable | None:
@@ -137,7 +165,7 @@ class Variable(AbstractVariable):
     def table(self) -> Table:
         if not self._spec.shape:
             raise ValueError(f"{self._spec} has no first axis, hence no rows")
-        return Table(self.name, (self,))
+        return Table(self._spec.name, (self,))
 
     @property
     def is_brought_together(self) -> bool:
@@ -228,6 +256,19 @@ def handle(spec: VariableSpec, home: Home) -> Variable:
     variable = object.__new__(Variable)
     variable._spec, variable._home, variable._container = spec, home, None
     return variable
+
+
+def stand_in(variable: Variable) -> Variable:
+    """Another handle of the same variable, which is equal to nothing else."""
+    made = object.__new__(type(variable))
+    slots = [name for kind in type(variable).__mro__ for name in _slots(kind)]
+    for name in slots:
+        setattr(made, name, getattr(variable, name))
+    return made
+
+
+def _slots(kind: type) -> Sequence[str]:
+    return [name for name in vars(kind).get("__slots__", ()) if name != "__weakref__"]
 
 
 def detached(spec: VariableSpec) -> Variable:

@@ -12,6 +12,7 @@ Law of the file: the memory of what a step gives up is used by its last stage al
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
     from zstrat.program.trace._retrace import Staged
+    from zstrat.variables import VariableHandle
 
     from ._cross import Channel
     from ._stages import Crossing, Stage
@@ -161,6 +163,18 @@ class StagedProgram:
         self._is_waited_for = len(cut) > 1 or self._ends_here
         _wait(self._constants)
         self._traced = False
+
+    def with_others(
+        self, plan: Plan, variables: Sequence[VariableHandle]
+    ) -> StagedProgram | None:
+        """The same program for other variables, which ``plan`` has in place of its own;
+        None: it has an optimizer, or is one of several processes."""
+        held = self._held.with_others(plan, variables)
+        if held is None or self._channels or held.mark != self._mark:
+            return None
+        made = copy.copy(self)
+        made.plan, made._held = plan, held
+        return made
 
     @property
     def is_current(self) -> bool:

@@ -37,6 +37,7 @@ from zstrat.variables import (
     CopyHome,
     Table,
     lives_here,
+    meet,
     operands_of,
     reaching,
     recorder,
@@ -172,6 +173,7 @@ class Capture:
         Raises:
             RuntimeError: An optimizer has updated it in this step.
         """
+        meet((variable,))
         if not self._is_region and (copy := copy_home(variable)) is not None:
             return row_of(self, copy)
         value = self._current(variable)
@@ -184,6 +186,7 @@ class Capture:
             RuntimeError: Under a transformation of jax.
         """
         target, op, operands, optimizer = update
+        meet(target.components)
         if len(operands) > 1 and not isinstance(target, Table):
             # Of rows, as if it were in parts: what is not there is named, with the line
             # that meant it, before anything is sent.
@@ -203,6 +206,7 @@ class Capture:
                 updated the variable.
         """
         variable, op = update.variable, update.op
+        meet((variable,))
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
         key = variable.spec.key
@@ -212,6 +216,7 @@ class Capture:
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable, ``[count, ...]``."""
+        meet((variable,))
         return spread(variable, self._current(variable))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
@@ -220,6 +225,7 @@ class Capture:
         Raises:
             RuntimeError: Under a transformation of jax.
         """
+        meet((variable,))
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, "an update of copies")
         self.moves.put(variable, copies)
@@ -245,6 +251,7 @@ class Capture:
             RuntimeError: Under a transformation of jax, or this step has updated the
                 table.
         """
+        meet(table.components)
         if not self._is_home():
             raise _refusals.lookup_inside(table)
         if all(map(self._knows, table.components)):
@@ -267,6 +274,7 @@ class Capture:
         """
         call = replace(call, where=call.where or here())
         variables = call.variables
+        meet(variables)
         if not self._is_home():
             raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
         arrays, optimizer = call.arrays, call.optimizer

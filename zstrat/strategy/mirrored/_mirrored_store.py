@@ -20,6 +20,7 @@ from zstrat.variables import (
     DeviceHome,
     LocalHome,
     Residence,
+    StrategyCreator,
     Variable,
     VariableAggregation,
     VariableSynchronization,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     )
 
 
-class MirroredVariables:
+class MirroredVariables(StrategyCreator):
     """Creates variables on the devices of this process, and knows which it created.
 
     A process that comes when the others have been at work for a while creates them

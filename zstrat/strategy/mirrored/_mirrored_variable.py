@@ -18,6 +18,8 @@ from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
 from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
 from zstrat.variables import DeviceHome, Variable, VariableAggregation
 
+from ._copy_home import copies_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -57,6 +59,12 @@ class ReplicatedVariable(Variable):
     @property
     def owner(self) -> Creator:
         return self._owner
+
+    @property
+    def values(self) -> tuple[Variable, ...]:
+        """The copies that this process has, in replica order, each a variable: what
+        ``strategy.experimental_local_results`` gives."""
+        return copies_of(self)
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
         """A new variable, whose replicas have the values that they have of this one:

@@ -109,7 +109,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
         self._variables = ServerVariables(
-            self._session, self._ps_count, variable_partitioner, rule
+            self._session,
+            self._ps_count,
+            variable_partitioner,
+            rule,
+            spec.num_tasks("worker"),
         )
         self._extended = ParameterServerExtended(
             self, self._session.platform, self._ps_count, self._variables

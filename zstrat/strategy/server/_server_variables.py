@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from zstrat.errors import NotFoundError
-from zstrat.program import dump_code
+from zstrat.program import PerWorkerVariable, dump_code
 from zstrat.variables import (
     LOCAL,
     DeferredValue,
+    StrategyCreator,
     Variable,
     VariableHandle,
     VariableSpec,
@@ -57,7 +59,7 @@ _colocated: Final[ContextVar[VariableHandle | None]] = ContextVar(
 """The variable that new ones are placed with, in ``colocate_vars_with``."""
 
 
-class ServerVariables:
+class ServerVariables(StrategyCreator):
     """Creates variables and optimizers on the parameter servers, and reads and updates
     them from outside of steps.
 
@@ -70,10 +72,12 @@ class ServerVariables:
         ps_count: int,
         partitioner: Callable[..., Any] | None = None,
         rule: PlacementRule = PlacementRule.ROUND_ROBIN,
+        workers: int = 0,
     ) -> None:
         self._session, self._servers = session, session.servers
         self._numbers = Numbers(session.session, Placement(ps_count, rule))
         self._partitioner = partitioner
+        self._workers = workers
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
         self._bound: set[tuple[int, bytes]] = set()
@@ -149,6 +153,28 @@ class ServerVariables:
                 specs = [self._numbers.components(each, beside) for each in drafts]
                 self._make(drafts, specs)
         return [self._made(*new) for new in zip(drafts, specs, strict=True)]
+
+    def create_per_worker(self, request: VariableRequest) -> PerWorkerVariable:
+        """A variable with a value for each worker, in one round trip per ps. An initial
+        value that is a function is called for each of them.
+
+        Raises:
+            ValueError: The workers are programs of their own, and nobody coordinates
+                them; or as `create_variables`.
+            PSUnavailableError: A ps is gone.
+        """
+        if not self._workers:
+            raise ValueError(
+                f"variable {request.name!r}: per_worker_variable=True needs a "
+                "coordinator, and here every worker runs the whole program: create a "
+                "zs.Variable outside of the scope, which lives in this program alone"
+            )
+        asked = [
+            replace(request, name=f"{request.name}/worker_{number}", is_whole=True)
+            for number in range(self._workers)
+        ]
+        made: list[Any] = self.create_variables(asked)
+        return PerWorkerVariable(request.name, made)
 
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
         """Frees variables that were created here, in one round trip per ps.

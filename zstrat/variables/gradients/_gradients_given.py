@@ -150,6 +150,7 @@ def _present(
                 f"apply_gradients moves zs.Variable objects, got "
                 f"{type(variable).__name__}"
             )
+        variable.require_optimizable()
     found = [(g, v) for g, v in pairs if g is not None]
     if not found:
         names = [v.name for _, v in pairs]

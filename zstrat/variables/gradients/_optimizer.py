@@ -435,6 +435,7 @@ def _tree_of(params: Any) -> tuple[TreeStructure, tuple[AbstractVariable, ...]]:
                 "zs.Optimizer(params=) takes a pytree of zs.Variable objects, as "
                 f"zs.create_variables gives; a leaf is {type(leaf).__name__}"
             )
+        leaf.require_optimizable()
     return TreeStructure(treedef), tuple(leaves)
 
 

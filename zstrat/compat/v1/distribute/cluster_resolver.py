@@ -11,6 +11,7 @@ _NAMES: Final = frozenset(
         "ClusterResolver",
         "GCEClusterResolver",
         "KubernetesClusterResolver",
+        "KubernetesExecutableLocation",
         "SimpleClusterResolver",
         "SlurmClusterResolver",
         "TFConfigClusterResolver",

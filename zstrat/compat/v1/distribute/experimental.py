@@ -5,6 +5,7 @@ Law of the file: an argument of old becomes one of a strategy of zstrat; nothing
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import zstrat
@@ -19,6 +20,8 @@ from zstrat.strategy import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from zstrat.cluster import ClusterResolver
     from zstrat.strategy import Strategy
 
@@ -26,6 +29,28 @@ CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
 
 
+class StrategyOfOld:
+    """What stands for a class of TF: calling it makes a strategy of another class, and
+    `isinstance` knows what it makes."""
+
+    def __init__(self, make: Callable[..., Strategy], kinds: Sequence[str]) -> None:
+        self._make = make
+        self._kinds = kinds
+        functools.update_wrapper(self, make)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._make(*args, **kwargs)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, tuple([getattr(zstrat, k) for k in self._kinds]))
+
+
+def _making(*kinds: str) -> Callable[[Callable[..., Strategy]], Any]:
+    """The decorated function makes strategies of these classes."""
+    return lambda make: StrategyOfOld(make, kinds)
+
+
+@_making("MultiWorkerMirroredStrategy")
 def MultiWorkerMirroredStrategy(  # a class of TF
     communication: CommunicationImplementation = CommunicationImplementation.AUTO,
     cluster_resolver: ClusterResolver | None = None,
@@ -35,6 +60,7 @@ def MultiWorkerMirroredStrategy(  # a class of TF
     return _MultiWorkerMirroredStrategy(cluster_resolver, options)
 
 
+@_making("BetweenGraphStrategy", "CentralStorageStrategy")
 def ParameterServerStrategy(  # a class of TF
     cluster_resolver: ClusterResolver | None = None,
 ) -> Strategy:
@@ -48,6 +74,7 @@ def ParameterServerStrategy(  # a class of TF
     return made
 
 
+@_making("TPUStrategy")
 def TPUStrategy(  # a class of TF
     tpu_cluster_resolver: ClusterResolver | None = None,
     steps_per_run: int | None = None,

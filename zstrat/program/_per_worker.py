@@ -1,0 +1,201 @@
+"""A variable of which each worker has one of its own: ``per_worker_variable=True``.
+
+Each of them is a variable on a parameter server, so that a worker that is started again
+goes on with the value that it had. A step means the one of the worker that it runs on.
+
+Law of the file: a step is told its worker by `worker_context` alone, and its trace is
+told that it asked, so that no other worker uses that program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from zstrat.variables import (
+    AbstractVariable,
+    Detached,
+    Variable,
+    handle,
+    read_all,
+    recorder,
+    refuse_read,
+)
+
+from .trace._context import get_current_worker_index, worker_context
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.variables import (
+        HomeRows,
+        HomeUpdate,
+        OptimizerHandle,
+        Recorder,
+        Table,
+        UpdateRecorder,
+        VariableHandle,
+    )
+    from zstrat.wire import UpdateOp
+
+
+class PerWorkerVariable(AbstractVariable):
+    """Variables that are not kept equal, one for each worker of a coordinator.
+
+    In a step that a coordinator has scheduled it is a variable like others: what is
+    read and updated is the one of that worker. It is used in the body, not given as an
+    argument, and no optimizer moves it. Elsewhere `read_all` has all values.
+
+    Args:
+        variables: Those of the workers, in their order.
+    """
+
+    __slots__ = ("_variables",)
+
+    def __init__(self, name: str, variables: Sequence[Variable]) -> None:
+        self._variables = tuple(variables)
+        self._spec = replace(variables[0].spec, name=name, trainable=False)
+
+    def read_all(self) -> list[np.ndarray]:
+        """The values of all workers, in their order: read-only arrays. A worker that
+        runs a step meanwhile has the value from before it, or after it.
+
+        Raises:
+            RuntimeError: Called in a step.
+            PSUnavailableError: A ps is gone.
+        """
+        if recorder.get() is not None:
+            raise RuntimeError(
+                f"read_all of {self._spec} in a step, which knows the value of its own "
+                "worker: write value() there, or call read_all outside of steps"
+            )
+        refuse_read(self._spec)
+        return read_all(self._variables)
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """As of `zstrat.Variable`."""
+        return self._variables[0].distribute_strategy
+
+    @property
+    def components(self) -> tuple[Variable, ...]:
+        return (self._own(),)
+
+    @property
+    def table(self) -> Table:
+        return self._own().table
+
+    def require_optimizable(self) -> None:
+        raise ValueError(
+            f"variable {self.name!r} has a value on each worker "
+            "(per_worker_variable=True), which no optimizer moves: leave "
+            "per_worker_variable out, or assign to it"
+        )
+
+    def _own(self) -> Variable:
+        """That of the worker that runs the step.
+
+        Raises:
+            RuntimeError: No step is traced or run.
+        """
+        if recorder.get() is None:
+            self._refuse()
+        number = get_current_worker_index()
+        if worker_context.get() is None:  # a coordinator asks for the shapes of results
+            return handle(self._variables[0].spec, _NOWHERE)
+        return self._variables[number]
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            f"variable {self.name!r} has a value on each worker "
+            "(per_worker_variable=True): read and update it in the body of a "
+            "zs.function that a coordinator schedules, where it is the worker's own "
+            "(it cannot be an argument); elsewhere read_all() gives all values"
+        )
+
+    # ---- the members of AbstractVariable -------------------------------------------
+
+    def _read_now(self) -> np.ndarray:
+        self._refuse()
+
+    async def _read_now_async(self) -> np.ndarray:
+        self._refuse()
+
+    def _updates(
+        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+    ) -> list[HomeUpdate]:
+        self._refuse()
+
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: OptimizerHandle | None,
+    ) -> list[HomeUpdate]:
+        self._refuse()
+
+    def _traced_value(self, recording: Recorder) -> Any:
+        return recording.read(self._own())
+
+    def _record(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        self._own()._record(recording, op, value, optimizer)
+
+    def _record_rows(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        self._own()._record_rows(recording, op, rows, optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse()
+
+    def __reduce__(self) -> Any:
+        return PerWorkerVariable, (self.name, self._variables)
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        return (
+            f"<zstrat.PerWorkerVariable {spec.name!r} shape={spec.shape} "
+            f"dtype={spec.dtype} workers={len(self._variables)}>"
+        )
+
+
+class _OnWorkers(Detached):
+    """The home of what a step reads that was called, and not scheduled."""
+
+    def read(self, variable: VariableHandle) -> np.ndarray:
+        raise RuntimeError(_not_scheduled(variable))
+
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: tuple[np.ndarray, ...],
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        raise RuntimeError(_not_scheduled(variable))
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        raise RuntimeError(_not_scheduled(parts[0][0]))
+
+
+def _not_scheduled(variable: VariableHandle) -> str:
+    return (
+        f"{variable.spec} is that of a worker (per_worker_variable=True), and this "
+        "step was called here, where there is none: schedule it with a "
+        "ClusterCoordinator"
+    )
+
+
+_NOWHERE: Final = _OnWorkers()
