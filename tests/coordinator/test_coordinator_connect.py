@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _task_session
-from zstrat.coordinator._task_session import Arrival
+from zstrat.coordinator import _cluster, _task_session
+from zstrat.coordinator._cluster import Arrival
 from zstrat.errors import BusyError, DeadlineExceededError
 from zstrat.testing import FakeClock
 from zstrat.wire import OpenSession
@@ -52,7 +52,7 @@ def test_what_was_said_already_is_not_said_again_at_length(caplog):
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
-    monkeypatch.setattr(_task_session, "FIRST_WORD", 0.0)
+    monkeypatch.setattr(_cluster, "FIRST_WORD", 0.0)
     world = make_world(ps=2)
     world.ps[1].alive = False
     with pytest.raises(DeadlineExceededError):
