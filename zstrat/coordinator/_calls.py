@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from zstrat.program import CarriedValues, Function, Resource, digest, dump
+from zstrat.program import (
+    CarriedValues,
+    Function,
+    Resource,
+    digest,
+    dump,
+    dump_code,
+)
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
 from ._on_worker import in_step
@@ -87,6 +94,8 @@ class ScheduledCall:
     Args:
         resources: Those among its arguments.
         captured: Those that it draws from besides, held by an object.
+        held: Those that an object holds, of a step that was not traced: it may draw
+            from them.
     """
 
     __slots__ = ("_claims", "arguments", "captured", "function", "resources", "result")
@@ -98,11 +107,12 @@ class ScheduledCall:
         arguments: PickledArguments | None,
         resources: Sequence[PerWorker],
         captured: Sequence[PerWorker] = (),
+        held: Sequence[PerWorker] = (),
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
         needed = (*resources, *captured)
         self.resources = tuple(resource.resource for resource in needed)
-        self._claims = tuple(weakref.ref(resource.claim) for resource in needed)
+        self._claims = tuple(weakref.ref(each.claim) for each in (*needed, *held))
         self.captured = self._claims[len(resources) :]
         """Claims on what it captured; one that is gone was dropped by the user."""
 
@@ -114,7 +124,7 @@ class ScheduledCall:
 class _KnownFunction:
     """A function that was scheduled before. Does not keep it alive."""
 
-    __slots__ = ("calls", "code", "pickled", "reference")
+    __slots__ = ("_held", "calls", "code", "pickled", "reference")
 
     def __init__(
         self,
@@ -123,9 +133,18 @@ class _KnownFunction:
         forget: Callable[[Any], None],
     ) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
-        self.code = Code(function.within(strategy).code)
+        held: list[Resource] = []
+        self.code = Code(dump_code(function.within(strategy), held))
+        self._held = tuple(weakref.ref(resource) for resource in held)
         self.calls: OrderedDict[Hashable, ScheduledCall] = OrderedDict()
         self.pickled: OrderedDict[bytes, PickledArguments] = OrderedDict()
+
+    @property
+    def held(self) -> list[PerWorker]:
+        """The resources that it holds as it was shipped, but those that the user has
+        dropped since: of these the worker tells whoever draws from one."""
+        found = [reference() for reference in self._held]
+        return [resource for resource in found if isinstance(resource, PerWorker)]
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
         """The arguments that gave the same bytes before, else these."""
@@ -212,7 +231,10 @@ class CallTable:
                 arguments = known.same(made)
             if arguments is made:
                 arguments.retire_to(self._retired)
-        call = ScheduledCall(result, known.code, arguments, resources, traced.captured)
+        held = known.held if result.treedef is None else ()
+        call = ScheduledCall(
+            result, known.code, arguments, resources, traced.captured, held
+        )
         # What is carried is another value the next time.
         if function.eager or (result.treedef is not None and not traced.carried):
             self._remember(known, args, kwargs, call)
