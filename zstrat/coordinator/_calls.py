@@ -49,6 +49,8 @@ the workers as long."""
 
 Arrays = tuple[np.ndarray, ...]
 
+_recording: Final = recorder.get
+
 
 class TracingStrategy(Protocol):
     """A `CoordinatedStrategy`, as far as tracing and shipping a step takes it."""
@@ -174,9 +176,14 @@ class CallTable:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> ScheduledCall | None:
-        """The same call of before, in microseconds; None if it must be made."""
+        """The same call of before, in microseconds; None if it must be made, or may not
+        be, as a step is being traced."""
         known = self._known.get(id(function))
-        if known is None or known.reference() is not function:
+        if (
+            known is None
+            or known.reference() is not function
+            or _recording() is not None
+        ):
             return None
         try:
             call = known.calls.get(_key_of(args, kwargs))
@@ -205,8 +212,7 @@ class CallTable:
                 cluster to a newer one.
             Exception: What tracing or pickling raised.
         """
-        if recorder.get() is not None:
-            # Not looked for in `find`: a call of before is refused on the worker.
+        if _recording() is not None:
             raise RuntimeError(in_step("coordinator.schedule"))
         function = _checked(function)
         if not isinstance(args, tuple | list | None):
