@@ -6,7 +6,6 @@ changes nothing, and refuses what would need it to.
 
 from __future__ import annotations
 
-import abc
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from ._abstract import AbstractStrategy
 from .input._input_options import InputReplicationMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 class FirstVersion(AbstractStrategy):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
     the class has not."""
-
-    @property
-    @abc.abstractmethod
-    def cluster_resolver(self) -> Any: ...
-
-    @abc.abstractmethod
-    def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]: ...
-
-    @abc.abstractmethod
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
-    ) -> Iterable[Any]: ...
 
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
         """An iterator of ``experimental_distribute_dataset(dataset)``."""
