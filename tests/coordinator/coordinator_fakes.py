@@ -300,7 +300,7 @@ class World:
 
     def make_link(self, address, *, name, expect, **events):
         task = self.tasks[address]
-        task.link = FakeLink(
+        link = FakeLink(
             lambda message: task.handle(message),
             name=name,
             address=address,
@@ -308,7 +308,9 @@ class World:
             on_change=self.changed,
             **events,
         )
-        return task.link
+        if task.link is None or not task.link.is_open:
+            task.link = link
+        return link
 
     def connect(self, connect=30.0, prefetch=None):
         timeouts = Timeouts(connect=connect, request=20.0, reconnect=self.reconnect)

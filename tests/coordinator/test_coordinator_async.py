@@ -10,7 +10,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator import AsyncClusterCoordinator, ClusterCoordinator
-from zstrat.errors import CancelledError, DeadlineExceededError
+from zstrat.errors import CancelledError, ClosureInputError, DeadlineExceededError
 
 
 @zs.function
@@ -167,3 +167,23 @@ async def test_datasets(strategy):
         dataset = await coordinator.create_per_worker_dataset(ones)
         value = await coordinator.schedule(step, args=(iter(dataset),))
         assert await value == 3
+
+
+async def test_what_is_built_on_each_worker_is_awaited(strategy):
+    def broken():
+        raise ValueError("no such file")
+
+    coordinator = AsyncClusterCoordinator(strategy)
+    dataset = await coordinator.create_per_worker_dataset(lambda: [np.ones(3)])
+    for value in (*iter(dataset).values, *dataset.build().values):
+        for there in (value, value.fetch(), value.get()):
+            with pytest.raises(NotImplementedError, match="stays on its worker"):
+                await there
+    dataset = await coordinator.create_per_worker_dataset(broken)
+    for value in iter(dataset).values:
+        for failing in (value, value.fetch(timeout=20)):
+            with pytest.raises(ClosureInputError, match="no such file"):
+                await failing
+    blocking = ClusterCoordinator(strategy).create_per_worker_dataset(broken)
+    with pytest.raises(ClosureInputError, match="no such file"):
+        iter(blocking).values[0].fetch()

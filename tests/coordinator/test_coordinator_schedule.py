@@ -47,6 +47,21 @@ def test_a_result_comes_back_in_its_structure(world):
     assert coordinator.done()
 
 
+def test_a_known_call_in_a_step_is_refused_before_it_is_queued(world):
+    coordinator = world.coordinator()
+    coordinator.schedule(constant).fetch()
+    before = coordinator.metrics()["scheduled_closures"]
+
+    @zs.function
+    def step():
+        coordinator.schedule(constant)
+
+    for use in (step, lambda: coordinator.schedule(step)):
+        with pytest.raises(RuntimeError, match=r"schedule is used in a step"):
+            use()
+    assert coordinator.metrics()["scheduled_closures"] == before
+
+
 def test_get_gives_jax_arrays(world):
     value = world.coordinator().schedule(add, kwargs={"a": 1, "b": np.ones(2)})
     assert isinstance(value.get()["sum"], jax.Array)

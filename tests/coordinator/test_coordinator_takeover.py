@@ -4,10 +4,12 @@ import threading
 
 import jax.numpy as jnp
 import pytest
+from coordinator_fakes import FakePs, FakeWorker
 
 import zstrat.program as zs
+from zstrat.cluster import ClusterSpec
 from zstrat.coordinator import ClusterCoordinator, ClusterSession
-from zstrat.errors import BusyError, ClosedError
+from zstrat.errors import BusyError, ClosedError, DeadlineExceededError
 from zstrat.transport import Portal
 
 
@@ -58,6 +60,40 @@ def test_the_newer_strategy_has_the_cluster_at_once(world):
     coordinator.shutdown()
     session.close()
     assert newer.schedule(good).fetch() == 1
+
+
+def dead_ps(world):
+    world.ps.append(FakePs(world, 1))
+    world.ps[1].alive = False
+    world.tasks["ps1:1"] = world.ps[1]
+    world.spec = ClusterSpec({**world.spec.as_dict(), "ps": ["ps0:1", "ps1:1"]})
+    return pytest.raises(DeadlineExceededError, match=r"/job:ps/task:1 at ps1:1")
+
+
+def dead_workers(world):
+    for index in (2, 3):
+        world.tasks[f"worker{index}:1"] = worker = FakeWorker(world, index)
+        worker.alive = False
+    jobs = {"ps": ["ps0:1"], "worker": {2: "worker2:1", 3: "worker3:1"}}
+    world.spec = ClusterSpec(jobs)
+    return pytest.raises(DeadlineExceededError, match=r"worker/task:2.*worker/task:3")
+
+
+def gap(world):
+    world.spec = ClusterSpec({**world.spec.as_dict(), "ps": {1: "ps0:1"}})
+    return pytest.raises(ValueError, match="without gaps")
+
+
+@pytest.mark.parametrize("fault", [dead_ps, dead_workers, gap])
+def test_a_second_one_that_cannot_connect_leaves_the_first_as_it_is(world, fault):
+    coordinator = world.coordinator()
+    first = world.session
+    iterator = iter(coordinator.create_per_worker_dataset(numbers))
+    with fault(world):
+        world.connect(connect=0.2)
+    assert world.session is first
+    assert coordinator.schedule(draw, args=(iterator,)).fetch() == 1.0
+    assert len(world.ps[0].sessions) == 1
 
 
 def test_unfinished_work_keeps_it(world):

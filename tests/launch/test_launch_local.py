@@ -114,9 +114,11 @@ def test_frozen_and_thawed():
 
 
 def test_drained_by_who_says_what_it_gets_and_where_its_logs_are(tmp_path):
-    folder, env = tmp_path / "run", {"NPROC": "9"}
+    folder, env = tmp_path / "run", {"NPROC": "9", "PYTHONPATH": "given"}
     with LocalCluster(1, 1, lane="tcp", directory=folder, env=env) as cluster:
         assert told(cluster, "worker:0", "NPROC") == "9"
+        path = f"{os.path.abspath(sys.path[0])}:given"
+        assert told(cluster, "worker:0", "PYTHONPATH") == path
         with pytest.raises(ValueError, match="no task 'ps:7'"):
             cluster.kill("ps:7")
         assert cluster.terminate("worker:0") == 0

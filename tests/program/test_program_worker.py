@@ -1,4 +1,4 @@
-"""A script with a file beside it, and a worker that has neither."""
+"""A script with a file beside it, run from another folder with a cluster of its own."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ LOCK = threading.Lock()
 def locked(x):
     with LOCK:
         return x
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+jax.tree_util.register_pytree_node(
+    Point, lambda p: ((p.x,), None), lambda _, parts: Point(*parts)
+)
 """
 
 SCRIPT = """
@@ -59,6 +66,8 @@ def steps():
     yield lambda x: MODEL(x), (X,)
     yield MODEL.__call__, (X,)
     yield lambda model: jax.tree.map(lambda leaf: 2 * leaf, model), (MODEL,)
+    yield lambda x: locked(beside.Point(x)).x, (X,)
+    yield lambda point: point, (Point(X),)
     yield lambda kind, x: kind.of(x) + (kind is Kind.TWICE), (Kind.TWICE, X)
 
 if __name__ == "__main__":
@@ -72,10 +81,6 @@ if __name__ == "__main__":
             assert jax.tree.structure(result) == jax.tree.structure(here), number
             same = jax.tree.leaves(jax.tree.map(np.allclose, result, here))
             assert same and all(same), (number, result, here)
-        try:
-            coordinator.schedule(zs.function(locked), args=(X,)).fetch()
-        except ImportError as error:
-            print(error)
         coordinator.shutdown(cluster=True)
 """
 
@@ -86,5 +91,3 @@ def test_models_of_a_script_and_of_the_file_beside_it(tmp_path):
     command = [sys.executable, str(tmp_path / "script.py")]
     ran = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert "beside.LOCK cannot be shipped" in ran.stdout
-    assert "this task has no module 'beside'" in ran.stdout

@@ -15,7 +15,9 @@ SIZE, STEPS = 3, 8
 HEAD = """
 import jax.numpy as jnp, optax
 strategy = zs.MultiWorkerMirroredStrategy(
-    communication_options=zs.CommunicationOptions(timeout_seconds=30.0)
+    communication_options=zs.CommunicationOptions(
+        timeout_seconds=30.0, implementation=os.environ.get("IMPLEMENTATION", "AUTO")
+    )
 )
 size = strategy.cluster_resolver.cluster_spec().num_tasks("worker")
 with strategy.scope():
@@ -68,10 +70,18 @@ strategy.close()
 """
 
 
-def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others():
-    lost = 0  # it keeps the register of the others
+@pytest.mark.parametrize(
+    ("lost", "environment"),
+    [
+        (0, {}),  # it keeps the register of the others
+        (2, {"IMPLEMENTATION": "RING", "HOSTS": "abc"}),  # each on a host of its own
+    ],
+)
+def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(
+    lost, environment
+):
     program = HEAD + DYING.replace("STEPS", str(STEPS)).replace("LOST_TASK", str(lost))
-    code, said = zstrat_run(SIZE, program, "--restarts", "1")
+    code, said = zstrat_run(SIZE, program, "--restarts", "1", **environment)
     assert code == 0, said
     assert said[None] == [f"worker:{lost} ended with exit code 137: starting it anew"]
     losses, value = by_hand(STEPS)

@@ -41,6 +41,10 @@ class Trainer:
     def draw(self):
         return next(self.iterator), next(self.iterator)
 
+    @zs.function(eager=True)
+    def draw_eagerly(self):
+        return next(self.iterator)
+
     @zs.function
     def draw_given(self, iterator):
         return next(iterator) + 0 * self.v
@@ -98,6 +102,18 @@ def test_a_captured_iterator_that_was_dropped_is_named(world, trainer):
     trainer.iterator = iter(trainer.dataset)
     with pytest.raises(RuntimeError, match=r"dropped since.*args=\(iterator,\)"):
         world.coordinator.schedule(trainer.draw)
+
+
+def test_what_eager_steps_hold_stays_until_they_have_run(world, trainer):
+    schedule = world.coordinator.schedule
+    drawn = [schedule(trainer.draw_eagerly) for _ in range(32)]
+    trainer.iterator = iter(trainer.dataset)
+    world.coordinator.join()
+    assert sum(float(value.fetch()) == 0 for value in drawn) in (1, 2)  # per worker
+    with pytest.raises(zs.errors.NotFoundError, match="its iterator was dropped"):
+        schedule(trainer.draw_eagerly).fetch()
+    with pytest.raises(zs.errors.NotFoundError):
+        world.coordinator.join()
 
 
 def test_an_object_that_gets_a_new_iterator_for_each_epoch(world, trainer):

@@ -1,13 +1,14 @@
 """Keys and roles: who is let in, who is not, and that the next honest one always is."""
 
 import asyncio
+import socket
 import stat
 
 import pytest
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError
-from zstrat.transport import Security, generate_keys
+from zstrat.transport import Security, _dial, _opening, generate_keys
 from zstrat.wire import Done, Inspect, Job, Pull, Read, Statistics
 
 PS = ("ps", 0)
@@ -103,6 +104,64 @@ async def test_a_server_with_another_key_is_not_trusted(net, served, tmp_path):
     with pytest.raises(DeadlineExceededError, match="keys of different clusters"):
         await link.wait_open(soon(0.3))
     assert not service.seen
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """Pauses that are short enough for a test."""
+    monkeypatch.setattr(_dial, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(_opening, "DOUBTFUL_REFUSALS", 10**6)
+
+
+@pytest.mark.parametrize("keys_of", ["nobody", "another cluster"])
+async def test_who_has_no_keys_that_fit_is_told_soon(
+    net, served, tmp_path, brief, keys_of
+):
+    """Sooner than if it could be a proxy that ends the connections."""
+    security = None
+    if keys_of == "another cluster":
+        generate_keys(tmp_path / "others")
+        security = Security.load(tmp_path / "others", "worker")
+    link, _ = net.link(served[1], expect=PS, security=security)
+    with pytest.raises(PermissionDeniedError, match="does not let us in"):
+        await link.wait_open(soon(60.0))
+
+
+async def test_a_proxy_whose_daemon_is_about_to_start_is_no_refusal(
+    net, brief, monkeypatch
+):
+    asked, ask = asyncio.Queue(), _dial.Dial.ask
+
+    def counted(dial):
+        asked.put_nowait(dial)
+        ask(dial)
+
+    monkeypatch.setattr(_dial.Dial, "ask", counted)
+    _, address, _ = await net.serve()
+    relay = net.relay(address)
+    with relay.refusing():
+        link, _ = net.link(relay.address)
+        for _ in range(3):
+            await asked.get()
+    assert await link.wait_open(soon(60.0))
+
+
+async def test_who_accepts_and_says_nothing_is_not_asked_for_keys(net, monkeypatch):
+    silent, timed_out = asyncio.Event(), _opening.Opening.handshake_timed_out
+
+    def told(opening):
+        timed_out(opening)
+        silent.set()
+
+    monkeypatch.setattr(_opening.Opening, "handshake_timed_out", told)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts
+        swift = Settings(timeouts=Timeouts(handshake=0.2))
+        link, _ = net.link(f"127.0.0.1:{frozen.getsockname()[1]}", settings=swift)
+        await silent.wait()
+        with pytest.raises(DeadlineExceededError, match="does not answer") as raised:
+            await link.wait_open(soon(0.0))
+        assert "keys" not in str(raised.value).lower()
+        assert not link.is_denied
 
 
 async def test_a_server_without_keys_is_not_trusted(net, folder):

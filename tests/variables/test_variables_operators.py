@@ -66,6 +66,24 @@ def test_what_jax_compiles_takes_values(fn, wrap):
         wrap(lambda: jax.tree.map(fn, tree))()
 
 
+def test_who_refuses_is_known_by_what_it_says_not_by_its_name():
+    """The functions of jax that refuse have had several names."""
+
+    def of_another_jax(x):
+        """Refuses."""
+        if getattr(x, "__jax_array__", None) is not None:
+            raise ValueError("Triggering __jax_array__() is no longer supported")
+
+    def taking(x):
+        """Takes arrays, and objects with a ``__jax_array__`` method."""
+        made = getattr(x, "__jax_array__", None)
+        return made()
+
+    with pytest.raises(ValueError, match=r"write v.value\(\), or zs.values"):
+        of_another_jax(zv.Variable(A))
+    np.testing.assert_array_equal(taking(zv.Variable(A)), A)
+
+
 def test_methods_are_those_of_the_value():
     variable = zv.Variable(A)
     with pytest.raises(AttributeError, match=r"its value has: write v.value\(\).mean"):

@@ -31,6 +31,7 @@ from zstrat.program import (
     cut_inputs,
     digest,
     dump,
+    dump_code,
     input_key,
 )
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
@@ -53,6 +54,8 @@ SAME_BYTES: Final = 16
 the workers as long."""
 
 Arrays = tuple[np.ndarray, ...]
+
+_recording: Final = recorder.get
 
 
 class TracingStrategy(Protocol):
@@ -99,6 +102,8 @@ class ScheduledCall:
     Args:
         resources: Those among its arguments.
         captured: Those that it draws from besides, held by an object.
+        held: Those that an object holds, of a step that was not traced: it may draw
+            from them.
     """
 
     __slots__ = ("_claims", "arguments", "captured", "function", "resources", "result")
@@ -110,11 +115,12 @@ class ScheduledCall:
         arguments: PickledArguments | None,
         resources: Sequence[PerWorker],
         captured: Sequence[PerWorker] = (),
+        held: Sequence[PerWorker] = (),
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
         needed = (*resources, *captured)
         self.resources = tuple(resource.resource for resource in needed)
-        self._claims = tuple(weakref.ref(resource.claim) for resource in needed)
+        self._claims = tuple(weakref.ref(each.claim) for each in (*needed, *held))
         self.captured = self._claims[len(resources) :]
         """Claims on what it captured; one that is gone was dropped by the user."""
 
@@ -126,7 +132,7 @@ class ScheduledCall:
 class _KnownFunction:
     """A function that was scheduled before. Does not keep it alive."""
 
-    __slots__ = ("calls", "code", "pickled", "reference")
+    __slots__ = ("_held", "calls", "code", "pickled", "reference")
 
     def __init__(
         self,
@@ -135,7 +141,9 @@ class _KnownFunction:
         forget: Callable[[Any], None],
     ) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
-        self.code = Code(function.within(strategy).code)
+        held: list[Resource] = []
+        self.code = Code(dump_code(function.within(strategy), held))
+        self._held = tuple(weakref.ref(resource) for resource in held)
         self.calls: OrderedDict[Hashable, ScheduledCall] = OrderedDict()
         self.pickled: OrderedDict[bytes, PickledArguments] = OrderedDict()
 
@@ -144,6 +152,13 @@ class _KnownFunction:
         self.calls[key] = call
         if len(self.calls) > CACHED_CALLS:
             self.calls.popitem(last=False)
+
+    @property
+    def held(self) -> list[PerWorker]:
+        """The resources that it holds as it was shipped, but those that the user has
+        dropped since: of these the worker tells whoever draws from one."""
+        found = [reference() for reference in self._held]
+        return [resource for resource in found if isinstance(resource, PerWorker)]
 
     def same(self, arguments: PickledArguments) -> PickledArguments:
         """The arguments that gave the same bytes before, else these."""
@@ -174,9 +189,13 @@ class CallTable:
         kwargs: Mapping[str, Any] | None,
     ) -> tuple[ScheduledCall, bytes] | None:
         """The same call of before and the bytes of these inputs, in microseconds; None
-        if it must be made."""
+        if it must be made, or may not be, as a step is being traced."""
         known = self._known.get(id(function))
-        if known is None or known.reference() is not function:
+        if (
+            known is None
+            or known.reference() is not function
+            or _recording() is not None
+        ):
             return None
         inputs: list[Any] = []
         try:
@@ -211,8 +230,7 @@ class CallTable:
                 cluster to a newer one.
             Exception: What tracing or pickling raised.
         """
-        if recorder.get() is not None:
-            # Not looked for in `find`: a call of before is refused on the worker.
+        if _recording() is not None:
             raise RuntimeError(in_step("coordinator.schedule"))
         function = _checked(function)
         if not isinstance(args, tuple | list | None):
@@ -236,7 +254,10 @@ class CallTable:
         if inputs:
             positional, named = cut_inputs((positional, named), [0])
         arguments = self._pickled(function, known, positional, named)
-        call = ScheduledCall(result, known.code, arguments, resources, traced.captured)
+        held = known.held if result.treedef is None else ()
+        call = ScheduledCall(
+            result, known.code, arguments, resources, traced.captured, held
+        )
         if key is not None:
             known.remember(key, call)
         return call, inputs

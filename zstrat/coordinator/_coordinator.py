@@ -367,8 +367,11 @@ class AsyncClusterCoordinator:
     async def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
     ) -> PerWorkerDataset:
-        """See `ClusterCoordinator.create_per_worker_dataset`; pickles on a thread."""
-        return await asyncio.to_thread(make_dataset, self._core, dataset_fn)
+        """See `ClusterCoordinator.create_per_worker_dataset`; pickles on a thread. The
+        ``values`` of its iterators, and of what `build` gives, are awaited."""
+        return await asyncio.to_thread(
+            make_dataset, self._core, dataset_fn, AsyncRemoteValue
+        )
 
     def metrics(self) -> dict[str, PlainTree]:
         """See `ClusterCoordinator.metrics`."""

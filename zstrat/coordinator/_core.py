@@ -20,6 +20,7 @@ from ._dispatch import Dispatcher
 from ._engine import ClosureEngine
 from ._queue import MAX_ATTEMPTS, MAX_QUEUED, Queue
 from ._resources import Record
+from ._values import RemoteValue
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -122,8 +123,11 @@ class CoordinatorCore:
         name: str,
         maker: Code,
         arguments: PickledArguments | None = None,
+        *,
+        kind: type[RemoteValue] = RemoteValue,
     ) -> Record:
-        """Has something built on every worker; returns before it is."""
+        """Has something built on every worker; returns before it is. ``kind`` are the
+        values that say how that went."""
         self.require_kept()
         record = Record(
             self.engine,
@@ -132,6 +136,7 @@ class CoordinatorCore:
             purpose=purpose,
             maker=maker,
             arguments=arguments,
+            kind=kind,
         )
         self.dispatcher.builder.add_soon(record)
         self.portal.call_soon(self.dispatcher.turn_soon)

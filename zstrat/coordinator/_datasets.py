@@ -20,7 +20,14 @@ from zstrat.variables import recorder
 
 from ._calls import Code, PickledArguments
 from ._on_worker import DatasetOnWorker
-from ._values import Claim, NoArgument, PerWorker, PerWorkerValues, StandIn
+from ._values import (
+    Claim,
+    NoArgument,
+    PerWorker,
+    PerWorkerValues,
+    RemoteValue,
+    StandIn,
+)
 
 if TYPE_CHECKING:
     from zstrat.wire import LayoutMessage
@@ -34,10 +41,22 @@ FIRST_BUILD: Final = 600.0
 
 @final
 class PerWorkerDataset(NoArgument):
-    """A dataset on every worker; ``iter()`` begins a pass through it."""
+    """A dataset on every worker; ``iter()`` begins a pass through it.
 
-    def __init__(self, core: CoordinatorCore, maker: Code, name: str) -> None:
+    Args:
+        kind: The values that say how it went on each worker: those of the coordinator
+            that the user has called.
+    """
+
+    def __init__(
+        self,
+        core: CoordinatorCore,
+        maker: Code,
+        name: str,
+        kind: type[RemoteValue] = RemoteValue,
+    ) -> None:
         self._core, self._maker, self._name = core, maker, name
+        self._kind = kind
         self._spec: Any = None
         """Of an element, once a worker has told: that of every pass."""
 
@@ -52,7 +71,9 @@ class PerWorkerDataset(NoArgument):
                 "iter() of a per-worker dataset inside a step function: call it "
                 "outside and pass the iterator as an argument"
             )
-        record = self._core.create_resource("iterator", self._name, self._maker)
+        record = self._core.create_resource(
+            "iterator", self._name, self._maker, kind=self._kind
+        )
         return PerWorkerIterator(self, self._core, record)
 
     @property
@@ -75,7 +96,9 @@ class PerWorkerDataset(NoArgument):
 
     def build(self) -> PerWorkerValues:
         """The datasets themselves, as an argument of scheduled functions."""
-        record = self._core.create_resource("value", self._name, self._maker)
+        record = self._core.create_resource(
+            "value", self._name, self._maker, kind=self._kind
+        )
         return _values(self._core, record)
 
 
@@ -94,7 +117,8 @@ class PerWorkerIterator(PerWorker):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Whether and how it was built, per worker: a `RemoteValue` each."""
+        """Whether and how it was built, per worker: a `RemoteValue` each; from an
+        `AsyncClusterCoordinator` an `AsyncRemoteValue`."""
         return self._record.values
 
     @property
@@ -169,8 +193,10 @@ class PerWorkerIterator(PerWorker):
         return made
 
 
-def make_dataset(core: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
-    """See `ClusterCoordinator.create_per_worker_dataset`.
+def make_dataset(
+    core: CoordinatorCore, dataset_fn: object, kind: type[RemoteValue] = RemoteValue
+) -> PerWorkerDataset:
+    """See `ClusterCoordinator.create_per_worker_dataset`, and `PerWorkerDataset`.
 
     Raises:
         TypeError: It is neither a function nor an iterable, or takes other arguments.
@@ -191,7 +217,7 @@ def make_dataset(core: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
             "create_per_worker_dataset takes a function that returns an iterable, or "
             f"an iterable; got {type(dataset_fn).__name__}"
         )
-    return PerWorkerDataset(core, Code(dump_code(dataset_fn)), name)
+    return PerWorkerDataset(core, Code(dump_code(dataset_fn)), name, kind)
 
 
 def make_resources(

@@ -2,14 +2,16 @@
 
 A task serves one coordinator. So who makes a strategy a second time, as every rerun of
 a notebook's cell does, takes the tasks over from the first one, if that has nothing
-unfinished; it is closed before the new one connects, so that nobody waits for it.
+unfinished. That one lives on until it is known that the new one reaches the cluster; it
+is closed before the new one asks for the tasks, so that nobody waits for it.
 
 The law of this file: of the sessions of this program that claim a task at most one is
-open, or on its way there.
+open, and at most one on its way there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import weakref
@@ -18,10 +20,14 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from zstrat.errors import BusyError
 from zstrat.variables import line_outside
 
+from ._cluster import arrive
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from zstrat.transport import Portal
+
+    from ._task_session import MakeTaskLink, TaskLink
 
 Place = tuple[str, int, str]
 """The job and the index that the program has, and the address of a task that knows it
@@ -81,23 +87,39 @@ class OpenSessions:
         self._claims: list[SessionClaim] = []
 
     def claim(self, places: Iterable[Place]) -> SessionClaim:
-        """Takes the tasks from the sessions that have them, which are closed.
+        """Says that a session of these tasks is on its way. Nobody is closed for it.
 
         Raises:
-            BusyError: One of these has something unfinished, or another thread opens
-                one just now. Nothing is claimed.
+            BusyError: Another thread opens one just now. Nothing is claimed.
         """
         claim = SessionClaim(places)
-        rivals = self._replace_rivals(claim)
-        try:
-            for rival in rivals:
-                rival.give_way(claim.made_at)
-        except BaseException:  # to the caller, who gets no claim
-            with self._lock:
-                self._claims.remove(claim)
-                self._claims += [rival for rival in rivals if not rival.is_over]
-            raise
+        with self._lock:
+            for rival in self._rivals_of(claim):
+                if rival.is_opening:
+                    raise BusyError(
+                        "another thread of this program connects to the same cluster "
+                        f"just now (strategy made at {rival.made_at}): make one "
+                        "strategy, and use it in all threads"
+                    )
+            self._claims.append(claim)
         return claim
+
+    def has_rivals(self, claim: SessionClaim) -> bool:
+        """Whether open sessions have some of its tasks."""
+        with self._lock:
+            return bool(self._rivals_of(claim))
+
+    def take_over(self, claim: SessionClaim) -> None:
+        """Closes the sessions that have some of its tasks.
+
+        Raises:
+            BusyError: One of these has something unfinished. It and those after it stay
+                as they are.
+        """
+        with self._lock:
+            rivals = self._rivals_of(claim)
+        for rival in rivals:
+            rival.give_way(claim.made_at)
 
     def drop(self, claim: SessionClaim) -> None:
         """The session was not opened."""
@@ -109,21 +131,78 @@ class OpenSessions:
         self._lock = threading.Lock()
         self._claims = []
 
-    def _replace_rivals(self, claim: SessionClaim) -> list[SessionClaim]:
-        with self._lock:
-            there = [each for each in self._claims if not each.is_over]
-            rivals = [each for each in there if each.places & claim.places]
-            for rival in rivals:
-                if rival.is_opening:
-                    raise BusyError(
-                        "another thread of this program connects to the same cluster "
-                        f"just now (strategy made at {rival.made_at}): make one "
-                        "strategy, and use it in all threads"
-                    )
-            self._claims = [each for each in there if each not in rivals]
-            self._claims.append(claim)
-        return rivals
+    def _rivals_of(self, claim: SessionClaim) -> list[SessionClaim]:
+        self._claims = [each for each in self._claims if not each.is_over]
+        return [
+            each
+            for each in self._claims
+            if each is not claim and each.places & claim.places
+        ]
 
 
 open_sessions: Final = OpenSessions()
 os.register_at_fork(after_in_child=open_sessions.forget)
+
+
+@final
+class HailedTask:
+    """A task that is greeted, and asked for nothing."""
+
+    def __init__(
+        self, job: str, number: int, address: str, make_link: MakeTaskLink
+    ) -> None:
+        self.name, self.address = f"/job:{job}/task:{number}", address
+        self.link: TaskLink = make_link(
+            address,
+            name=self.name,
+            expect=(job, number),
+            on_notice=_ignored,
+            on_open=_ignored,
+            on_lost=_ignored,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self.link.is_open
+
+    @property
+    def state(self) -> str:
+        return self.link.trouble
+
+    def start(self) -> None:
+        self.link.start()
+
+    async def wait_ready(self, deadline: float) -> object:
+        return await self.link.wait_open(deadline)
+
+
+async def hail(
+    ps: Sequence[str],
+    workers: Mapping[int, str],
+    make_link: MakeTaskLink,
+    patience: float,
+) -> None:
+    """Whether a program could have this cluster: all parameter servers and one worker
+    greet, over links of their own, which are closed again. No session is opened, so
+    nothing changes for whoever has the cluster.
+
+    Args:
+        patience: Seconds.
+
+    Raises:
+        DeadlineExceededError: Tasks did not answer in time; each one is named.
+        VersionMismatchError, PermissionDeniedError: A task will never take us.
+
+    Cancellation: the links are closed.
+    """
+    servers = [HailedTask("ps", n, at, make_link) for n, at in enumerate(ps)]
+    others = [HailedTask("worker", n, at, make_link) for n, at in workers.items()]
+    deadline = asyncio.get_running_loop().time() + patience
+    try:
+        await arrive(servers, others, deadline)
+    finally:
+        await asyncio.gather(*(task.link.close() for task in (*servers, *others)))
+
+
+def _ignored(_: object) -> None:
+    pass

@@ -61,15 +61,14 @@ class Record:
         purpose: str,
         maker: Code,
         arguments: PickledArguments | None = None,
+        kind: type[RemoteValue] = RemoteValue,
     ) -> None:
         self.number = next(_numbers)
         self.name, self.purpose = name, purpose
         self.maker, self.arguments = maker, arguments
         self.layout: LayoutMessage | None = None
         """Of an element (or of the value), once a worker has told."""
-        self.values = tuple(
-            RemoteValue(engine, Result(name, None)) for _ in range(workers)
-        )
+        self.values = tuple(kind(engine, Result(name, None)) for _ in range(workers))
 
     @property
     def is_known(self) -> bool:

@@ -18,7 +18,7 @@ from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
-from ._open_sessions import open_sessions
+from ._open_sessions import hail, open_sessions
 from ._servers import ParameterServers, session_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.ps import PsClient
 
-    from ._open_sessions import Place
+    from ._open_sessions import Place, SessionClaim
     from ._rest import Cut
     from ._task_session import MakeTaskLink
 
@@ -72,6 +72,14 @@ class ClusterSession:
 
         Blocks for at most ``timeouts.connect``. Workers that come later join later.
 
+        A session of this program that has the cluster is replaced. It lives on until
+        all parameter servers and a worker have greeted this program once more, which
+        may take ``timeouts.connect``, too; so a wrong address or key, another version,
+        and a task that is dead leave it as it is. It is closed before the tasks are
+        asked for the new session, as each serves one. What can go wrong from then on
+        leaves none: a task dies at that moment, workers differ in their devices, or
+        tasks that the older session did not have belong to another program.
+
         Args:
             make_link: How a task is reached; left out: over ZeroMQ.
 
@@ -79,7 +87,7 @@ class ClusterSession:
             ValueError: The indices of the parameter servers have gaps.
             DeadlineExceededError: Tasks did not answer; each one is named.
             BusyError: Another program holds the cluster, or a session of this one that
-                has something unfinished; else that session is closed, and replaced.
+                has something unfinished.
             VersionMismatchError, PermissionDeniedError: A task will never take us.
         """
         session = new_incarnation()
@@ -93,14 +101,16 @@ class ClusterSession:
             )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
-        return _opened(f"zstrat {session:x}", cluster, settings, places)
+        look = partial(hail, ps, workers, make, settings.timeouts.connect)
+        return _opened(f"zstrat {session:x}", cluster, look, settings, places)
 
     @staticmethod
     def hold(
         spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
     ) -> ClusterSession:
         """Takes the parameter servers for several programs, of which this one creates
-        the variables: what is there stays when it ends.
+        the variables: what is there stays when it ends. A session of this program is
+        replaced as in `connect`.
 
         Raises:
             ValueError, DeadlineExceededError, BusyError: As `connect`.
@@ -112,7 +122,8 @@ class ClusterSession:
             return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
 
         places = [(Job.CHIEF, 0, at) for at in ps]
-        return _opened(f"zstrat {session:x}", cluster, settings, places)
+        look = partial(hail, ps, {}, make, settings.timeouts.connect)
+        return _opened(f"zstrat {session:x}", cluster, look, settings, places)
 
     @staticmethod
     def join(
@@ -126,7 +137,8 @@ class ClusterSession:
 
         What this program creates, that one has to create as well, in the same order: it
         is waited for, for ``timeouts.request`` each time, and has to be of the same
-        name, shape and dtype.
+        name, shape and dtype. A session of this program is replaced as in `connect`;
+        whether the other program is there is seen only after that.
 
         Args:
             index: Of this program among the workers of the cluster.
@@ -144,8 +156,13 @@ class ClusterSession:
                 session, ps, {}, settings.timeouts, make, writer=me, joins=True
             )
 
+        # A ps lets in one process as a worker: the older session is that until it ends.
+        observe = make_link or _links(
+            Job.WORKER, index, new_incarnation(), settings, looks=True
+        )
         places = [(Job.WORKER, index, at) for at in ps]
-        return _opened(f"zstrat {me:x}", cluster, settings, places)
+        look = partial(hail, ps, {}, observe, settings.timeouts.connect)
+        return _opened(f"zstrat {me:x}", cluster, look, settings, places)
 
     # ---- what it is ------------------------------------------------------------------
 
@@ -299,18 +316,19 @@ class ClusterSession:
 def _opened(
     name: str,
     cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    look: Callable[[], Coroutine[Any, Any, None]],
     settings: Settings,
     places: Iterable[Place],
 ) -> ClusterSession:
-    """The session, when all that it needs is there. Other sessions of this program are
-    closed before, if they have some of the same places.
+    """The session, when all that it needs is there. Other sessions of this program that
+    have some of the same places are closed before, once ``look`` has found no fault.
 
     Raises:
         BusyError: One of them has something unfinished.
     """
     claim = open_sessions.claim(places)
     try:
-        session = _connected(Portal(name), cluster, settings)
+        session = _connected(Portal(name), cluster, look, settings, claim)
     except BaseException:  # to the caller, who has no session
         open_sessions.drop(claim)
         raise
@@ -321,7 +339,9 @@ def _opened(
 def _connected(
     portal: Portal,
     cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    look: Callable[[], Coroutine[Any, Any, None]],
     settings: Settings,
+    claim: SessionClaim,
 ) -> ClusterSession:
 
     async def open_() -> Cluster:
@@ -337,6 +357,9 @@ def _connected(
         # The cluster keeps its own deadlines, and names who missed them. There are two:
         # who joins a session waits for it first.
         slack = 2 * settings.timeouts.connect + settings.timeouts.drain
+        if open_sessions.has_rivals(claim):
+            portal.run(look(), slack, "looking whether the cluster answers")
+            open_sessions.take_over(claim)
         opened = portal.run(open_(), slack, "connecting to the cluster")
     except BaseException:  # to the caller, who has no session to close
         portal.close()
@@ -371,8 +394,14 @@ def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:
     return 1 if len(workers) > 1 else 0
 
 
-def _links(job: Job, index: int, incarnation: int, settings: Settings) -> MakeTaskLink:
-    """Links over ZeroMQ, with the key of the job if there are keys."""
+def _links(
+    job: Job, index: int, incarnation: int, settings: Settings, *, looks: bool = False
+) -> MakeTaskLink:
+    """Links over ZeroMQ, with the key of the job if there are keys.
+
+    Args:
+        looks: They say that they are those of an observer.
+    """
     keys = None if settings.keys is None else Security.load(settings.keys, job, index)
-    me = hello(job, index, incarnation)
+    me = hello(Job.OBSERVER if looks else job, index, incarnation)
     return partial(Link, me=me, settings=settings, security=keys)

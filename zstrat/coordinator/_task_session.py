@@ -10,11 +10,7 @@ A task with one life (a parameter server) keeps what is ours over a cut line and
 our own absence. So nobody is told of its loss while it may come back with all of it: it
 is asked whether the session goes on, in silence.
 
-While a program connects it is said who is awaited, so that nobody looks at silence.
-
-The laws of this file: `TaskSessionEvents.ready` and `TaskSessionEvents.lost` alternate.
-One warning names all tasks that are awaited; it comes after `FIRST_WORD` seconds and
-then every `NEXT_WORD`, and never after `stop`.
+The law of this file: `TaskSessionEvents.ready` and `TaskSessionEvents.lost` alternate.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.errors import (
     BusyError,
@@ -41,7 +37,7 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from zstrat.ps import ServerLine
 
@@ -369,64 +365,3 @@ class TaskSession:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-FIRST_WORD: Final = 2.0
-"""Seconds: all tasks of a cluster that is up answer in much less."""
-NEXT_WORD: Final = 10.0
-
-
-class Cancellable(Protocol):
-    def cancel(self) -> None: ...
-
-
-class CallLater(Protocol):
-    """`asyncio.AbstractEventLoop.call_later`."""
-
-    def __call__(
-        self, delay: float, callback: Callable[[], None], /
-    ) -> Cancellable: ...
-
-
-@final
-class Arrival:
-    """Watches the task sessions of a cluster until all parameter servers and one worker
-    are in the session. On the loop thread."""
-
-    def __init__(
-        self,
-        ps: Sequence[TaskSession],
-        workers: Sequence[TaskSession],
-        call_later: CallLater,
-    ) -> None:
-        self._ps, self._workers, self._call_later = ps, workers, call_later
-        self._timer: Cancellable | None = None
-        self._said: list[str] = []
-
-    def start(self) -> None:
-        self._timer = self._call_later(FIRST_WORD, self._tell)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    @property
-    def awaited(self) -> list[TaskSession]:
-        """The tasks that connecting waits for now; one of the workers will do."""
-        ps = [task for task in self._ps if not task.is_ready]
-        if any(task.is_ready for task in self._workers):
-            return ps
-        return [*ps, *self._workers]
-
-    def _tell(self) -> None:
-        awaited = [
-            f"{task.name} at {task.address} ({task.state})" for task in self.awaited
-        ]
-        if awaited and awaited == self._said:
-            names = ", ".join(task.name for task in self.awaited)
-            log.warning("connecting: still waiting for %s, as before", names)
-        elif awaited:
-            log.warning("connecting: still waiting for %s", ", ".join(awaited))
-        self._said = awaited
-        self._timer = self._call_later(NEXT_WORD, self._tell)

@@ -273,7 +273,8 @@ class _Inline:
 
 @final
 class AsyncRemoteValue(RemoteValue):
-    """What `AsyncClusterCoordinator.schedule` gives: nothing of it blocks the loop.
+    """What `AsyncClusterCoordinator.schedule` gives, and ``values`` of its datasets and
+    iterators are: nothing of it blocks the loop.
 
     ``await value`` and ``await value.fetch()`` give numpy arrays, ``await value.get()``
     jax arrays. A blocking program gets it from ``ClusterCoordinator.fetch(value)``.
@@ -374,7 +375,8 @@ class PerWorkerValues(PerWorker):
     """One thing on every worker; a scheduled function gets the one of its own worker.
 
     Args:
-        values: One `RemoteValue` per worker, in the order of the workers.
+        values: One `RemoteValue` per worker, in the order of the workers; from an
+            `AsyncClusterCoordinator` an `AsyncRemoteValue`.
 
     Raises:
         AssertionError: Something else is among them.

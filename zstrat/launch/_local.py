@@ -81,6 +81,9 @@ class LocalCluster:
         with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
             strategy = zs.ParameterServerStrategy(cluster.resolver)
 
+    The daemons look for modules where this program does first, ``sys.path[0]``: files
+    beside the script are there, for what cannot travel and is imported (a lock).
+
     Args:
         num_ps, num_workers: How many of each. No workers: for programs that train by
             themselves, as with `BetweenGraphStrategy`.
@@ -88,8 +91,9 @@ class LocalCluster:
             of this machine), "ipc" (sockets in a folder that only this user can
             enter), "shm" (the same, and large bodies through shared memory) or "auto"
             (the last one that the system has). Default: ``ZSTRAT_LANE``.
-        env: Variables for the daemons, over those of this process. ``NPROC`` is the
-            number of XLA's threads; if it is in neither, the workers share the cores.
+        env: Variables for the daemons, over those of this process. The folder of the
+            program comes before a ``PYTHONPATH``. ``NPROC`` is the number of XLA's
+            threads; if it is in neither, the workers share the cores.
         worker_devices: Virtual CPU devices per worker, with ``JAX_PLATFORMS=cpu``.
         logs: "files" in the cluster's folder, or "terminal".
         directory: Folder for sockets and logs, kept afterwards; default: a new one of

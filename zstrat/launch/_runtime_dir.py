@@ -73,7 +73,8 @@ def share(workers: int) -> int:
 def daemon_environment(
     settings: Settings, lane: str, extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """What the daemons find: our environment, our settings, then the caller's words."""
+    """What the daemons find: our environment, our settings, then the caller's words;
+    and our own modules, as the processes of `multiprocessing` do."""
     timeouts = dataclasses.asdict(settings.timeouts)
     ours = {
         "ZSTRAT_PATIENCE": str(timeouts["patience"]),
@@ -87,7 +88,19 @@ def daemon_environment(
     preallocate = found.get("XLA_PYTHON_CLIENT_PREALLOCATE")
     if preallocate is not None:
         ours["XLA_PYTHON_CLIENT_PREALLOCATE"] = preallocate
-    return {**found, **ours, **extra}
+    told = {**found, **ours, **extra}
+    if folder := own_folder():
+        path = told.get("PYTHONPATH")
+        told["PYTHONPATH"] = os.pathsep.join([folder, path] if path else [folder])
+    return told
+
+
+def own_folder() -> str:
+    """Where this program finds its own modules: the first place where Python looks, so
+    that of the script, or of a notebook. "" if Python was told to look in none (-P)."""
+    if sys.flags.safe_path or not sys.path:
+        return ""
+    return os.path.abspath(sys.path[0])
 
 
 def _folder(directory: str | os.PathLike[str] | None) -> Path:

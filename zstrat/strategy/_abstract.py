@@ -14,12 +14,13 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     import jax
 
     from zstrat.collectives import ReduceOp
+    from zstrat.data import InputContext
 
     from .replica._collective import Team
 
@@ -46,9 +47,18 @@ class AbstractStrategy(abc.ABC):
     def scope(self) -> AbstractContextManager[AbstractStrategy]:
         """Makes the strategy current."""
 
+    @property
+    @abc.abstractmethod
+    def cluster_resolver(self) -> Any:
+        """The resolver that it was made from, None if there is none."""
+
     @abc.abstractmethod
     def run(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+        options: Any = None,
     ) -> Any:
         """Calls ``fn`` once per local replica."""
 
@@ -59,6 +69,26 @@ class AbstractStrategy(abc.ABC):
     @abc.abstractmethod
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """One entry per local replica."""
+
+    @abc.abstractmethod
+    def gather(self, value: Any, axis: Any) -> Any:
+        """The replicas' values one behind the other along ``axis``."""
+
+    @abc.abstractmethod
+    def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]:
+        """A dataset of global batches, shared out among all replicas."""
+
+    @abc.abstractmethod
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> Iterable[Any]:
+        """The datasets that a function makes, one for each worker."""
+
+    @abc.abstractmethod
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[..., Any]
+    ) -> Any:
+        """What ``value_fn`` returns for each replica."""
 
     @abc.abstractmethod
     def _devices(self) -> Sequence[jax.Device]:

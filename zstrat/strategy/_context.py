@@ -87,10 +87,8 @@ class ReplicaContext(AbstractReplicaContext):
         self._entered: list[Frame] = []
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> AbstractStrategy:
         """The `Strategy` whose replica this is."""
-        # `Any`, because its class cannot be imported here: it makes these contexts. An
-        # abstract one would refuse what users may do with it.
         return self._strategy
 
     @property

@@ -6,7 +6,6 @@ changes nothing, and refuses what would need it to.
 
 from __future__ import annotations
 
-import abc
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from ._abstract import AbstractStrategy
 from .input._input_options import InputReplicationMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
@@ -35,24 +34,6 @@ class FirstVersion(AbstractStrategy):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
     the class has not."""
 
-    @property
-    @abc.abstractmethod
-    def cluster_resolver(self) -> Any: ...
-
-    @abc.abstractmethod
-    def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]: ...
-
-    @property
-    @abc.abstractmethod
-    def extended(self) -> StrategyExtended: ...
-
-    @abc.abstractmethod
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> Iterable[Any]: ...
-
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
@@ -65,7 +46,8 @@ class FirstVersion(AbstractStrategy):
         self, colocate_with_variable: Any
     ) -> AbstractContextManager[Any]:
         """`extended.colocate_vars_with`."""
-        return self.extended.colocate_vars_with(colocate_with_variable)
+        extended: StrategyExtended = self.extended
+        return extended.colocate_vars_with(colocate_with_variable)
 
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
         """An iterator of ``experimental_distribute_dataset(dataset)``."""

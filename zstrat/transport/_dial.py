@@ -3,6 +3,9 @@
 When a connection ends, its socket is closed with all that libzmq still held for it, and
 the next one is made after a pause that grows with every attempt. Events and messages of
 the present socket go to the owner of the `Dial`.
+
+What listens there can be asked, beside that, whether it is a task, or at least speaks
+ZeroMQ: then it greets before it knows who has come, keys or not.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts after a connection that ended; doubled each time."""
+
+_SIGNATURE: Final = b"\xff"
+"""How the greeting of ZMTP begins: a text, or the greeting of another protocol, does
+not."""
 
 
 class Dial:
@@ -57,6 +64,11 @@ class Dial:
         self._retry: asyncio.TimerHandle | None = None
         self.pump: Pump | None = None
         """Of the socket that there is."""
+        self._question: Pump | None = None
+        # Nothing else stands before a socket in a folder.
+        self._speaks: Final = where.scheme == "ipc"
+        self.is_task = self._speaks
+        """Whether it has spoken ZeroMQ when it was asked last."""
 
     def now(self) -> None:
         """Opens a socket, which connects by itself as soon as somebody listens."""
@@ -72,9 +84,33 @@ class Dial:
         self._retry = self._loop.call_later(self._pause, self.now)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
+    def ask(self) -> None:
+        """Has it greet once, without a handshake; `is_task` says what came of it."""
+        if self._speaks:
+            return
+        self.end_question()
+        try:
+            socket = new_socket(self._context, zmq.STREAM, self._where, self._settings)
+        except (zmq.ZMQError, OSError):  # none is left: it stays unknown who answers
+            return
+        self._question = Pump(socket, self._heard)
+        socket.connect(self._where.endpoint)
+
+    def end_question(self) -> None:
+        """What was heard so far counts no longer."""
+        self.is_task = self._speaks
+        if self._question is not None:
+            self._question.close(0)
+            self._question = None
+
+    def _heard(self, frames: list[zmq.Frame]) -> None:
+        if frames[-1].bytes[:1] == _SIGNATURE:
+            self.is_task = True
+
     def succeeded(self) -> None:
         """Somebody answered: the next pause is a short one."""
         self._pause = _FIRST_PAUSE
+        self.end_question()
 
     def drop(self, linger: float) -> None:
         """Closes the socket; what was sent has ``linger`` seconds to leave."""
@@ -87,6 +123,7 @@ class Dial:
         """`drop`, and no other attempt."""
         if self._retry is not None:
             self._retry.cancel()
+        self.end_question()
         self.drop(linger)
 
     def _open(self) -> None:

@@ -8,6 +8,7 @@ carries out what they say.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 from dataclasses import replace
@@ -114,6 +115,7 @@ class Link:
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
+        self._connected_at = 0.0
         self._is_started = self._is_closed = False
         self.is_refused = False
         """The last attempt to connect has failed at once: nothing listens there."""
@@ -297,13 +299,35 @@ class Link:
                 assert self._security is not None
                 self._opening.refuse(self._security.denied(self._target))
                 self._loop.call_soon(self._redial)
-            case Happening.MISMATCHED | Happening.FAILED:
-                self._opening.handshake_failed(self._loop.time())
-                self._loop.call_soon(self._redial)
+            case Happening.MISMATCHED:
+                self._handshake_failed(by_task=True)
+            case Happening.FAILED:
+                if self._has_timed_out(event):
+                    self._opening.handshake_timed_out()
+                    self._dial.end_question()
+                    self._loop.call_soon(self._redial)
+                else:
+                    self._handshake_failed(by_task=self._dial.is_task)
             case Happening.RETRIED:
                 self.is_refused = True
+            case Happening.CONNECTED:
+                self._connected_at = self._loop.time()
+                self._opening.connected()
             case Happening.ACCEPTED:
                 pass
+
+    def _has_timed_out(self, event: Event) -> bool:
+        # The number is that of an error of any socket, if there was none of this one;
+        # the time is wrong if the loop has been busy.
+        waited = self._loop.time() - self._connected_at
+        patience = 0.9 * self._settings.timeouts.handshake
+        return event.value == errno.EAGAIN or waited > patience
+
+    def _handshake_failed(self, by_task: bool) -> None:
+        self._opening.handshake_failed(self._loop.time(), by_task)
+        if self._opening.asks_who and not self._dial.is_task:
+            self._dial.ask()
+        self._loop.call_soon(self._redial)
 
     def _redial(self) -> None:
         """Tries again later, as nobody has let us in. The socket would do so by itself,

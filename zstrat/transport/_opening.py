@@ -22,13 +22,21 @@ HANDSHAKE_FAILED: Final = (
     "the handshake failed: one side may use keys and the other none, or they have keys "
     "of different clusters"
 )
+NOTHING: Final = "nothing answers there"
+SILENT: Final = (
+    "something accepts the connection, but does not answer: the process is stopped or "
+    "hangs, or is another program"
+)
 QUICK: Final = 3.0
-"""Seconds in which a handshake fails that the other side refuses. A frozen process does
-not answer for longer, and may go on."""
-REFUSALS: Final = 16
-"""Handshakes that fail one after the other, with pauses of twenty seconds in all, until
-we take it that the next one will. A process that is killed breaks one or two, and what
-stands before a daemon that is about to start (a proxy, a published port) many more."""
+"""Seconds from one handshake to the next, at most, of those that fail one after the
+other."""
+REFUSALS: Final = 8
+"""Handshakes of ours that a task ends one after the other, with pauses of two and a
+half seconds in all, until we take it that the next one will. A process that is killed
+breaks one or two."""
+DOUBTFUL_REFUSALS: Final = 16
+"""The same, of twenty seconds in all, where it may be no task that ends them, but what
+stands before a daemon that is about to start (a proxy, a published port)."""
 
 
 class Opening:
@@ -40,7 +48,7 @@ class Opening:
         self._refusal: Exception | None = None
         self._waiters: set[asyncio.Future[Hello]] = set()
         self._failed, self._failed_at = 0, 0.0
-        self.trouble = "nothing answers there"
+        self.trouble = NOTHING
         """What is wrong so far, for whoever waits in vain."""
 
     async def wait(self, deadline: float) -> Hello:
@@ -81,13 +89,31 @@ class Opening:
             if not waiter.done():
                 waiter.set_result(hello)
 
-    def handshake_failed(self, now: float) -> None:
-        """The other side ended a connection before it could greet."""
+    def connected(self) -> None:
+        """Something accepts connections there."""
+        if self.trouble == NOTHING:
+            self.trouble = SILENT
+
+    def handshake_timed_out(self) -> None:
+        """There was no answer. A frozen process may go on."""
+        self._failed, self.trouble = 0, SILENT
+
+    def handshake_failed(self, now: float, by_task: bool) -> None:
+        """The other side ended a connection before it could greet.
+
+        Args:
+            by_task: It is a task, and nothing that stands before it.
+        """
         self._failed = self._failed + 1 if now - self._failed_at < QUICK else 1
         self._failed_at, self.trouble = now, HANDSHAKE_FAILED
-        if self._failed == REFUSALS:
+        if self._failed >= (REFUSALS if by_task else DOUBTFUL_REFUSALS):
             words = f"{self._target} does not let us in: {HANDSHAKE_FAILED}"
             self.refuse(PermissionDeniedError(f"{words}; {self._advice}"))
+
+    @property
+    def asks_who(self) -> bool:
+        """Whether the next failure decides, if it is known that it is a task's."""
+        return self._failed >= REFUSALS - 1
 
     @property
     def is_denied(self) -> bool:
@@ -102,6 +128,8 @@ class Opening:
                 "give ZSTRAT_KEYS= here, and --keys to the task, a copy of the same "
                 "folder that `zstrat keygen` has made"
             )
+        if self.trouble == SILENT:
+            return "look at its process and its log, and whether the port is its own"
         return (
             "check that it runs, that the address is right and that no firewall is in "
             "between"

@@ -155,6 +155,7 @@ class Happening(enum.Enum):
     """What libzmq says of a connection of a socket."""
 
     ACCEPTED = zmq.EVENT_ACCEPTED
+    CONNECTED = zmq.EVENT_CONNECTED
     READY = zmq.EVENT_HANDSHAKE_SUCCEEDED
     BROKEN = zmq.EVENT_DISCONNECTED
     RETRIED = zmq.EVENT_CONNECT_RETRIED
@@ -164,8 +165,9 @@ class Happening(enum.Enum):
 
 
 class Event(NamedTuple):
-    """``value`` is the file descriptor of the connection for ACCEPTED and BROKEN, else
-    a detail."""
+    """``value`` is the file descriptor of the connection for ACCEPTED, CONNECTED and
+    BROKEN, else a detail: of FAILED the error number that was the last one, so EPIPE or
+    ECONNRESET where the other side has ended the connection."""
 
     happening: Happening
     value: int

@@ -19,11 +19,7 @@ from ._tracing import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_REFUSING: Final = ("shaped_abstractify", "typeof")
-"""Functions of jax 0.10 that look for ``__jax_array__`` to refuse who has one. Where
-they are called otherwise, jax's own words stay."""
-
+    from types import CodeType
 
 _OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
@@ -50,8 +46,7 @@ class ArrayOperators(abc.ABC):
         """
         # jax asks here, too, before it refuses what it compiles a function for. In a
         # step its error is put into words that name the step.
-        asking = sys._getframe(1).f_code.co_name
-        if asking in _REFUSING and recorder.get() is None:
+        if recorder.get() is None and _refuses(sys._getframe(1).f_code):
             raise ValueError(  # a TypeError would be replaced by one of jax
                 f"{self!r:.100} is passed to a function that jax compiles (jnp.exp, "
                 "jnp.mean, jax.nn.relu, jax.jit, jax.grad, ...), which takes arrays: "
@@ -285,3 +280,11 @@ class ArrayOperators(abc.ABC):
 
 def _value(other: Any) -> Any:
     return other.value() if isinstance(other, ArrayOperators) else other
+
+
+def _refuses(asking: CodeType) -> bool:
+    """Whether a function asks for ``__jax_array__`` to refuse who has one: then it has
+    a sentence about that. What it is called changes from one jax to the next."""
+    name = "__jax_array__"
+    words = asking.co_consts[1:]  # without the docstring
+    return any(isinstance(x, str) and name in x and x != name for x in words)

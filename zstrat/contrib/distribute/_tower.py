@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from zstrat.strategy import (
     get_cross_replica_context,
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.strategy import ReplicaContext
+    from zstrat.strategy import ReplicaContext, Strategy
 
 
 @final
@@ -35,7 +35,7 @@ class TowerContext:
     @property
     def distribution_strategy(self) -> DistributionStrategy:
         """The strategy that runs the tower."""
-        return face_of(self._replica.strategy)
+        return face_of(cast("Strategy", self._replica.strategy))
 
     @property
     def tower_id(self) -> int | jax.Array:

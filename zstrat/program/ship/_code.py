@@ -91,16 +91,21 @@ def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     return _dumped(obj, keep)[0], tuple(beside)
 
 
-def dump_code(obj: object) -> bytes:
+def dump_code(obj: object, held: list[Resource] | None = None) -> bytes:
     """Pickles a function, or another object that travels in one piece.
 
     Warns if it captures an array of more than 16 MiB.
 
+    Args:
+        held: Gets the resources that it refers to.
+
     Raises:
         TypeError: A part does not travel, or not whole; names the path to it.
     """
-    code, large = _dumped(obj, None)
-    for array in large:
+    code, pickler = _dumped(obj, None)
+    if held is not None:
+        held.extend(pickler.resources)
+    for array in pickler.large:
         path = find_value(obj, array) or "an array"
         warnings.warn(
             f"{_name(obj)} captures {path}: {array.nbytes / 2**20:.0f} MiB "
@@ -151,8 +156,8 @@ def digest(code: bytes) -> bytes:
 
 def _dumped(
     obj: object, keep: Callable[[pickle.PickleBuffer], bool] | None
-) -> tuple[bytes, list[Any]]:
-    """The bytes, and the large arrays among what was pickled."""
+) -> tuple[bytes, Pickler]:
+    """The bytes, and who has pickled them."""
     ways = Ways()
     with lock:
         while True:
@@ -165,7 +170,7 @@ def _dumped(
             except NotShippable as error:
                 find_way(obj, ways, error)
                 continue
-            return _MAGIC + _VERSION + stream.getvalue(), pickler.large
+            return _MAGIC + _VERSION + stream.getvalue(), pickler
 
 
 def find_way(obj: object, ways: Ways, error: NotShippable) -> None:

@@ -113,6 +113,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         super().__init__(stream, protocol=5, buffer_callback=keep)
         self.registrations: list[Registration] = []
         self.large: list[Any] = []
+        self.resources: list[Resource] = []
         self.made: set[type] = set()
         self.instances: list[Any] = []
         self.modules = ExitStack()
@@ -145,7 +146,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
     def persistent_id(self, obj: Any) -> Any:
         if self._is_special and (found := self._special_id(obj)):
             return found
-        return ("resource", obj.resource) if isinstance(obj, Resource) else None
+        if isinstance(obj, Resource):
+            self.resources.append(obj)
+            return "resource", obj.resource
+        return None
 
     def _special_id(self, obj: Any) -> tuple[Any, ...] | None:
         if id(obj) in self._ways.by_name:

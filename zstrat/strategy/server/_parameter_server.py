@@ -46,6 +46,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     Connects at once: all ps must answer, and at least one worker; the others may come
     later. Variables created in `scope` go to the ps in turn.
 
+    Another strategy of this program that has the cluster, with nothing unfinished, is
+    closed at the last moment: when the arguments are checked, and all ps and a worker
+    have answered. Until then it lives on.
+
     Args:
         cluster_resolver: Tells the tasks of the cluster, and which one this is.
         variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
@@ -69,7 +73,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     Raises:
         ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
             that are not numbered from 0 without gaps, or this process is one of those;
-            or ``placement`` is not known.
+            or ``placement`` is not known, or another argument is no such thing.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
     """
@@ -87,6 +91,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     ) -> None:
         spec = _checked_spec(cluster_resolver)
         rule = _rule(placement)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise ValueError(
+                f"variable_partitioner={variable_partitioner!r}: expected None or a "
+                "function of shape= and dtype=, as those of zstrat.partitioners"
+            )
         if settings is None:
             settings = settings_from(environment())
         if prefetch is not None:
