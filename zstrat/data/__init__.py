@@ -27,6 +27,7 @@ from ._rebatch import Cutter as Cutter
 from ._rebatch import Span as Span
 from ._rebatch import Worker as Worker
 from ._rebatch import batch_sizes_for_worker as batch_sizes_for_worker
+from ._spec import TensorSpec as TensorSpec
 from ._tree import own as own
 
 TextLineDataset = Dataset.from_text_lines
