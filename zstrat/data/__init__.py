@@ -13,6 +13,8 @@ from ._dataset import Dataset as Dataset
 from ._elements import ClosingIterator as ClosingIterator
 from ._elements import Elements as Elements
 from ._elements import ending as ending
+from ._foreign import is_huggingface as is_huggingface
+from ._foreign import parse_no_flags as parse_no_flags
 from ._leaves import dense as dense
 from ._leaves import require_data as require_data
 from ._options import SHARD_HINT as SHARD_HINT

@@ -107,6 +107,18 @@ def is_huggingface(source: object) -> bool:
     return isinstance(source, tuple(kind for kind in kinds if isinstance(kind, type)))
 
 
+def parse_no_flags() -> None:
+    """Tells absl, if it is here, that the command line has none of its flags: they have
+    their defaults. For processes whose command line is ours.
+
+    grain asks for its flags when it starts processes (``mp_prefetch``), and absl would
+    refuse to say, because nobody has called ``app.run``.
+    """
+    absl: Any = sys.modules.get("absl.flags")
+    if absl is not None and not absl.FLAGS.is_parsed():
+        absl.FLAGS.mark_as_parsed()
+
+
 def _of_huggingface(source: Any) -> Foreign:
     """Its elements are dicts of lists: each list is one array, no structure."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._passes import Batching, Recipe
-from ._spec import TensorSpec
+from ._spec import TensorSpec, unknown
 from ._tree import leaves, mapped, stacked
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ class PaddedBatches(Batching):
         if source is None:
             return None
         shapes = iter(self._per_leaf(source, self.shapes, "padded_shapes"))
+        is_known = self.source.spec(unknown) is not None  # not of one element alone
 
         def padded(leaf: TensorSpec) -> TensorSpec:
             shape = next(shapes)
-            known = leaf.shape if shape is None else _sizes(shape)
+            own = leaf.shape if is_known else (None,) * leaf.ndim
+            known = own if shape is None else _sizes(shape)
             return TensorSpec((self.rows, *known), leaf.dtype)
 
         return mapped(padded, source)
@@ -127,7 +129,7 @@ def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndar
     batch = np.full((len(arrays), *target), _filler(value, dtype, path), dtype)
     for number, array in enumerate(arrays):
         filled: tuple[Any, ...] = (number, *map(slice, array.shape))
-        batch[filled] = array
+        batch[filled] = array if array.ndim else array[()]
     return batch
 
 

@@ -15,6 +15,8 @@ from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from ._elements import ending
 from ._prefetch import GOODBYE
 from ._spec import spec_of
@@ -87,7 +89,8 @@ def _next(pending: deque[Future[Any]], is_ordered: bool) -> Future[Any]:
 
 def _end(pool: ThreadPoolExecutor, pending: deque[Future[Any]]) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
-    wait(pending, GOODBYE)
+    # What was cancelled is never done, as nobody takes it up.
+    wait([future for future in pending if not future.cancelled()], GOODBYE)
 
 
 def numbered(
@@ -130,6 +133,8 @@ def _line(function: Any, error: BaseException) -> str:
 
 
 def _described(element: Any) -> str:
+    if isinstance(element, np.generic | bytes):
+        return f"{element!r:.100}"
     try:
         return f"{spec_of(as_element(element))!r:.300}"
     except (TypeError, ValueError):  # somebody else's, whose leaves are no arrays

@@ -95,9 +95,9 @@ def sharing_policy(
     if policy is AutoShardPolicy.FILE and files is not None and files < workers:
         raise ValueError(
             f"AutoShardPolicy.FILE: not enough files, {files} for {workers} workers "
-            "(of Parquet row groups count); each worker needs at least one: write more files, or set the "
-            "auto_shard_policy to DATA (every worker reads all and keeps its share) "
-            "or OFF"
+            "(of Parquet row groups count); each worker needs at least one: write more "
+            "files, or set the auto_shard_policy to DATA (every worker reads all and "
+            "keeps its share) or OFF"
         )
     return policy
 

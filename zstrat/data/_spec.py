@@ -218,10 +218,10 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
             return None
         encoded = np.vectorize(str.encode, otypes=[object])(array)
         return encoded if array.ndim else bytes(encoded[()])
-    if dtype.kind != array.dtype.kind and not np.can_cast(
-        array.dtype, dtype, "same_kind"
-    ):
-        return None
+    if dtype.kind != array.dtype.kind:
+        numbers = {dtype.kind, array.dtype.kind} <= set("biufc")
+        if not numbers or not np.can_cast(array.dtype, dtype, "same_kind"):
+            return None
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
     if dtype.kind in "iu" and not np.array_equal(cast, array):
