@@ -11,7 +11,7 @@ from zstrat.data import AUTOTUNE, Dataset
 from zstrat.testing import leak_check
 
 
-@pytest.mark.shows("Dataset.map(num_parallel_calls=, deterministic=)")
+@pytest.mark.shows("tf.data.Dataset.map(num_parallel_calls=, deterministic=)")
 def test_elements_are_made_together_and_come_in_order():
     together = threading.Barrier(3, timeout=20)
 

@@ -50,7 +50,6 @@ def all_kinds(tmp_path):
     return write(tmp_path / "kinds.parquet", kinds)
 
 
-@pytest.mark.shows("Dataset.from_parquet")
 def test_each_type_of_column(all_kinds):
     dataset = Dataset.from_parquet(all_kinds)
     first, second, third = dataset

@@ -133,6 +133,9 @@ def test_unseeded_shuffles_in_all_sources_are_told():
     for dataset in (Dataset.zip(plain, mixed), plain.concatenate(mixed), mixed.cache()):
         with pytest.warns(UserWarning, match="shuffle"):
             allotted(dataset.batch(2), Worker(2, 0))
+    in_any_order = plain.map(abs, num_parallel_calls=2, deterministic=False)
+    with pytest.warns(UserWarning, match="deterministic"):
+        allotted(in_any_order.batch(2), Worker(2, 0))
     seeded = Dataset.zip(plain, plain.shuffle(6, seed=1)).batch(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Kept:
+class WholePass:
     """The elements of one whole pass, once there was one. A copy has none."""
 
     __slots__ = ("elements",)
@@ -38,8 +38,8 @@ class Kept:
     def __init__(self) -> None:
         self.elements: list[Element] | None = None
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type[WholePass], tuple[()]]:
+        return WholePass, ()
 
 
 @final
@@ -54,13 +54,13 @@ class Cached(Derived):
 
     source: Recipe
     path: str = ""
-    kept: Kept = field(default_factory=Kept, compare=False)
+    kept: WholePass = field(default_factory=WholePass, compare=False)
 
     def of(self, source: Recipe) -> Self:
         """Other elements are kept apart."""
         if source is self.source:
             return self
-        return replace(self, source=source, kept=Kept())
+        return replace(self, source=source, kept=WholePass())
 
     def begun(self) -> Recipe:
         return replace(self, source=self.source.first())
@@ -78,7 +78,7 @@ class Cached(Derived):
     def shared(self, parts: int, index: int) -> Cached:
         """For the elements of one worker among several, which has a file of its own."""
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
-        return replace(self, path=path, kept=Kept())
+        return replace(self, path=path, kept=WholePass())
 
     def items(self) -> Iterator[Element]:
         return self._filed() if self.path else self._remembered()

@@ -22,6 +22,7 @@ from ._passes import (
     Batching,
     Derived,
     Enumerated,
+    MappedPass,
     Prefetched,
     Recipe,
     Reordered,
@@ -199,6 +200,14 @@ def order_differs(recipe: Recipe, dealt: int) -> bool:
     """Whether each worker sees in another order what several deal out by number, so
     that some elements are read twice, and others by nobody."""
     return any(not each.is_the_same_everywhere for each in _shuffled(recipe, dealt))
+
+
+def has_no_order(recipe: Recipe, dealt: int) -> bool:
+    """Whether what workers deal out by number comes as it is made, in any order."""
+    return any(
+        isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
+        for each in itertools.islice(_walk(recipe), dealt, None)
+    )
 
 
 def order_of(begun: Recipe, dealt: int) -> str:

@@ -7,13 +7,18 @@ as many as threads, and one more for each that waits for its turn.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import itertools
 import os
+import threading
+import time
+import weakref
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Final
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 
@@ -24,7 +29,6 @@ from ._tree import as_element
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
 _WAITING: Final = 2
 """Elements that are under way, for each thread: one is made, one is ready or begun."""
@@ -61,17 +65,15 @@ def in_order(
     begins no others.
     """
     pending: deque[Future[Any]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="zstrat map")
     with contextlib.ExitStack() as stack:
         elements = enumerate(stack.enter_context(ending(source)))
-        stack.callback(_end, pool, pending)
+        callers = Callers(threads)
+        stack.callback(callers.close)
         while True:
             for number, element in itertools.islice(
                 elements, threads * _WAITING - len(pending)
             ):
-                # Each call in the context of who reads: two may not share one.
-                run = contextvars.copy_context().run
-                pending.append(pool.submit(run, function, number, element))
+                pending.append(callers.call(function, number, element))
             if not pending:
                 return
             yield _next(pending, is_ordered).result()
@@ -87,10 +89,88 @@ def _next(pending: deque[Future[Any]], is_ordered: bool) -> Future[Any]:
     return first
 
 
-def _end(pool: ThreadPoolExecutor, pending: deque[Future[Any]]) -> None:
-    pool.shutdown(wait=False, cancel_futures=True)
-    # What was cancelled is never done, as nobody takes it up.
-    wait([future for future in pending if not future.cancelled()], GOODBYE)
+@final
+class Callers:
+    """Threads that call functions, in the order in which they are asked to.
+
+    They are daemons, and know the queue alone: one that is blocked in a user's function
+    keeps no program from ending, as those of a ThreadPoolExecutor would.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._calls: Final[SimpleQueue[_Call | None]] = SimpleQueue()
+        self._threads: Final = [
+            threading.Thread(
+                target=_serve, args=(self._calls,), name="zstrat map", daemon=True
+            )
+            for _ in range(count)
+        ]
+        self._is_ended = False
+        _OPEN.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Begins a call, in the context of who asks."""
+        future: Future[Any] = Future()
+        run = contextvars.copy_context().run  # of its own: two may not share one
+        self._calls.put(_Call(future, lambda: run(function, *args)))
+        return future
+
+    def end(self) -> bool:
+        """Tells the threads to end after the call that they are in; False if they were
+        told before, as all are when the interpreter ends."""
+        if self._is_ended:
+            return False
+        self._is_ended = True
+        with contextlib.suppress(Empty):
+            while (waiting := self._calls.get_nowait()) is not None:
+                waiting.future.cancel()
+        for _ in self._threads:
+            self._calls.put(None)
+        return True
+
+    def close(self) -> None:
+        """Ends the threads, and waits for them, `GOODBYE` seconds at most."""
+        if self.end():
+            self.join(time.monotonic() + GOODBYE)
+
+    def join(self, deadline: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Call(NamedTuple):
+    future: Future[Any]
+    run: Callable[[], Any]
+
+
+def _serve(calls: SimpleQueue[_Call | None]) -> None:
+    while (waiting := calls.get()) is not None:
+        future, run = waiting
+        del waiting  # what it made may have no other owner than who reads
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(run())
+            except BaseException as error:  # goes to who draws the element
+                future.set_exception(error)
+        del future, run
+
+
+_OPEN: Final[weakref.WeakSet[Callers]] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """Before the interpreter ends: it would tear a thread out of jax's C++."""
+    left = list(_OPEN)
+    for callers in left:
+        callers.end()
+    deadline = time.monotonic() + GOODBYE
+    for callers in left:
+        callers.join(deadline)
+
+
+atexit.register(_end_all)
 
 
 def numbered(

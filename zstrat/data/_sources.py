@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ._leaves import Element
     from ._passes import Recipe
-    from .files import Path, Read
+    from .files import Path, ReadFile
 
 
 class Sources:
@@ -253,7 +253,7 @@ class Sources:
         return cls(recipe)
 
 
-def _records(filenames: Path | Sequence[Path], read: Read) -> Recipe:
+def _records(filenames: Path | Sequence[Path], read: ReadFile) -> Recipe:
     return files.Records(files.paths_of(filenames), read, is_bytes=True)
 
 

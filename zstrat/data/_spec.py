@@ -67,7 +67,7 @@ class TensorSpec:
 
 
 @runtime_checkable
-class Described(Protocol):
+class Specified(Protocol):
     """What may stand in a signature: a `TensorSpec`, a ``jax.ShapeDtypeStruct``, …"""
 
     @property
@@ -90,7 +90,7 @@ def spec_of(element: Element) -> Spec:
 def leaf_spec(leaf: Any) -> TensorSpec:
     if isinstance(leaf, bytes) and not isinstance(leaf, np.generic):
         return TensorSpec((), TEXT)
-    if isinstance(leaf, Described):  # jax's, too, which are not read for it
+    if isinstance(leaf, Specified):  # jax's, too, which are not read for it
         return TensorSpec(leaf.shape, leaf.dtype)
     array = np.asarray(leaf)
     return TensorSpec(array.shape, array.dtype)
@@ -149,7 +149,7 @@ def signature_of(given: Any) -> Spec:
         TypeError: A leaf has no shape and dtype.
     """
     for path, leaf in leaves(given):
-        if not isinstance(leaf, Described):
+        if not isinstance(leaf, Specified):
             raise TypeError(
                 "`output_signature` must be a zs.data.TensorSpec(shape, dtype), or "
                 f"dicts and tuples of them; at {path or 'the top'} it is {leaf!r:.100}"

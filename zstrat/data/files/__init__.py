@@ -7,7 +7,7 @@ from ._element_file import write_start as write_start
 from ._files import Files as Files
 from ._files import Listed as Listed
 from ._files import Path as Path
-from ._files import Read as Read
+from ._files import ReadFile as ReadFile
 from ._files import Records as Records
 from ._files import Tables as Tables
 from ._files import load_npy as load_npy

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Path = str | os.PathLike[str]
-Read = Callable[[str], Iterable[Any]]
+ReadFile = Callable[[str], Iterable[Any]]
 
 
 class Files(Recipe):
@@ -83,7 +83,7 @@ class Records(Files):
     """
 
     paths: tuple[str, ...]
-    read: Read
+    read: ReadFile
     is_bytes: bool = False
 
     def spec(self, look: Look) -> Spec:
@@ -259,7 +259,7 @@ def _loaded(path: str, mode: Literal["r"] | None) -> Any:
         raise ValueError(f"{path} has no arrays that can be read: {error}") from error
 
 
-def reading(read: Read) -> Read:
+def reading(read: ReadFile) -> ReadFile:
     """A user's reader, whose elements become arrays that nobody else writes to."""
     return _Owned(read)
 
@@ -267,7 +267,7 @@ def reading(read: Read) -> Read:
 @final
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    read: Read
+    read: ReadFile
 
     def __call__(self, path: str) -> Iterator[Element]:
         with ending(iter(self.read(path))) as source:
