@@ -303,6 +303,15 @@ def test_interleave_of_unlike_lengths(calls):
     assert plain(uneven) == wanted
 
 
+def test_a_shuffle_in_it_has_an_order_for_each_element_alike_in_all_passes():
+    mixed = Dataset.range(9).shuffle(9, seed=1)
+    epochs = Dataset.range(3).flat_map(lambda epoch: mixed)
+    orders = [tuple(plain(epochs)[i : i + 9]) for i in (0, 9, 18)]
+    assert len(set(orders)) == 3
+    assert all(sorted(order) == list(range(9)) for order in orders)
+    assert plain(epochs) == [x for order in orders for x in order]
+
+
 def test_a_pass_that_is_given_up_closes_all_that_is_open():
     closed = []
 

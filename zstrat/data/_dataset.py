@@ -179,7 +179,8 @@ class Dataset(Sources):
         are open at a time (2, or ``num_parallel_calls``).
 
         The order is the same in any case; ``deterministic=False`` would allow another
-        one, of which no use is made.
+        one, of which no use is made. A `shuffle` in such a dataset has another order
+        for each element, and the same ones in each pass.
 
         Args:
             num_parallel_calls: So many of the open datasets are read ahead, a block

@@ -63,7 +63,10 @@ class Interleaved(Derived):
                         if all(each is None for each in reading):
                             return
                         continue
-                    current = self._ahead(opened(number, element).elements(), at)
+                    # Its number tells the orders of shuffles apart: a count that this
+                    # advanced would make them depend on how far other passes are.
+                    inner = opened(number, element).again(number)
+                    current = self._ahead(inner.elements(), at)
                     reading[at] = current
                     places[at].enter_context(ending(current))
                 given = 0
@@ -89,4 +92,4 @@ class Interleaved(Derived):
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"
             )
-        return made.recipe.begun()
+        return made.recipe.first()
