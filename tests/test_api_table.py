@@ -73,7 +73,7 @@ def test_a_place_is_linked_to_the_file_that_defines_it(make_api):
         ("zs.ReduceOp.SUM", "zstrat/collectives/_terms.py"),
         ("zs.Variable", "zstrat/variables/_variable.py"),
         ("zs.InputContext.num_replicas_in_sync", "zstrat/data/_options.py"),
-        ("zs.data.Dataset.range", "zstrat/data/_dataset.py"),
+        ("zs.data.Dataset.range", "zstrat/data/_sources.py"),
         ("zs.compat.v1.distribute", "zstrat/compat/v1/distribute/__init__.py"),
     ):
         assert make_api._file(here, DOCS.parent) == file

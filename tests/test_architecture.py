@@ -61,6 +61,7 @@ DOORS = {
     "safetensors": "zstrat.checkpoint",
     "xxhash": "zstrat.checkpoint",
     "grain": "zstrat.data",
+    "pyarrow": "zstrat.data.files._parquet",
     "orbax": "zstrat.saving",
     "tensorboardX": "zstrat.saving",
     "kubernetes": "zstrat.cluster._kubernetes",

@@ -16,6 +16,8 @@ def dataset():
 
 alone = iter(dataset())
 next(alone)
+mapped = iter(dataset().map(lambda rows: rows, num_parallel_calls=2).prefetch(2))
+next(mapped)
 distributed = iter(strategy.experimental_distribute_dataset(dataset()))
 next(distributed)
 """
@@ -30,3 +32,23 @@ def test_passes_that_are_open_at_the_end_of_a_program_end_quietly():
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+BLOCKED = """
+import threading
+import zstrat.data, zstrat.data._parallel
+zstrat.data._parallel.GOODBYE = 0.1
+
+def forever(x):
+    return threading.Event().wait() if x else x
+
+mapped = iter(zstrat.data.Dataset.range(9).map(forever, num_parallel_calls=2))
+next(mapped)
+"""
+
+
+def test_a_function_that_never_returns_keeps_no_program_from_ending():
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -33,3 +33,20 @@ async def test_a_grain_dataset_is_passed_over_as_it_is(world):
     assert sorted(float(x) for batch in batches for x in batch["x"]) == list(range(12))
     for batch in batches:
         np.testing.assert_array_equal(batch["even"], batch["x"] % 2 == 0)
+
+
+def flags_are_read():
+    """As grain does it where it starts processes."""
+    from absl import flags
+
+    return [np.bool_(flags.FLAGS.grain_enable_multiprocess_worker_profiling)]
+
+
+async def test_flags_have_their_defaults_as_a_daemon_parses_none(world):
+    from absl import flags
+
+    flags.FLAGS.unparse_flags()
+    with pytest.raises(flags.UnparsedFlagAccessError):
+        flags_are_read()
+    _, layout = await world.build(flags_are_read)
+    assert layout.dtypes == ["bool"]

@@ -13,6 +13,8 @@ from ._dataset import Dataset as Dataset
 from ._elements import ClosingIterator as ClosingIterator
 from ._elements import Elements as Elements
 from ._elements import ending as ending
+from ._foreign import is_huggingface as is_huggingface
+from ._foreign import parse_no_flags as parse_no_flags
 from ._leaves import dense as dense
 from ._leaves import require_data as require_data
 from ._options import SHARD_HINT as SHARD_HINT
@@ -27,6 +29,7 @@ from ._rebatch import Cutter as Cutter
 from ._rebatch import Span as Span
 from ._rebatch import Worker as Worker
 from ._rebatch import batch_sizes_for_worker as batch_sizes_for_worker
+from ._spec import TensorSpec as TensorSpec
 from ._tree import own as own
 
 TextLineDataset = Dataset.from_text_lines

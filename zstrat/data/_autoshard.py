@@ -31,6 +31,12 @@ _UNSEEDED: Final = (
     "twice, and others by nobody. Give `shuffle` the same seed in every process: "
     "shuffle(buffer_size, seed=...)"
 )
+_UNORDERED: Final = (
+    "several workers deal this dataset out among themselves, and it has a "
+    "`map(deterministic=False)`, whose elements come in another order in each worker, "
+    "so some are read twice, and others by nobody. Leave `deterministic` out, or map "
+    "behind the place where it is dealt out"
+)
 
 
 @final
@@ -119,7 +125,8 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
             does not fit it.
 
     Warns:
-        UserWarning: Several workers deal it out, and shuffle it differently.
+        UserWarning: Several workers deal it out, and shuffle it differently, or map it
+            in any order.
     """
     dataset = as_dataset(source)
     recipe = dataset.recipe
@@ -133,6 +140,8 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     dealt = lineage.dealt_before(recipe, policy) if worker.count > 1 else None
     if dealt is not None and lineage.order_differs(recipe, dealt):
         warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
+    if dealt is not None and lineage.has_no_order(recipe, dealt):
+        warnings.warn(_UNORDERED, stacklevel=4)
     if policy is AutoShardPolicy.FILE:
         recipe = lineage.for_files(recipe, worker.count, worker.index)
     elif policy is AutoShardPolicy.HINT:

@@ -7,24 +7,31 @@ gives a strategy a grain dataset or any generator instead.
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from . import _files as files
 from . import _passes as passes
+from ._cached import Cached
+from ._folded import folded, looked_at
+from ._interleave import Interleaved
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
+from ._padded import PaddedBatches
+from ._parallel import threads_of
+from ._recut import Rebatched, Unbatched
+from ._several import Concatenated
 from ._shuffle import Shuffled
-from ._tree import as_element, leaves
+from ._sources import Sources
+from ._spec import common_spec, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ._files import Path, Read
     from ._leaves import Element
-    from ._passes import Recipe
+    from ._spec import Spec
 
 AUTOTUNE: Final = -1
 """As a buffer size: two elements, one that is read while the next one is made."""
@@ -33,7 +40,7 @@ UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
 
 
 @final
-class Dataset:
+class Dataset(Sources):
     """A sequence of elements; each ``iter()`` is a fresh pass over it.
 
     Elements are numpy arrays, scalars and `bytes`, or dicts and tuples of them, nested
@@ -41,129 +48,13 @@ class Dataset:
     array of objects, as in TF: numpy's strings drop the zeros at their ends.
 
     Datasets are immutable: every method returns a new one. Make one with `range`,
-    `from_tensor_slices`, `from_generator`, or of files: `from_text_lines`,
-    `from_tfrecords`, `from_npy`, `from_npz`, `from_files`. A generator or a mapped
-    function may fill the same buffer again and again.
+    `from_tensors`, `from_tensor_slices`, `from_generator`, `zip`, or of files:
+    `from_text_lines`, `from_tfrecords`, `from_npy`, `from_npz`, `from_parquet`,
+    `from_files`, `list_files`. A generator or a mapped function may fill the same
+    buffer again and again.
     """
 
-    __slots__ = ("_recipe",)
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe: Final = recipe
-
-    @staticmethod
-    def range(*args: int) -> Dataset:
-        """The int64 numbers of Python's ``range(*args)``, one an element."""
-        return Dataset(passes.Counted(range(*args)))
-
-    @staticmethod
-    def from_tensor_slices(tensors: Element) -> Dataset:
-        """One element for each index of the first axis of the arrays.
-
-        The arrays stay where they are: elements are views or gathers of them.
-
-        Raises:
-            ValueError: No array, a scalar, or first axes of different lengths.
-            TypeError: Objects; see `from_generator`.
-        """
-        arrays = as_element(tensors)
-        found = list(leaves(arrays))
-        if not found:
-            raise ValueError(
-                f"Invalid `tensors`. `tensors` is an empty structure: {tensors!r:.100}"
-            )
-        for path, array in found:
-            if np.ndim(array) == 0:
-                raise ValueError(
-                    f"component {path or 'of `tensors`'} is a scalar and has no first "
-                    "axis to slice; give arrays of at least one dimension"
-                )
-        lengths = {path: len(array) for path, array in found}
-        if len(set(lengths.values())) > 1:
-            sizes = ", ".join(f"{path} has {size}" for path, size in lengths.items())
-            raise ValueError(
-                f"Dimensions are not compatible: first axes differ: {sizes}"
-            )
-        return Dataset(passes.Rows(arrays, len(found[0][1])))
-
-    @staticmethod
-    def from_generator(
-        generator: Callable[..., Iterable[Any]], args: Sequence[Any] = ()
-    ) -> Dataset:
-        """What ``generator(*args)`` yields; it is called once for each pass.
-
-        Raises:
-            TypeError: ``generator`` is not callable (a running generator, for one: it
-                could be passed over only once). While iterating: a component is an
-                object, as `zs.IndexedSlices` are, and no number, text or array.
-        """
-        if not callable(generator):
-            raise TypeError(
-                "`generator` must be a Python callable, called for each pass; got a "
-                f"{type(generator).__name__}"
-            )
-        return Dataset(passes.Generated(generator, tuple(args)))
-
-    @staticmethod
-    def from_files(
-        filenames: Path | Sequence[Path], read: Callable[[str], Iterable[Any]]
-    ) -> Dataset:
-        """What ``read(filename)`` yields of each file, one file after the other.
-
-        A strategy knows the files, and gives each worker some of them. ``read`` is
-        called anew in each pass; it may yield `bytes`, and then gets bytes back.
-
-        Raises:
-            ValueError: There are no files.
-            TypeError: ``read`` is not callable. While iterating: as `from_generator`.
-        """
-        if not callable(read):
-            raise TypeError(f"`read` must be callable; got {read!r:.100}")
-        return _recorded(filenames, files.reading(read))
-
-    @staticmethod
-    def from_text_lines(filenames: Path | Sequence[Path]) -> Dataset:
-        """The lines of text files, as `bytes` without their ends; TF's
-        ``TextLineDataset``. A batch is an array of objects.
-
-        Raises:
-            ValueError: There are no files.
-            FileNotFoundError: While iterating: one is missing.
-        """
-        return _recorded(filenames, files.read_lines)
-
-    @staticmethod
-    def from_tfrecords(filenames: Path | Sequence[Path]) -> Dataset:
-        """The records of TFRecord files, as `bytes`; TF's ``TFRecordDataset``.
-
-        Raises:
-            ImportError: grain, which reads them, is not installed.
-            ValueError: There are no files; while iterating: one ends inside a record.
-        """
-        files.require_tfrecords()
-        return _recorded(filenames, files.read_tfrecords)
-
-    @staticmethod
-    def from_npy(filenames: Path | Sequence[Path]) -> Dataset:
-        """The rows of the arrays in ``.npy`` files, which are mapped into memory: what
-        is not used is not read.
-
-        Raises:
-            ValueError: There are no files; while iterating: one holds a scalar, or
-                objects.
-        """
-        return Dataset(files.Tables(files.paths_of(filenames), files.load_npy))
-
-    @staticmethod
-    def from_npz(filenames: Path | Sequence[Path]) -> Dataset:
-        """The rows of the arrays in ``.npz`` archives, as dicts by the arrays' names.
-        One archive is in memory at a time, and more while a shuffle mixes them.
-
-        Raises:
-            ValueError: There are no files; while iterating: the arrays of one differ in
-                their first axes, or a batch brings unlike files together.
-        """
-        return Dataset(files.Tables(files.paths_of(filenames), files.load_npz))
+    __slots__ = ()
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stacks ``batch_size`` elements along a new first axis; the last batch may be
@@ -218,7 +109,8 @@ class Dataset:
         return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every ``num_shards``-th element, from element ``index`` on.
+        """Every ``num_shards``-th element, from element ``index`` on; straight behind
+        `from_parquet` every such row group, if there are as many.
 
         With `SHARD_HINT` for both, a strategy that distributes the dataset under
         `AutoShardPolicy.HINT` puts its workers in; nothing else can iterate it.
@@ -234,19 +126,204 @@ class Dataset:
                 f"index must be between 0 and {num_shards - 1} (currently index "
                 f"= {index}, num_shards = {num_shards})."
             )
-        return Dataset(passes.SlicedPass(self._recipe, start=index, step=num_shards))
+        return Dataset(self._recipe.part(num_shards, index))
 
-    def map(self, map_func: Callable[..., Any]) -> Dataset:
+    def map(
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
         """``map_func`` of each element, in numpy; a plain tuple is spread over its
-        parameters, as in TF. Errors of the function pass through.
+        parameters, as in TF. Errors of the function pass through, with a note of the
+        line and the element.
+
+        Args:
+            num_parallel_calls: So many elements are made at a time, on threads that end
+                with the iterator; -1 (`AUTOTUNE`): one for each core, 16 at most. The
+                function must be safe to be called so, and threads help where it waits
+                for a disk, or computes in numpy.
+            deterministic: False: elements come as they are made, in any order; else in
+                the order of the source. Says nothing without threads.
 
         Raises:
             TypeError: ``map_func`` is not callable. While iterating: what it returns
                 has an object in it; see `from_generator`.
+            ValueError: ``num_parallel_calls`` is 0, or below -1.
         """
-        if not callable(map_func):
-            raise TypeError(f"`map_func` must be callable; got {map_func!r:.100}")
-        return Dataset(passes.MappedPass(self._recipe, map_func))
+        _require_callable("map_func", map_func)
+        threads, in_order = threads_of(num_parallel_calls), deterministic is not False
+        return Dataset(passes.MappedPass(self._recipe, map_func, threads, in_order))
+
+    def filter(self, predicate: Callable[..., Any]) -> Dataset:
+        """The elements of which ``predicate`` says True; a plain tuple is spread over
+        its parameters.
+
+        Raises:
+            TypeError: ``predicate`` is not callable. While iterating: it returns
+                something else than one bool.
+        """
+        _require_callable("predicate", predicate)
+        return Dataset(passes.Filtered(self._recipe, predicate))
+
+    def interleave(
+        self,
+        map_func: Callable[..., Dataset],
+        cycle_length: int | None = None,
+        block_length: int | None = None,
+        num_parallel_calls: int | None = None,
+        deterministic: bool | None = None,
+    ) -> Dataset:
+        """The elements of the datasets that ``map_func`` makes of each element, in
+        turn: ``block_length`` (1) of one, then of the next, of ``cycle_length`` that
+        are open at a time (2, or ``num_parallel_calls``).
+
+        The order is the same in any case; ``deterministic=False`` would allow another
+        one, of which no use is made. A `shuffle` in such a dataset has another order
+        for each element, and the same ones in each pass.
+
+        Args:
+            num_parallel_calls: So many of the open datasets are read ahead, a block
+                each, on threads of their own; -1 (`AUTOTUNE`): all.
+
+        Raises:
+            ValueError: A number is not positive; more parallel calls than datasets.
+            TypeError: ``map_func`` is not callable. While iterating: it returns no
+                dataset.
+        """
+        del deterministic
+        _require_callable("map_func", map_func)
+        calls = threads_of(num_parallel_calls)
+        length = (calls or 2) if cycle_length in (None, AUTOTUNE) else cycle_length
+        block = 1 if block_length is None else block_length
+        assert length is not None
+        _at_least("cycle_length", length, 1)
+        _at_least("block_length", block, 1)
+        if num_parallel_calls == AUTOTUNE:
+            calls = length
+        if calls > length:
+            raise ValueError(
+                f"`num_parallel_calls` {calls} must be at most `cycle_length` {length}"
+            )
+        return Dataset(Interleaved(self._recipe, map_func, length, block, calls))
+
+    def flat_map(self, map_func: Callable[..., Dataset]) -> Dataset:
+        """The elements of the datasets that ``map_func`` makes of each element, one
+        dataset after the other.
+
+        Raises:
+            TypeError: As `interleave`.
+        """
+        return self.interleave(map_func, cycle_length=1)
+
+    def concatenate(self, dataset: Dataset) -> Dataset:
+        """The elements of this one, then those of the other.
+
+        Raises:
+            TypeError: It is no dataset; its elements differ from these in structure,
+                rank or dtype, as far as that is known without a pass.
+        """
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"`concatenate` takes a zs.data.Dataset, got {type(dataset).__name__}"
+            )
+        ours, theirs = (each.recipe.spec(unknown) for each in (self, dataset))
+        if ours is not None and theirs is not None:
+            common_spec(ours, theirs)
+        return Dataset(Concatenated((self._recipe, dataset.recipe)))
+
+    def cache(self, filename: str | os.PathLike[str] = "") -> Dataset:
+        """The elements of the first whole pass, again in all later ones; in memory, or
+        in a file of that name, which later programs find.
+
+        Only a pass that came to its end is kept. A `shuffle` before it mixes once, and
+        one behind it anew in each pass. Elements kept in memory cannot be written to.
+        Of a dataset that a strategy deals out by file or hint each worker keeps its
+        own part, in a file ``filename-00000-of-00002``. Nobody looks whether a file
+        still fits the dataset: remove it when that changes.
+
+        Raises:
+            ValueError: It has no end. While iterating: the file is damaged, or none of
+                these.
+            TypeError: While iterating, with a file: named tuples, or dtypes of other
+                libraries.
+        """
+        if self._recipe.size() == INFINITE_CARDINALITY:
+            raise ValueError(
+                "cache() of an infinite dataset would take memory for ever, and never "
+                "be whole: call cache() before repeat(), or take() before cache()"
+            )
+        return Dataset(Cached(self._recipe, os.fspath(filename)))
+
+    def unbatch(self) -> Dataset:
+        """The rows of each element.
+
+        Raises (while iterating):
+            ValueError: A component is a scalar; first axes differ.
+        """
+        return Dataset(Unbatched(self._recipe))
+
+    def rebatch(
+        self, batch_size: int | Sequence[int], drop_remainder: bool = False
+    ) -> Dataset:
+        """The rows of all batches in batches of ``batch_size``, or of these sizes again
+        and again; the last may be shorter unless ``drop_remainder``.
+
+        Raises:
+            ValueError: A size is not positive, or there is none; while iterating: as
+                `unbatch`, or batches differ in structure or in the shape of their rows.
+        """
+        is_one = isinstance(batch_size, int | np.integer)
+        sizes = tuple(map(int, [batch_size] if is_one else batch_size))  # type: ignore[arg-type]
+        if not sizes:
+            raise ValueError("`batch_size` must be at least one number, got none")
+        for size in sizes:
+            _at_least("batch_size", size, 1)
+        return Dataset(Rebatched(self._recipe, sizes, drop_remainder))
+
+    def padded_batch(
+        self,
+        batch_size: int,
+        padded_shapes: Any = None,
+        padding_values: Any = None,
+        drop_remainder: bool = False,
+    ) -> Dataset:
+        """Stacks elements of different lengths, filled up at their ends.
+
+        Args:
+            padded_shapes: For each component a shape, whose None and -1 stand for the
+                longest of the batch; None: that in all axes of all components. The
+                structure is that of an element: one component takes ``[4]``.
+            padding_values: For each component a value, or one for all; None: zeros,
+                False, empty text.
+
+        Raises:
+            ValueError: ``batch_size`` is not positive. While iterating: an element is
+                larger than its padded shape, or has another rank.
+            TypeError: While iterating: the structures differ; a dtype cannot hold its
+                padding value.
+        """
+        _at_least("batch_size", batch_size, 1)
+        how = (batch_size, drop_remainder, padded_shapes, padding_values)
+        return Dataset(PaddedBatches(self._recipe, *how))
+
+    def reduce(
+        self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]
+    ) -> Element:
+        """``reduce_func(state, element)`` of one element after the other, from
+        ``initial_state``; gives the last state, in numpy. Neither is spread.
+
+        Raises:
+            ValueError: The dataset has no end.
+            TypeError: A state differs from the first in structure, or in a dtype that
+                this cannot hold.
+        """
+        _require_callable("reduce_func", reduce_func)
+        if self._recipe.size() == INFINITE_CARDINALITY:
+            raise ValueError(
+                "reduce() of an infinite dataset would not end: take() some elements"
+            )
+        return folded(iter(self), initial_state, reduce_func)
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Makes up to ``buffer_size`` elements ahead, on a thread of its own that ends
@@ -301,9 +378,19 @@ class Dataset:
         return options_of(self._recipe)
 
     @property
-    def recipe(self) -> Recipe:
-        """How it is made; for those who share it out."""
-        return self._recipe
+    def element_spec(self) -> Spec:
+        """What an element looks like: a `TensorSpec` at each leaf, with None for
+        lengths that differ.
+
+        Known of arrays, files, numbers, a generator with a signature, and all that
+        keeps or stacks their elements. Where it is not (behind `map` and `interleave`,
+        of other generators) the first element is drawn, by a pass of its own that no
+        other pass counts, and its lengths are told as they are.
+
+        Raises:
+            OutOfRangeError: It is not known, and there is no element to be looked at.
+        """
+        return self._recipe.spec(looked_at)
 
     def __iter__(self) -> Iterator[Element]:
         return self._recipe.begun().elements()
@@ -331,8 +418,9 @@ class Dataset:
         return f"<Dataset of {type(self._recipe).__name__.lower()} elements>"
 
 
-def _recorded(filenames: Path | Sequence[Path], read: Read) -> Dataset:
-    return Dataset(files.Records(files.paths_of(filenames), read))
+def _require_callable(name: str, function: object) -> None:
+    if not callable(function):
+        raise TypeError(f"`{name}` must be callable; got {function!r:.100}")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -9,7 +9,7 @@ object of grain has imported it before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
@@ -19,11 +19,10 @@ from ._elements import ending
 from ._leaves import SCALARS, Array, require_data
 from ._options import AutoShardPolicy
 from ._passes import INFINITE, UNKNOWN, Recipe
-from ._tree import leaves
+from ._tree import as_element, leaves
 
 if TYPE_CHECKING:
     from ._leaves import Element
-
 
 Dimensions = tuple[int | None, ...]
 Shape = tuple[int, ...]
@@ -85,6 +84,8 @@ def foreign(source: Iterable[Any]) -> Foreign:
         return _of_tensorflow(source)
     if grain is not None and isinstance(source, grain.MapDataset | grain.IterDataset):
         return _of_grain(source, grain)
+    if is_huggingface(source):
+        return _of_huggingface(source)
     if isinstance(source, list):
         return _of_list(source)
     if not isinstance(source, Iterable):
@@ -94,6 +95,47 @@ def foreign(source: Iterable[Any]) -> Foreign:
             f"{type(source).__name__}"
         )
     return Foreign(source.__iter__)
+
+
+def is_huggingface(source: object) -> bool:
+    """Whether it is a dataset of HuggingFace, whose columns are lists."""
+    theirs: Any = sys.modules.get("datasets")
+    kinds = (
+        getattr(theirs, "Dataset", None),
+        getattr(theirs, "IterableDataset", None),
+    )
+    return isinstance(source, tuple(kind for kind in kinds if isinstance(kind, type)))
+
+
+def parse_no_flags() -> None:
+    """Tells absl, if it is here, that the command line has none of its flags: they have
+    their defaults. For processes whose command line is ours.
+
+    grain asks for its flags when it starts processes (``mp_prefetch``), and absl would
+    refuse to say, because nobody has called ``app.run``.
+    """
+    absl: Any = sys.modules.get("absl.flags")
+    if absl is not None and not absl.FLAGS.is_parsed():
+        absl.FLAGS.mark_as_parsed()
+
+
+def _of_huggingface(source: Any) -> Foreign:
+    """Its elements are dicts of lists: each list is one array, no structure."""
+
+    def begin() -> Iterator[Any]:
+        for element in source:
+            try:
+                yield as_element(element)
+            except ValueError as error:
+                error.add_note(
+                    "Rows of different lengths in a dataset of HuggingFace: pad them "
+                    "there (dataset.map), or give zs.data.Dataset.from_generator("
+                    "lambda: dataset).padded_batch(...) its single rows"
+                )
+                raise
+
+    count = len(source) if isinstance(source, Sized) else UNKNOWN
+    return Foreign(begin, is_steady=True, count=count)
 
 
 def _of_list(batches: list[Any]) -> Foreign:

@@ -10,27 +10,30 @@ Law of the file: nothing here passes over a dataset.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from ._files import Files
+from ._cached import Cached
 from ._foreign import Foreign
 from ._options import AutoShardPolicy, Options
 from ._passes import (
-    Batched,
-    Counted,
+    Batching,
     Derived,
     Enumerated,
+    MappedPass,
     Prefetched,
     Recipe,
     Reordered,
     Rows,
-    SlicedPass,
 )
+from ._recut import Rebatched, Unbatched
+from ._several import Concatenated, Several
 from ._shuffle import Shuffled
+from ._spec import unknown
 from ._tree import leaves
+from .files import Files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,14 +77,19 @@ def options_of(recipe: Recipe) -> Options:
 def batch_size_of(recipe: Recipe) -> int | None:
     """The rows of a whole batch, None if that is not known without a pass."""
     match recipe:
-        case Batched():
+        case Batching():
             return recipe.batch_size
+        case Rebatched():
+            return recipe.rows
+        case Several():
+            found = {batch_size_of(source) for source in recipe.sources}
+            return found.pop() if len(found) == 1 else None
         case Rows():
             sizes = {np.shape(leaf)[1:2] for _, leaf in leaves(recipe.arrays)}
             return _only(sizes)
         case Foreign():
             return recipe.batch_size
-        case Reordered() | Prefetched():
+        case Reordered() | Prefetched() | Cached():
             return batch_size_of(recipe.source)
         case _:
             return None
@@ -90,22 +98,21 @@ def batch_size_of(recipe: Recipe) -> int | None:
 def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
     """The ranks of the leaves of an element, None if not known without a pass."""
     match recipe:
-        case Rows():
-            return tuple(np.ndim(leaf) - 1 for _, leaf in leaves(recipe.arrays))
-        case Counted():
-            return (0,)
         case Foreign():
             return recipe.ranks
-        case Batched():
+        case Batching():
             ranks = ranks_of(recipe.source)
             return None if ranks is None else tuple(rank + 1 for rank in ranks)
         case Enumerated():
             ranks = ranks_of(recipe.source)
             return None if ranks is None else (0, *ranks)
-        case Reordered() | Prefetched():
+        case Concatenated():
+            return ranks_of(recipe.sources[0])
+        case Reordered() | Prefetched() | Cached() | Rebatched():
             return ranks_of(recipe.source)
         case _:
-            return None
+            spec = recipe.spec(unknown)
+            return None if spec is None else tuple(x.ndim for _, x in leaves(spec))
 
 
 def is_steady(recipe: Recipe) -> bool:
@@ -115,24 +122,45 @@ def is_steady(recipe: Recipe) -> bool:
             return recipe.is_steady
         case Reordered() | Prefetched() | Enumerated():
             return is_steady(recipe.source)
+        case Unbatched() | Rebatched():  # views of them
+            return is_steady(recipe.source)
+        case Several():
+            return all(map(is_steady, recipe.sources))
         case _:
             return True
 
 
 def file_count(recipe: Recipe) -> int | None:
-    """How many files it is read from, None if it is not."""
+    """How many files (or parts of files) it is read from, None if it is not, or not
+    from them alone. Nobody knows which files of zipped datasets belong together."""
     source = _source(recipe)
-    return len(source.paths) if isinstance(source, Files) else None
+    if isinstance(source, Files):
+        return len(source.paths)
+    if isinstance(source, Concatenated):
+        counts = [file_count(each) for each in source.sources]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+    return None
 
 
 def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
     """The same of files ``worker``, ``worker + workers``, … alone."""
 
     def fewer(source: Recipe) -> Recipe:
-        assert isinstance(source, Files)
-        return source.every(workers, worker)
+        if isinstance(source, Files):
+            return source.every(workers, worker)
+        assert isinstance(source, Concatenated)
+        dealt: list[Recipe] = []
+        before = 0
+        for each in source.sources:  # the files of all are counted through
+            dealt.append(for_files(each, workers, (worker - before) % workers))
+            before += file_count(each) or 0
+        return replace(source, sources=tuple(dealt))
 
-    return _rewritten(recipe, lambda each: isinstance(each, Files), fewer)
+    place = workers, worker
+    return _rewritten(
+        recipe, lambda x: isinstance(x, Files | Concatenated), fewer, place
+    )
 
 
 def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
@@ -141,20 +169,21 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     Raises:
         ValueError: There is no hint, and several workers.
     """
-    if not any(isinstance(each, Hinted) for each in _walk(recipe)):
+    if not any(isinstance(each, Hinted) for each in _line(recipe)):
         if workers == 1:
             return recipe
         raise ValueError(
             "AutoShardPolicy.HINT: the dataset does not say where to shard it: call "
-            "dataset.shard(zs.data.SHARD_HINT, zs.data.SHARD_HINT) at that place, or "
-            "set another auto_shard_policy"
+            "dataset.shard(zs.data.SHARD_HINT, zs.data.SHARD_HINT) at that place "
+            "(behind `zip` and `concatenate`), or set another auto_shard_policy"
         )
 
     def sharded(hint: Recipe) -> Recipe:
         assert isinstance(hint, Hinted)
-        return SlicedPass(hint.source, start=worker, step=workers)
+        return hint.source.part(workers, worker)
 
-    return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded)
+    place = workers, worker
+    return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded, place)
 
 
 def dealt_before(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
@@ -162,7 +191,7 @@ def dealt_before(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
     workers deal out by number, so that they have to see them in one order; None: they
     deal out none."""
     if policy is AutoShardPolicy.HINT:
-        hints = (n for n, each in enumerate(_walk(recipe)) if isinstance(each, Hinted))
+        hints = (n for n, each in enumerate(_line(recipe)) if isinstance(each, Hinted))
         return next(hints, None)
     return 0 if policy is AutoShardPolicy.DATA else None
 
@@ -171,6 +200,14 @@ def order_differs(recipe: Recipe, dealt: int) -> bool:
     """Whether each worker sees in another order what several deal out by number, so
     that some elements are read twice, and others by nobody."""
     return any(not each.is_the_same_everywhere for each in _shuffled(recipe, dealt))
+
+
+def has_no_order(recipe: Recipe, dealt: int) -> bool:
+    """Whether what workers deal out by number comes as it is made, in any order."""
+    return any(
+        isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
+        for each in itertools.islice(_walk(recipe), dealt, None)
+    )
 
 
 def order_of(begun: Recipe, dealt: int) -> str:
@@ -190,6 +227,17 @@ def _shuffled(recipe: Recipe, dealt: int) -> Iterator[Shuffled]:
 
 
 def _walk(recipe: Recipe) -> Iterator[Recipe]:
+    """It and all that it is made of."""
+    yield recipe
+    if isinstance(recipe, Derived):
+        yield from _walk(recipe.source)
+    elif isinstance(recipe, Several):
+        for source in recipe.sources:
+            yield from _walk(source)
+
+
+def _line(recipe: Recipe) -> Iterator[Recipe]:
+    """It and what it is made of, up to where that is several."""
     yield recipe
     while isinstance(recipe, Derived):
         recipe = recipe.source
@@ -197,7 +245,7 @@ def _walk(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _source(recipe: Recipe) -> Recipe:
-    *_, source = _walk(recipe)
+    *_, source = _line(recipe)
     return source
 
 
@@ -205,12 +253,14 @@ def _rewritten(
     recipe: Recipe,
     is_wanted: Callable[[Recipe], bool],
     change: Callable[[Recipe], Recipe],
+    place: tuple[int, int],
 ) -> Recipe:
-    """The recipe with the last wanted operation changed."""
+    """The recipe with the last wanted operation changed, for one worker of several."""
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
-    return recipe.of(_rewritten(recipe.source, is_wanted, change))
+    changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
+    return changed.shared(*place) if isinstance(changed, Cached) else changed
 
 
 def _only(sizes: set[tuple[int, ...]]) -> int | None:

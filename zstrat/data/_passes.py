@@ -22,13 +22,16 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 import numpy as np
 
 from ._elements import ending
+from ._parallel import in_order, numbered
 from ._prefetch import Prefetcher
+from ._spec import TensorSpec, fitted, leaf_spec, row_spec, stacked_spec
 from ._tree import mapped, owned, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ._leaves import Element
+    from ._spec import Look, Spec
 
 INFINITE: Final = -1
 UNKNOWN: Final = -2
@@ -47,9 +50,23 @@ class Recipe(abc.ABC):
     def size(self) -> int:
         """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
+    def spec(self, look: Look) -> Spec:
+        """What an element looks like, found without a pass; who does not know asks
+        ``look``, which may draw one."""
+        return look(self)
+
+    def part(self, parts: int, index: int) -> Recipe:
+        """One of so many parts, which together are all items: every ``parts``-th item,
+        unless the source says what else is better read apart."""
+        return SlicedPass(self, start=index, step=parts)
+
     def apart(self) -> Recipe:
         """Itself with a count of passes of its own, however often others pass over it:
         for those who have to agree about the numbers of their passes."""
+        return self
+
+    def first(self) -> Recipe:
+        """Itself, begun, as if nobody had passed over it before."""
         return self
 
     def begun(self) -> Recipe:
@@ -95,6 +112,9 @@ class Derived(Recipe):
     def apart(self) -> Recipe:
         return self.of(self.source.apart())
 
+    def first(self) -> Recipe:
+        return self.of(self.source.first())
+
     def begun(self) -> Recipe:
         return self.of(self.source.begun())
 
@@ -106,6 +126,9 @@ class Reordered(Derived):
     """Chooses among the items of its source and leaves their meaning to it."""
 
     __slots__ = ()
+
+    def spec(self, look: Look) -> Spec:
+        return self.source.spec(look)
 
     def one(self, item: Any) -> Element:
         return self.source.one(item)
@@ -128,12 +151,34 @@ class Rows(Recipe):
     def size(self) -> int:
         return self.rows
 
+    def spec(self, look: Look) -> Spec:
+        del look
+        return row_spec(mapped(leaf_spec, self.arrays))
+
     def one(self, item: int) -> Element:
         return mapped(lambda array: array[item], self.arrays)
 
     def many(self, items: list[int]) -> Element:
         rows = np.array(items)
         return mapped(lambda array: array[rows], self.arrays)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Single(Recipe):
+    """One element."""
+
+    element: Element
+
+    def items(self) -> Iterator[Element]:
+        yield self.element
+
+    def size(self) -> int:
+        return 1
+
+    def spec(self, look: Look) -> Spec:
+        del look
+        return mapped(leaf_spec, self.element)
 
 
 @final
@@ -149,6 +194,10 @@ class Counted(Recipe):
     def size(self) -> int:
         return len(self.numbers)
 
+    def spec(self, look: Look) -> Spec:
+        del look
+        return TensorSpec((), np.int64)
+
     def one(self, item: int) -> Element:
         return np.int64(item)
 
@@ -163,28 +212,83 @@ class Generated(Recipe):
 
     generator: Callable[..., Any]
     args: tuple[Any, ...]
+    signature: Spec = None
 
     def items(self) -> Iterator[Element]:
         with ending(iter(self.generator(*self.args))) as source:
-            for element in source:
-                yield owned(element)
+            for number, element in enumerate(source):
+                fresh = owned(element)
+                if self.signature is not None:
+                    fresh = fitted(fresh, self.signature, number)
+                yield fresh
 
     def size(self) -> int:
         return UNKNOWN
+
+    def spec(self, look: Look) -> Spec:
+        return look(self) if self.signature is None else self.signature
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MappedPass(Derived):
+    """A function of each element.
+
+    Args:
+        threads: How many elements are made at a time; 0: by who reads, one by one.
+        in_order: The results come in the order of the elements, not as they are made.
+    """
+
     source: Recipe
     function: Callable[..., Any]
+    threads: int = 0
+    in_order: bool = True
 
     def items(self) -> Iterator[Element]:
+        made = numbered(self._made, "map", self.function)
+        if self.threads:
+            return in_order(self.source.elements(), made, self.threads, self.in_order)
+        return self._each(made)
+
+    def _each(self, made: Callable[[int, Element], Element]) -> Iterator[Element]:
         with ending(self.source.elements()) as elements:
-            for element in elements:
-                # As in TF the components of a plain tuple are the arguments.
-                args = element if type(element) is tuple else (element,)
-                yield owned(self.function(*args))
+            for number, element in enumerate(elements):
+                yield made(number, element)
+
+    def _made(self, element: Element) -> Element:
+        return owned(self.function(*arguments(element)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Filtered(Reordered):
+    """The items for whose elements a function says True."""
+
+    source: Recipe
+    predicate: Callable[..., Any]
+
+    def items(self) -> Iterator[Any]:
+        judged = numbered(self._judged, "filter", self.predicate)
+        with ending(self.source.items()) as items:
+            for number, item in enumerate(items):
+                if judged(number, self.source.one(item)):
+                    yield item
+
+    def size(self) -> int:
+        return UNKNOWN
+
+    def _judged(self, element: Element) -> bool:
+        answer = self.predicate(*arguments(element))
+        is_bool = isinstance(answer, bool | np.bool_)
+        if not is_bool:
+            array = np.asarray(answer)
+            is_bool = array.dtype == np.bool_ and array.ndim == 0
+        if not is_bool:
+            raise TypeError(
+                "Invalid `predicate`. `predicate` must return one bool, but it "
+                f"returned {answer!r:.100}"
+            )
+        return bool(answer)
 
 
 @final
@@ -198,11 +302,16 @@ class Enumerated(Derived):
             for number, element in enumerate(elements, self.start):
                 yield np.int64(number), element
 
+    def spec(self, look: Look) -> Spec:
+        source = self.source.spec(look)
+        return None if source is None else (TensorSpec((), np.int64), source)
 
-@final
-@dataclass(frozen=True, slots=True)
-class Batched(Derived):
-    source: Recipe
+
+class Batching(Derived):
+    """Batches of so many items. Subclasses are final, and say how one is made."""
+
+    __slots__ = ()
+
     batch_size: int
     drop_remainder: bool
 
@@ -211,7 +320,16 @@ class Batched(Derived):
             while chunk := list(itertools.islice(items, self.batch_size)):
                 if len(chunk) < self.batch_size and self.drop_remainder:
                     return
-                yield self.source.many(chunk)
+                yield self.joined(chunk)
+
+    @abc.abstractmethod
+    def joined(self, chunk: list[Any]) -> Element:
+        """The batch of these items of the source."""
+
+    @property
+    def rows(self) -> int | None:
+        """Of every batch, as far as that is promised."""
+        return self.batch_size if self.drop_remainder else None
 
     def size(self) -> int:
         size = self.source.size()
@@ -219,6 +337,22 @@ class Batched(Derived):
             return size
         whole, rest = divmod(size, self.batch_size)
         return whole + (rest > 0 and not self.drop_remainder)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Batched(Batching):
+    """Elements of one shape, stacked."""
+
+    source: Recipe
+    batch_size: int
+    drop_remainder: bool
+
+    def joined(self, chunk: list[Any]) -> Element:
+        return self.source.many(chunk)
+
+    def spec(self, look: Look) -> Spec:
+        return stacked_spec(self.source.spec(look), self.rows)
 
 
 @final
@@ -280,3 +414,11 @@ class Prefetched(Derived):
 
     def items(self) -> Iterator[Element]:
         return Prefetcher(self.source.elements(), self.buffer_size)
+
+    def spec(self, look: Look) -> Spec:
+        return self.source.spec(look)
+
+
+def arguments(element: Element) -> tuple[Any, ...]:
+    """As in TF the components of a plain tuple are the arguments."""
+    return element if type(element) is tuple else (element,)

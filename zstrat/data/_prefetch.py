@@ -102,13 +102,18 @@ class _Buffer:
         taken.clear()
         return item
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """False if it was closed before, as all are when the interpreter ends: later
+        there may be no module any more to do it with."""
+        if self._is_closed:
+            return False
         self._is_closed = True
         self._room.put(False)
         with contextlib.suppress(Empty):
             while True:
                 self._items.get_nowait()
         self._items.put(_CLOSED)
+        return True
 
 
 _RUNNING: Final[weakref.WeakKeyDictionary[threading.Thread, _Buffer]] = (
@@ -159,8 +164,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """Ends the thread and closes the source."""
-        self._buffer.close()
-        self._thread.join(GOODBYE)
+        if self._buffer.close():
+            self._thread.join(GOODBYE)
 
 
 def _fill(source: Iterator[Any], buffer: _Buffer) -> None:

@@ -89,15 +89,15 @@ def sharing_policy(
         raise ValueError(
             "AutoShardPolicy.FILE: did not find a shardable source, because the "
             "dataset is not read from files that zstrat knows (zs.data.Dataset."
-            "from_files and its kin): consider turning off auto-sharding or switching "
-            "the auto_shard_policy to DATA"
+            "from_files, list_files and their kin), or several are zipped: consider "
+            "turning off auto-sharding or switching the auto_shard_policy to DATA"
         )
     if policy is AutoShardPolicy.FILE and files is not None and files < workers:
         raise ValueError(
-            f"AutoShardPolicy.FILE: not enough files, {files} for {workers} workers; "
-            "each worker needs at least one: write more files, or set the "
-            "auto_shard_policy to DATA (every worker reads all and keeps its share) "
-            "or OFF"
+            f"AutoShardPolicy.FILE: not enough files, {files} for {workers} workers "
+            "(of Parquet row groups count); each worker needs at least one: write more "
+            "files, or set the auto_shard_policy to DATA (every worker reads all and "
+            "keeps its share) or OFF"
         )
     return policy
 

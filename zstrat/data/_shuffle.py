@@ -40,6 +40,10 @@ class Passes:
     def next(self) -> tuple[int, ...]:
         return (*self._first, next(self._numbers))
 
+    def one(self) -> tuple[int, ...]:
+        """The number of the first pass, whether it was begun or not."""
+        return (*self._first, 1)
+
     def branch(self) -> Passes:
         """A count of its own, of which the passes here know nothing."""
         return Passes((*self._first, next(self._branches)))
@@ -81,6 +85,10 @@ class Shuffled(Reordered):
     def apart(self) -> Recipe:
         fresh = self.of(self.source.apart())
         return replace(fresh, passes=self.passes.branch())
+
+    def first(self) -> Recipe:
+        fresh = self.of(self.source.first())
+        return replace(fresh, order=self.passes.one())
 
     def again(self, number: int) -> Recipe:
         fresh = self.of(self.source.again(number))

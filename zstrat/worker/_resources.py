@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
 import jax
 import numpy as np
 
-from zstrat.data import Elements, InputContext, is_steady
+from zstrat.data import (
+    Elements,
+    InputContext,
+    as_dataset,
+    is_huggingface,
+    is_steady,
+    parse_no_flags,
+)
 from zstrat.errors import ClosureInputError, NotFoundError
 from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import joined
@@ -151,6 +158,7 @@ class Resources:
                 return find(resource)
 
             shipped.loaded = self._load(shipped.code, shipped.arrays, resolve)
+            parse_no_flags()  # of what it has imported: this is no program of absl's
         return shipped.loaded
 
     # Resources
@@ -237,6 +245,9 @@ class Resources:
 
     def _iterate(self, number: int, made: object) -> LayoutMessage:
         name = f"the dataset of {self._task}"
+        parse_no_flags()  # of what the dataset function has imported
+        if is_huggingface(made):
+            made = as_dataset(made)
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
             iterator = self._open[number] = made.__iter__()
             first = iterator.draw()

@@ -10,35 +10,43 @@ TFRecord files are read by grain, which is optional.
 
 from __future__ import annotations
 
+import abc
+import glob
 import os
 import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 
 import numpy as np
 
-from ._elements import ending
-from ._passes import UNKNOWN, Recipe
-from ._tree import kind_of, leaves, mapped, owned
+from zstrat.data._elements import ending
+from zstrat.data._passes import UNKNOWN, Recipe
+from zstrat.data._recut import appended
+from zstrat.data._spec import TensorSpec
+from zstrat.data._tree import kind_of, leaves, mapped, owned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from ._leaves import Element
+    from zstrat.data._leaves import Element
+    from zstrat.data._spec import Look, Spec
 
-    Path = str | os.PathLike[str]
-    Read = Callable[[str], Iterable[Any]]
+
+Path = str | os.PathLike[str]
+ReadFile = Callable[[str], Iterable[Any]]
 
 
 class Files(Recipe):
-    """A source that is read from files. Subclasses are final."""
+    """A source that is read from files, or parts of them. Subclasses are final."""
 
     __slots__ = ()
 
     paths: tuple[str, ...]
+    """Of the parts, in order; of a file in several parts, once for each."""
 
     def every(self, step: int, start: int) -> Self:
-        """The same of files ``start``, ``start + step``, … alone."""
+        """The same of parts ``start``, ``start + step``, … alone."""
         fewer: Self = replace(self, paths=self.paths[start::step])  # type: ignore[type-var]
         return fewer
 
@@ -48,11 +56,38 @@ class Files(Recipe):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Records(Files):
-    """What a reader yields of each file."""
+class Listed(Files):
+    """The names of files, as `bytes`."""
 
     paths: tuple[str, ...]
-    read: Read
+
+    def items(self) -> Iterator[bytes]:
+        for path in self.paths:
+            yield os.fsencode(path)
+
+    def size(self) -> int:
+        return len(self.paths)
+
+    def spec(self, look: Look) -> Spec:
+        del look
+        return TensorSpec((), bytes)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Records(Files):
+    """What a reader yields of each file.
+
+    Args:
+        is_bytes: They are records of bytes.
+    """
+
+    paths: tuple[str, ...]
+    read: ReadFile
+    is_bytes: bool = False
+
+    def spec(self, look: Look) -> Spec:
+        return TensorSpec((), bytes) if self.is_bytes else look(self)
 
     def items(self) -> Iterator[Element]:
         for path in self.paths:
@@ -60,25 +95,26 @@ class Records(Files):
                 yield from records
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Tables(Files):
-    """The rows of arrays in files; an item is an open file and the number of a row."""
+class TableRows(Files):
+    """The rows of arrays in files; an item is an open file and the number of a row.
+    Subclasses are final."""
 
-    paths: tuple[str, ...]
-    load: Callable[[str], Element]
+    __slots__ = ()
 
-    def items(self) -> Iterator[tuple[_Table, int]]:
-        for path in self.paths:
-            table = _Table(path, self.load(path))
-            for row in range(_rows(table.arrays, path)):
+    @abc.abstractmethod
+    def tables(self) -> Iterator[OpenTable]:
+        """The parts, one after the other; each is read when it is asked for."""
+
+    def items(self) -> Iterator[tuple[OpenTable, int]]:
+        for table in self.tables():
+            for row in range(_rows(table.arrays, table.path)):
                 yield table, row
 
-    def one(self, item: tuple[_Table, int]) -> Element:
+    def one(self, item: tuple[OpenTable, int]) -> Element:
         table, row = item
         return mapped(lambda array: array[row], table.arrays)
 
-    def many(self, items: list[tuple[_Table, int]]) -> Element:
+    def many(self, items: list[tuple[OpenTable, int]]) -> Element:
         rows = np.array([row for _, row in items])
         opened = {id(table): table for table, _ in items}
         if len(opened) == 1:
@@ -92,13 +128,26 @@ class Tables(Files):
             for name in np.unique(files)
         ]
         back = np.argsort(order)
-        return mapped(lambda column: column[back], _appended(parts))
+        return mapped(lambda column: column[back], appended(parts))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tables(TableRows):
+    """A file is a table."""
+
+    paths: tuple[str, ...]
+    load: Callable[[str], Element]
+
+    def tables(self) -> Iterator[OpenTable]:
+        for path in self.paths:
+            yield OpenTable(path, self.load(path))
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class _Table:
-    """A file that is open."""
+class OpenTable:
+    """A file that is open, or a part of one."""
 
     path: str
     arrays: Element
@@ -118,12 +167,28 @@ def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
         ValueError: There is none.
         TypeError: One is no path.
     """
-    if isinstance(filenames, str | os.PathLike):
+    if isinstance(filenames, str | bytes | os.PathLike):
         filenames = [filenames]
     paths = tuple(os.fspath(each) for each in _strings(filenames))
     if not paths:
         raise ValueError("`filenames` is empty: a dataset is read from at least one")
     return paths
+
+
+def matching(file_pattern: Path | Sequence[Path]) -> tuple[str, ...]:
+    """The files that match a pattern, or any of several, sorted; a file that matches
+    several patterns comes as often.
+
+    Raises:
+        ValueError: There is none.
+    """
+    patterns = paths_of(file_pattern)
+    found = sorted(path for pattern in patterns for path in glob.glob(pattern))
+    if not found:
+        raise ValueError(
+            f"No files matched pattern: {', '.join(patterns)} (in {os.getcwd()})"
+        )
+    return tuple(found)
 
 
 def read_lines(path: str) -> Iterator[bytes]:
@@ -194,7 +259,7 @@ def _loaded(path: str, mode: Literal["r"] | None) -> Any:
         raise ValueError(f"{path} has no arrays that can be read: {error}") from error
 
 
-def reading(read: Read) -> Read:
+def reading(read: ReadFile) -> ReadFile:
     """A user's reader, whose elements become arrays that nobody else writes to."""
     return _Owned(read)
 
@@ -202,7 +267,7 @@ def reading(read: Read) -> Read:
 @final
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    read: Read
+    read: ReadFile
 
     def __call__(self, path: str) -> Iterator[Element]:
         with ending(iter(self.read(path))) as source:
@@ -228,7 +293,7 @@ def _tfrecord_reader() -> Callable[[str], Iterable[bytes]]:
 
 def _strings(filenames: Any) -> Iterator[Any]:
     for each in filenames:
-        yield each.decode() if isinstance(each, bytes) else each
+        yield os.fsdecode(each) if isinstance(each, bytes) else each
 
 
 def _rows(arrays: Element, path: str) -> int:
@@ -237,7 +302,7 @@ def _rows(arrays: Element, path: str) -> int:
     Raises:
         ValueError: They have none, or differ.
     """
-    found = {name or "array": np.shape(leaf)[:1] for name, leaf in leaves(arrays)}
+    found = {name or "array": leaf.shape[:1] for name, leaf in leaves(arrays)}
     if not found:
         raise ValueError(f"{path} has no arrays in it")
     if len(set(found.values())) > 1 or () in found.values():
@@ -248,7 +313,7 @@ def _rows(arrays: Element, path: str) -> int:
     return int(next(iter(found.values()))[0])
 
 
-def _require_alike(tables: Sequence[_Table]) -> None:
+def _require_alike(tables: Sequence[OpenTable]) -> None:
     """Refuses rows that are no batch together.
 
     Raises:
@@ -266,7 +331,9 @@ def _require_alike(tables: Sequence[_Table]) -> None:
             )
 
 
-def _column(array: np.ndarray) -> str:
+def _column(array: Any) -> str:
+    if not isinstance(array, np.ndarray):
+        return f"{list(array.shape[1:])}"
     shape, kind = list(np.shape(array)[1:]), kind_of(array)
     return f"{shape}" if kind == "an array" else f"{shape} of {kind}"
 
@@ -277,11 +344,3 @@ def _worded(columns: dict[str, str]) -> str:
 
 def _gathered(arrays: Element, rows: np.ndarray) -> Element:
     return mapped(lambda array: array[rows], arrays)
-
-
-def _appended(parts: Sequence[Element]) -> Element:
-    """The rows of the first, of the second, and so on."""
-    first = parts[0]
-    if isinstance(first, dict):
-        return {key: _appended([part[key] for part in parts]) for key in first}
-    return np.concatenate(parts)

@@ -1,0 +1,99 @@
+"""What is found by a pass: one value of all elements, or what the first looks like.
+
+Both passes are closed here, whatever comes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zstrat.errors import OutOfRangeError
+
+from ._elements import ending
+from ._passes import Derived
+from ._shuffle import Shuffled
+from ._spec import spec_of
+from ._tree import as_element, leaves, mapped, owned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ._leaves import Element
+    from ._passes import Recipe
+    from ._spec import Spec
+
+
+def folded(
+    elements: Iterator[Element],
+    initial: Any,
+    function: Callable[[Any, Any], Any],
+) -> Element:
+    """The state after the last element.
+
+    Raises:
+        TypeError: The state became something else; says after which element.
+    """
+    state = first = owned(initial)
+    with ending(elements):
+        for number, element in enumerate(elements):
+            state = _alike(owned(function(state, element)), first, number)
+    return state
+
+
+def _alike(state: Element, first: Element, number: int) -> Element:
+    """The state in the dtypes of the first one."""
+    found, wanted = dict(leaves(state)), dict(leaves(first))
+    if found.keys() != wanted.keys():
+        raise TypeError(
+            f"`reduce_func` returned another structure than `initial_state` has, at "
+            f"element {number}: {spec_of(state)!r}, after {spec_of(first)!r}"
+        )
+    if all(_dtype(leaf) == _dtype(wanted[path]) for path, leaf in found.items()):
+        return state
+    cast = iter(
+        [_cast(leaf, _dtype(wanted[p]), p, number) for p, leaf in found.items()]
+    )
+    return mapped(lambda _: next(cast), state)
+
+
+def _cast(leaf: Any, dtype: Any, path: str, number: int) -> Any:
+    kind = _dtype(leaf)
+    if kind == dtype:
+        return leaf
+    if not np.can_cast(kind, dtype, "same_kind"):
+        raise TypeError(
+            f"`reduce_func` returned {kind} at element {number}, where `initial_state` "
+            f"has {dtype}{f' (component {path})' if path else ''}: begin with a value "
+            f"of {kind}, or convert the result"
+        )
+    return np.asarray(leaf).astype(dtype)[()]
+
+
+def _dtype(leaf: Any) -> Any:
+    dtype = np.asarray(leaf).dtype
+    return np.dtype(dtype.kind) if dtype.kind in "US" else dtype
+
+
+def looked_at(recipe: Recipe) -> Spec:
+    """What the first element looks like; of a pass that others do not count.
+
+    Raises:
+        OutOfRangeError: There is none.
+    """
+    with ending(_unshuffled(recipe.apart()).begun().elements()) as elements:
+        for element in elements:
+            return spec_of(as_element(element))
+    raise OutOfRangeError(
+        "End of sequence: the dataset has no element whose spec could be looked at"
+    )
+
+
+def _unshuffled(recipe: Recipe) -> Recipe:
+    """The same without its shuffles, which would fill their buffers for one element."""
+    while isinstance(recipe, Shuffled):
+        recipe = recipe.source
+    if isinstance(recipe, Derived):
+        return recipe.of(_unshuffled(recipe.source))
+    return recipe

@@ -1,0 +1,150 @@
+"""Datasets made of several others: side by side, and one after the other.
+
+Law of the file: sources are passed over together. They are begun in one moment, in the
+order in which they were given, and closed whichever of them ends first.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, final
+
+from ._elements import ending
+from ._passes import INFINITE, UNKNOWN, Recipe
+from ._spec import common_spec
+from ._tree import mapped, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ._leaves import Element
+    from ._spec import Look, Spec
+
+
+class Several(Recipe):
+    """Made of several recipes. Subclasses are final."""
+
+    __slots__ = ()
+
+    sources: tuple[Recipe, ...]
+
+    @abc.abstractmethod
+    def size(self) -> int: ...
+
+    def of_all(self, change: Callable[[Recipe], Recipe]) -> Self:
+        """The same of changed sources."""
+        fresh = tuple(map(change, self.sources))
+        if all(new is old for new, old in zip(fresh, self.sources, strict=True)):
+            return self
+        changed: Self = replace(self, sources=fresh)  # type: ignore[type-var]
+        return changed
+
+    def apart(self) -> Recipe:
+        return self.of_all(lambda source: source.apart())
+
+    def begun(self) -> Recipe:
+        return self.of_all(lambda source: source.begun())
+
+    def first(self) -> Recipe:
+        return self.of_all(lambda source: source.first())
+
+    def again(self, number: int) -> Recipe:
+        return self.of_all(lambda source: source.again(number))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Zipped(Several):
+    """Elements of all sources together; ends with the first that ends.
+
+    An item is an item of each source, so that batches are gathered source by source.
+
+    Args:
+        structure: Of an element; its leaves are numbers of sources.
+    """
+
+    sources: tuple[Recipe, ...]
+    structure: Element
+
+    def items(self) -> Iterator[tuple[Any, ...]]:
+        with contextlib.ExitStack() as stack:
+            passes = [stack.enter_context(ending(s.items())) for s in self.sources]
+            yield from zip(*passes, strict=False)
+
+    def size(self) -> int:
+        sizes = {source.size() for source in self.sources}
+        if UNKNOWN in sizes:
+            return UNKNOWN
+        return min(sizes - {INFINITE}, default=INFINITE)
+
+    def spec(self, look: Look) -> Spec:
+        found = [source.spec(look) for source in self.sources]
+        if any(spec is None for spec in found):
+            return None
+        return mapped(lambda number: found[number], self.structure)
+
+    def one(self, item: tuple[Any, ...]) -> Element:
+        return mapped(lambda n: self.sources[n].one(item[n]), self.structure)
+
+    def many(self, items: list[tuple[Any, ...]]) -> Element:
+        columns = list(zip(*items, strict=True))
+        return mapped(lambda n: self.sources[n].many(list(columns[n])), self.structure)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Concatenated(Several):
+    """The elements of each source, one source after the other; an item says which."""
+
+    sources: tuple[Recipe, ...]
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        for number, source in enumerate(self.sources):
+            with ending(source.items()) as items:
+                for item in items:
+                    yield number, item
+
+    def size(self) -> int:
+        sizes = [source.size() for source in self.sources]
+        if INFINITE in sizes:
+            return INFINITE
+        return UNKNOWN if UNKNOWN in sizes else sum(sizes)
+
+    def spec(self, look: Look) -> Spec:
+        first, *others = [source.spec(look) for source in self.sources]
+        for other in others:
+            if first is None or other is None:
+                return None
+            first = common_spec(first, other)
+        return first
+
+    def one(self, item: tuple[int, Any]) -> Element:
+        number, inner = item
+        return self.sources[number].one(inner)
+
+    def many(self, items: list[tuple[int, Any]]) -> Element:
+        numbers = {number for number, _ in items}
+        if len(numbers) > 1:
+            return stacked([self.one(item) for item in items])
+        (number,) = numbers
+        return self.sources[number].many([inner for _, inner in items])
+
+
+def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
+    """The structure of datasets as a recipe.
+
+    Args:
+        recipe_of: Of a leaf; raises if that is no dataset.
+    """
+    sources: list[Recipe] = []
+
+    def number(leaf: Any) -> int:
+        sources.append(recipe_of(leaf))
+        return len(sources) - 1
+
+    structure = mapped(number, datasets)
+    if not sources:
+        raise TypeError("Must pass at least one dataset to `zip`.")
+    return Zipped(tuple(sources), structure)

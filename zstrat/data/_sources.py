@@ -1,0 +1,277 @@
+"""Where the elements of a dataset come from: arrays, generators, files.
+
+The constructors of `Dataset`, which say what they need in the words of TF; the work is
+that of the recipes. What they refuse they refuse when a dataset is made, not later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+
+from . import _passes as passes
+from . import files
+from ._several import zipped
+from ._shuffle import Shuffled
+from ._spec import signature_of
+from ._tree import as_element, leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ._leaves import Element
+    from ._passes import Recipe
+    from .files import Path, ReadFile
+
+
+class Sources:
+    """What makes a dataset of something else."""
+
+    __slots__ = ("_recipe",)
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe: Final = recipe
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is made; for those who share it out."""
+        return self._recipe
+
+    @classmethod
+    def range(cls, *args: int) -> Self:
+        """The int64 numbers of Python's ``range(*args)``, one an element."""
+        return cls(passes.Counted(range(*args)))
+
+    @classmethod
+    def from_tensors(cls, tensors: Element) -> Self:
+        """One element: the whole structure.
+
+        Raises:
+            ValueError: There is no array in it.
+            TypeError: Objects; see `from_generator`.
+        """
+        element = as_element(tensors)
+        if not list(leaves(element)):
+            raise _empty(tensors)
+        return cls(passes.Single(element))
+
+    @classmethod
+    def zip(cls, *args: Any, datasets: Any = None) -> Self:
+        """Elements of several datasets together, until the first ends: tuples of them,
+        or for one argument its structure (dicts and tuples of datasets).
+
+        All sources are read at one pace; shuffle and shard what comes out rather than
+        what goes in. A strategy does not deal it out by file.
+
+        Raises:
+            TypeError: There is no dataset, something else than a dataset, or a list.
+        """
+        if args and datasets is not None:
+            raise TypeError("Both `*args` and `datasets` cannot be set.")
+        given: Any = datasets if datasets is not None else args
+        if datasets is None and len(args) == 1:
+            (given,) = args
+        return cls(zipped(given, _recipe_of))
+
+    @classmethod
+    def list_files(
+        cls,
+        file_pattern: Path | Sequence[Path],
+        shuffle: bool | None = None,
+        seed: int | None = None,
+    ) -> Self:
+        """The names of the files that match a pattern (or several) now, as `bytes`,
+        in another order in each pass; sorted if ``shuffle`` is false.
+
+        A strategy knows the files, also through `interleave` or `map`, and gives each
+        worker some of them.
+
+        Raises:
+            ValueError: Nothing matches.
+        """
+        found = files.Listed(files.matching(file_pattern))
+        if shuffle is not None and not shuffle:
+            return cls(found)
+        return cls(Shuffled(found, found.size(), seed, reshuffle=True))
+
+    @classmethod
+    def from_tensor_slices(cls, tensors: Element) -> Self:
+        """One element for each index of the first axis of the arrays.
+
+        The arrays stay where they are: elements are views or gathers of them.
+
+        Raises:
+            ValueError: No array, a scalar, or first axes of different lengths.
+            TypeError: Objects; see `from_generator`.
+        """
+        arrays = as_element(tensors)
+        found = list(leaves(arrays))
+        if not found:
+            raise _empty(tensors)
+        for path, array in found:
+            if np.ndim(array) == 0:
+                raise ValueError(
+                    f"component {path or 'of `tensors`'} is a scalar and has no first "
+                    "axis to slice; give arrays of at least one dimension"
+                )
+        lengths = {path: len(array) for path, array in found}
+        if len(set(lengths.values())) > 1:
+            sizes = ", ".join(f"{path} has {size}" for path, size in lengths.items())
+            raise ValueError(
+                f"Dimensions are not compatible: first axes differ: {sizes}"
+            )
+        return cls(passes.Rows(arrays, len(found[0][1])))
+
+    @classmethod
+    def from_generator(
+        cls,
+        generator: Callable[..., Iterable[Any]],
+        args: Sequence[Any] = (),
+        *,
+        output_signature: Any = None,
+    ) -> Self:
+        """What ``generator(*args)`` yields; it is called once for each pass.
+
+        Args:
+            output_signature: What an element has to look like: a `TensorSpec` at each
+                leaf, or anything with a shape and a dtype. Numbers are converted to
+                that dtype where they keep their values (floats may be rounded).
+
+        Raises:
+            TypeError: ``generator`` is not callable (a running generator, for one: it
+                could be passed over only once); the signature has something else in
+                it. While iterating: a component is an object, as `zs.IndexedSlices`
+                are, and no number, text or array; an element is not as the signature
+                says, with its number, its place, what was expected and what came.
+        """
+        if not callable(generator):
+            raise TypeError(
+                "`generator` must be a Python callable, called for each pass; got a "
+                f"{type(generator).__name__}"
+            )
+        signature = signature_of(output_signature)
+        return cls(passes.Generated(generator, tuple(args), signature))
+
+    @classmethod
+    def from_files(
+        cls, filenames: Path | Sequence[Path], read: Callable[[str], Iterable[Any]]
+    ) -> Self:
+        """What ``read(filename)`` yields of each file, one file after the other.
+
+        A strategy knows the files, and gives each worker some of them. ``read`` is
+        called anew in each pass; it may yield `bytes`, and then gets bytes back.
+
+        Raises:
+            ValueError: There are no files.
+            TypeError: ``read`` is not callable. While iterating: as `from_generator`.
+        """
+        if not callable(read):
+            raise TypeError(f"`read` must be callable; got {read!r:.100}")
+        recipe = files.Records(files.paths_of(filenames), files.reading(read))
+        return cls(recipe)
+
+    @classmethod
+    def from_text_lines(cls, filenames: Path | Sequence[Path]) -> Self:
+        """The lines of text files, as `bytes` without their ends; TF's
+        ``TextLineDataset``. A batch is an array of objects.
+
+        Raises:
+            ValueError: There are no files.
+            FileNotFoundError: While iterating: one is missing.
+        """
+        return cls(_records(filenames, files.read_lines))
+
+    @classmethod
+    def from_tfrecords(cls, filenames: Path | Sequence[Path]) -> Self:
+        """The records of TFRecord files, as `bytes`; TF's ``TFRecordDataset``.
+
+        Raises:
+            ImportError: grain, which reads them, is not installed.
+            ValueError: There are no files; while iterating: one ends inside a record.
+        """
+        files.require_tfrecords()
+        return cls(_records(filenames, files.read_tfrecords))
+
+    @classmethod
+    def from_npy(cls, filenames: Path | Sequence[Path]) -> Self:
+        """The rows of the arrays in ``.npy`` files, which are mapped into memory: what
+        is not used is not read.
+
+        Raises:
+            ValueError: There are no files; while iterating: one holds a scalar, or
+                objects.
+        """
+        return cls(files.Tables(files.paths_of(filenames), files.load_npy))
+
+    @classmethod
+    def from_npz(cls, filenames: Path | Sequence[Path]) -> Self:
+        """The rows of the arrays in ``.npz`` archives, as dicts by the arrays' names.
+        One archive is in memory at a time, and more while a shuffle mixes them.
+
+        Raises:
+            ValueError: There are no files; while iterating: the arrays of one differ in
+                their first axes, or a batch brings unlike files together.
+        """
+        return cls(files.Tables(files.paths_of(filenames), files.load_npz))
+
+    @classmethod
+    def from_parquet(
+        cls,
+        filenames: Path | Sequence[Path],
+        columns: Sequence[str] | None = None,
+        batch_size: int | None = None,
+    ) -> Self:
+        """The rows of Parquet files, as dicts by column; one row group is in memory at
+        a time, and more while a shuffle mixes them.
+
+        Text and binary columns are `bytes`, as TF's strings are, and arrays of objects
+        in a batch; lists of a fixed size are an axis, others are *ragged*: an array of
+        its own length in each row, for `padded_batch`. Structs are dicts.
+
+        Row groups are what is dealt out: to workers, as files are
+        (`AutoShardPolicy.FILE`), and by `shard` where it comes first and there is one
+        for each shard. The files are opened now, for their footers.
+
+        Args:
+            columns: Those to be read, in this order; None: all.
+            batch_size: The same as ``.batch(batch_size)``, for any number of rows.
+
+        Raises:
+            ImportError: pyarrow is not installed.
+            FileNotFoundError: A file is missing.
+            ValueError: There are no files; one is none of Parquet, lacks a column, or
+                has other types than the first; ``batch_size`` is not positive. While
+                iterating: values are null.
+            TypeError: A column is no array.
+        """
+        recipe: Recipe = files.parquet_rows(files.paths_of(filenames), columns)
+        if batch_size is not None:
+            if batch_size < 1:
+                raise ValueError(f"`batch_size` must be at least 1, got {batch_size}")
+            recipe = passes.Batched(recipe, batch_size, drop_remainder=False)
+        return cls(recipe)
+
+
+def _records(filenames: Path | Sequence[Path], read: ReadFile) -> Recipe:
+    return files.Records(files.paths_of(filenames), read, is_bytes=True)
+
+
+def _empty(tensors: object) -> ValueError:
+    return ValueError(
+        f"Invalid `tensors`. `tensors` is an empty structure: {tensors!r:.100}"
+    )
+
+
+def _recipe_of(leaf: Any) -> Recipe:
+    if isinstance(leaf, Sources):
+        return leaf.recipe
+    if isinstance(leaf, list):
+        raise TypeError(
+            "Invalid input to `zip`. Inputs are expected to be (nested) structures of "
+            "datasets. A `list` is not supported and you should use a `tuple` instead."
+        )
+    raise TypeError(
+        "Invalid input to `zip`. Inputs are expected to be (nested) structures of "
+        f"datasets but encountered object of type {type(leaf)}."
+    )

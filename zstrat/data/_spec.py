@@ -1,0 +1,246 @@
+"""What an element looks like: the shape and dtype of each leaf.
+
+A spec has the structure of an element, with a `TensorSpec` at each leaf. Recipes say
+what they know without a pass; who wants to know more draws one element (`Look`).
+
+Law of the file: a spec is never a guess. What no recipe knows is None, until somebody
+looks at an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
+
+import numpy as np
+
+from ._tree import leaves, mapped, rebuilt
+
+if TYPE_CHECKING:
+    from ._leaves import Element
+
+Spec = Any
+"""The structure of an element with a `TensorSpec` at each leaf; None: not known."""
+Look = Callable[[Any], Spec]
+"""What is asked about a recipe that does not know itself."""
+
+TEXT: Final = np.dtype(object)
+"""Of `bytes`, whose batches are arrays of objects."""
+
+
+@final
+@dataclass(frozen=True, init=False)
+class TensorSpec:
+    """The shape and dtype of one component of an element.
+
+    Args:
+        shape: None stands for a length that is not the same in all elements.
+        dtype: `bytes` for records and text as TensorFlow has it (an array of several is
+            of dtype object), `str` for text of any length.
+
+    Raises:
+        TypeError: numpy does not know the dtype.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+    name: str | None = None
+
+    def __init__(
+        self,
+        shape: Iterable[int | None] = (),
+        dtype: Any = np.float32,
+        name: str | None = None,
+    ) -> None:
+        sizes = tuple(None if size is None else int(size) for size in shape)
+        object.__setattr__(self, "shape", sizes)
+        object.__setattr__(self, "dtype", _dtype(dtype))
+        object.__setattr__(self, "name", name)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __repr__(self) -> str:
+        return f"TensorSpec(shape={self.shape}, dtype={self.dtype.name})"
+
+
+@runtime_checkable
+class Specified(Protocol):
+    """What may stand in a signature: a `TensorSpec`, a ``jax.ShapeDtypeStruct``, …"""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+def unknown(recipe: object) -> Spec:
+    """Looks at nothing."""
+    del recipe
+
+
+def spec_of(element: Element) -> Spec:
+    """Of an element that is here: all its lengths are known."""
+    return mapped(leaf_spec, element)
+
+
+def leaf_spec(leaf: Any) -> TensorSpec:
+    if isinstance(leaf, bytes) and not isinstance(leaf, np.generic):
+        return TensorSpec((), TEXT)
+    if isinstance(leaf, Specified):  # jax's, too, which are not read for it
+        return TensorSpec(leaf.shape, leaf.dtype)
+    array = np.asarray(leaf)
+    return TensorSpec(array.shape, array.dtype)
+
+
+def stacked_spec(spec: Spec, rows: int | None) -> Spec:
+    """Of a batch."""
+
+    def stacked(leaf: TensorSpec) -> TensorSpec:
+        return TensorSpec((rows, *leaf.shape), leaf.dtype)
+
+    return mapped(stacked, spec)
+
+
+def row_spec(spec: Spec) -> Spec:
+    """Of a row of a batch."""
+    return mapped(lambda leaf: TensorSpec(leaf.shape[1:], leaf.dtype), spec)
+
+
+def first_axis(spec: Spec) -> int | None:
+    """The one first axis of all leaves, if it is known."""
+    sizes = {leaf.shape[:1] for _, leaf in leaves(spec)}
+    if len(sizes) != 1:
+        return None
+    (size,) = sizes
+    return size[0] if size else None
+
+
+def common_spec(first: Spec, second: Spec) -> Spec:
+    """Of elements of either kind; lengths that differ are not known.
+
+    Raises:
+        TypeError: They differ in structure, in the rank of a leaf, or in its dtype.
+    """
+    theirs = dict(leaves(second))
+    merged: list[TensorSpec] = []
+    for path, ours in leaves(first):
+        other = theirs.pop(path, None)
+        if other is None or (ours.dtype, ours.ndim) != (other.dtype, other.ndim):
+            raise _incompatible(first, second)
+        merged.append(TensorSpec(map(_common, ours.shape, other.shape), ours.dtype))
+    if theirs:
+        raise _incompatible(first, second)
+    found = iter(merged)
+    return mapped(lambda _: next(found), first)
+
+
+def _incompatible(first: Spec, second: Spec) -> TypeError:
+    return TypeError(f"Incompatible dataset elements: {first!r} and {second!r}")
+
+
+def signature_of(given: Any) -> Spec:
+    """A user's signature, with a `TensorSpec` at each leaf.
+
+    Raises:
+        TypeError: A leaf has no shape and dtype.
+    """
+    for path, leaf in leaves(given):
+        if not isinstance(leaf, Specified):
+            raise TypeError(
+                "`output_signature` must be a zs.data.TensorSpec(shape, dtype), or "
+                f"dicts and tuples of them; at {path or 'the top'} it is {leaf!r:.100}"
+            )
+    return mapped(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), given)
+
+
+def fitted(element: Element, signature: Spec, number: int) -> Element:
+    """The element in the dtypes of its signature.
+
+    Raises:
+        TypeError: It does not fit: in structure, in a shape, or because a value would
+            change in that dtype. Says which element, where, what was expected and got.
+    """
+    if dict(leaves(signature)).keys() != dict(leaves(element)).keys():
+        raise TypeError(
+            f"`generator` yielded an element (number {number}) that did not match the "
+            f"expected structure. The expected structure was {signature!r}, but the "
+            f"yielded element was {spec_of(element)!r}. A list is one array; for "
+            "several components yield a tuple or a dict"
+        )
+    return _fitted(element, signature, number, "")
+
+
+def _fitted(element: Element, signature: Spec, number: int, path: str) -> Element:
+    if isinstance(signature, dict):
+        return {
+            key: _fitted(element[key], item, number, f"{path}[{key!r}]")
+            for key, item in signature.items()
+        }
+    if isinstance(signature, tuple):
+        pairs = zip(element, signature, strict=True)
+        items = [
+            _fitted(e, s, number, f"{path}[{i}]") for i, (e, s) in enumerate(pairs)
+        ]
+        return rebuilt(signature, items)
+    return None if signature is None else _leaf(element, signature, number, path)
+
+
+def _leaf(leaf: Any, spec: TensorSpec, number: int, path: str) -> Any:
+    where = f"`generator` yielded an element (number {number}"
+    where += f", component {path})" if path else ")"
+    found = leaf_spec(leaf)
+    if not _fits(found.shape, spec.shape):
+        raise TypeError(
+            f"{where} of shape {found.shape} where an element of shape {spec.shape} "
+            "was expected"
+        )
+    if found.dtype == spec.dtype:
+        return leaf
+    cast = _cast(np.asarray(leaf), spec.dtype)
+    if cast is None:
+        raise TypeError(
+            f"{where} of dtype {found.dtype.name} where {spec.dtype.name} was expected"
+            ", which cannot hold its values: yield that dtype, or change the signature"
+        )
+    return cast
+
+
+def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
+    """The values in another dtype; None if they would be others there."""
+    if dtype == TEXT:
+        if array.dtype.kind == "S":
+            return array.astype(object)
+        if array.dtype.kind != "U":
+            return None
+        encoded = np.vectorize(str.encode, otypes=[object])(array)
+        return encoded if array.ndim else bytes(encoded[()])
+    if dtype.kind != array.dtype.kind:
+        numbers = {dtype.kind, array.dtype.kind} <= set("biufc")
+        if not numbers or not np.can_cast(array.dtype, dtype, "same_kind"):
+            return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(dtype)
+    if dtype.kind in "iu" and not np.array_equal(cast, array):
+        return None
+    return cast if cast.ndim else cast[()]
+
+
+def _fits(shape: Any, wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        size is None or size == found for found, size in zip(shape, wanted, strict=True)
+    )
+
+
+def _common(first: int | None, second: int | None) -> int | None:
+    return first if first == second else None
+
+
+def _dtype(given: Any) -> np.dtype[Any]:
+    if given is bytes or given == "string":
+        return TEXT
+    dtype = np.dtype(given)
+    return np.dtype(str) if dtype.kind == "U" else dtype
