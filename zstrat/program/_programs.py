@@ -109,6 +109,13 @@ class SharedTrace:
     signature: Signature
 
 
+_UNEQUAL: Final = "an argument compares unequal"
+_GIVEN: Final = (
+    "its variables are in another pattern (one of them twice, say), or the step holds "
+    "one of them itself"
+)
+
+
 class CompiledPrograms:
     """All programs of one function."""
 
@@ -228,7 +235,8 @@ class CompiledPrograms:
         words = describe(args, kwargs, draws.elements)
         if signature.asks_context:
             words["the worker"] = str(worker_context.get())
-        self._count(words, plain_numbers(args, kwargs), is_stale)
+        otherwise = _GIVEN if given else _UNEQUAL
+        self._count(words, plain_numbers(args, kwargs), is_stale, otherwise)
         return program
 
     def _discovered(
@@ -265,7 +273,11 @@ class CompiledPrograms:
                 del self._shared[likeness]
 
     def _count(
-        self, words: dict[str, str], plain: Mapping[str, type], is_stale: bool
+        self,
+        words: dict[str, str],
+        plain: Mapping[str, type],
+        is_stale: bool,
+        otherwise: str,
     ) -> None:
         before, self._words = self._words, words
         last, self._around = self._around, surrounding()
@@ -294,7 +306,7 @@ class CompiledPrograms:
         warnings.warn(
             f"the step function {self._step!r} was traced {self.trace_count} times, "
             "and each trace is compiled. Since the last one: "
-            f"{'; '.join(changed) or 'an argument compares unequal'}. "
+            f"{'; '.join(changed) or otherwise}. "
             f"{_advice([plain[place] for place in others if place in plain])}",
             RetraceWarning,
             stacklevel=2,
