@@ -41,7 +41,9 @@ def test_all_reduce(ranks, dtype, op) -> None:
 
 @pytest.mark.parametrize(("dtype", "op"), [*zip(DTYPES, OPS, strict=True)])
 def test_all_reduce_wherever_they_are(ranks, dtype, op) -> None:
-    all_reduce(ranks, dtype, op, (0, 1, PART // np.dtype(wire.DTYPES[dtype]).itemsize + 1))
+    all_reduce(
+        ranks, dtype, op, (0, 1, PART // np.dtype(wire.DTYPES[dtype]).itemsize + 1)
+    )
 
 
 def all_reduce(ranks, dtype, op, counts):

@@ -75,8 +75,8 @@ def _nothing():
 
 
 def all_have_worked(coordinator):
-    """The coordinator, when each worker has completed a step for it: a strategy waits for
-    one worker alone, and one that was started again may come after the first step."""
+    """The coordinator, when each worker has completed a step for it: a strategy waits
+    for one worker alone, and one that was started again may come after a step."""
     while not all(w["completed"] for w in coordinator.metrics()["workers"].values()):
         for _ in range(32):
             coordinator.schedule(_nothing)
