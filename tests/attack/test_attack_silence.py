@@ -6,8 +6,10 @@ import pytest
 from attack_peers import claim, dial, framed, raw
 from attack_tasks import target
 
-from zstrat.transport._newcomers import PER_ADDRESS
 from zstrat.wire import Failure, Job, Pull, Read
+
+PER_ADDRESS = 256
+"""How many of one address may be there that have not greeted."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 

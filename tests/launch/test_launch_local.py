@@ -117,6 +117,13 @@ def test_a_daemon_that_cannot_start():
     assert "ZSTRAT_PATIENCE='never'" in words  # the end of its log
 
 
+def test_a_daemon_that_is_no_program(monkeypatch):
+    """What fails on the thread that starts children is raised by who asked for it."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(OSError, match="/nowhere/python"):
+        LocalCluster(1, 0)
+
+
 def test_daemons_that_are_not_ready_in_time():
     hasty = Settings(timeouts=Timeouts(connect=0.001))
     with pytest.raises(DeadlineExceededError, match="in time: ps:0, worker:0"):
