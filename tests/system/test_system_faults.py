@@ -142,6 +142,7 @@ def test_a_killed_worker_that_is_started_again_takes_part_again(local, coordinat
     coordinator.join()
     assert {int(value.fetch()) for value in values} <= {0, 1}
     assert int(values[-1].fetch()) == 0
+    local.kill("worker:0")  # it was started by this test, which may leave no process
 
 
 def _freeze_with_closures_in_flight(local, coordinator, bump):
