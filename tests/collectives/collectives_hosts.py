@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 from collectives_groups import ranks_of
-
-from zstrat.collectives.group import _runtime as runtimes
 
 
 @contextmanager
 def ranks_on(hosts, monkeypatch):
     """As `ranks_of`, one for each letter of ``hosts``, which names its host."""
-    real = runtimes.hello
-    monkeypatch.setattr(
-        runtimes,
-        "hello",
-        lambda job, index, incarnation: replace(
-            real(job, index, incarnation), host=f"host-{hosts[index]}"
-        ),
-    )
+
+    def name_of_host():
+        """Each rank asks on the thread of its node, which ends with its number."""
+        rank = threading.current_thread().name.rpartition(":")[2]
+        return f"host-{hosts[int(rank)]}"
+
+    monkeypatch.setattr(socket, "gethostname", name_of_host)
     with ranks_of(len(hosts)) as ranks:
         yield ranks

@@ -26,13 +26,13 @@ LARGE = 2**22
 
 @pytest.fixture(scope="module")
 def processes():
-    """For tests that leave them as they are, one after another."""
+    """For tests that kill none of them, one after another."""
     yield from started()
 
 
 @pytest.fixture
 def mortal():
-    """For a test that kills one, or leaves something there."""
+    """For a test that kills one."""
     yield from started()
 
 
@@ -54,8 +54,9 @@ def lost(rank):
     return Refused("PeerLostError", (f"rank {rank}", "the link is gone", False))
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
-@pytest.mark.parametrize("count", [10, LARGE])
+@pytest.mark.parametrize(
+    ("hosts", "count"), [("aaa", 10), ("aaa", LARGE), ("aab", LARGE)]
+)
 def test_a_killed_rank_is_named(mortal, hosts, count) -> None:
     """Told by the node that the link is gone, ranks that wait for it wake up."""
     Ranks(mortal, hosts)
@@ -76,13 +77,16 @@ def test_a_killed_rank_is_named(mortal, hosts, count) -> None:
 
 
 def test_a_stopped_rank_is_overdue(ranks) -> None:
-    *left, stopped = ranks.processes
+    patient, hasty, stopped = ranks.processes
     os.kill(stopped.process.pid, signal.SIGSTOP)
-    options = {"deadline": time.monotonic() + 0.2}
-    nothing = ("all_reduce", "float32", bytes(400), 100, options)
-    answers = [process.ask("run", *nothing) for process in left]
-    for process, number in zip(left, answers, strict=True):
-        assert process.answer(number) == Refused("Overdue", ((2,),))
+    call = ("run", "all_reduce", "float32", bytes(400), 100)
+    calling = patient.ask(*call, {})
+    while patient.tell("waits") != (1, 2):  # it has called: it is not overdue
+        assert not patient.is_answered(calling)
+    overdue = Refused("Overdue", ((2,),))
+    assert hasty.tell(*call, {"deadline": time.monotonic() + 0.2}) == overdue
+    patient.tell("lose", 2)
+    assert patient.answer(calling) == lost(2)
     os.kill(stopped.process.pid, signal.SIGCONT)
 
 
@@ -121,17 +125,17 @@ def test_abort_before_a_call(ranks) -> None:
         assert process.tell("run_for_ever", "barrier", 0) == lost(2)
 
 
-def test_memory_that_is_not_what_was_said_is_refused(mortal) -> None:
-    entries = [process.tell("entry", i, "h") for i, process in enumerate(mortal)]
+def test_memory_that_is_not_what_was_said_is_refused(processes) -> None:
+    entries = [process.tell("entry", i, "h") for i, process in enumerate(processes)]
     wrong = [list(map(list, entry)) for entry in entries]
     wrong[1][0][-1] = bytes(16)
-    refused = mortal[0].tell("attach", 0, wrong)
+    refused = processes[0].tell("attach", 0, wrong)
     assert refused.kind == "OSError"
     assert "rank 1 (/job:worker/task:1, pid " in refused.args[0]
     assert "does not hold the word" in refused.args[0]
     wrong = [list(map(list, entry)) for entry in entries]
     wrong[2][0][-2] *= 2
-    assert "rank 2" in mortal[0].tell("attach", 0, wrong).args[0]
+    assert "rank 2" in processes[0].tell("attach", 0, wrong).args[0]
 
 
 def test_nothing_grows_in_1000_calls(ranks) -> None:

@@ -28,7 +28,7 @@ def processes():
 SIZES = [2, 3, 4]
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(scope="module", params=SIZES)
 def ranks(processes, request):
     ranks = Ranks(processes[: request.param])
     yield ranks

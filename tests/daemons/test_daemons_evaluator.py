@@ -86,14 +86,19 @@ def test_sigterm_ends_it(run, tmp_path):
     [
         ("program:fails", 1, "ZeroDivisionError"),
         ("program:wrong", 2, "returned int: expected (zs.Checkpoint"),
-        ("program:none", 2, "expected MODULE:FUNCTION"),
-        ("nothing", 2, "expected MODULE:FUNCTION"),
     ],
 )
 def test_exit_codes(run, folder, program, code, says):
     child = run(program, folder)
     _, errors = child.communicate(timeout=60)
     assert (child.returncode, says in errors) == (code, True), errors
+
+
+@pytest.mark.parametrize("program", ["json:none", "nothing"])
+def test_a_program_that_is_not_there(program, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the working folder
+    with pytest.raises(ValueError, match="expected MODULE:FUNCTION"):
+        evaluator.made(program)
 
 
 def test_who_it_is():

@@ -37,13 +37,6 @@ def test_ready_watched_and_drained(start, job):
     assert lines[-1].endswith("ended")
 
 
-def test_interrupt_from_the_keyboard(start):
-    daemon = start("ps", *LOCAL)
-    daemon.hear("READY=1")
-    daemon.process.send_signal(signal.SIGINT)
-    assert daemon.process.wait(30) == 0
-
-
 def test_its_coordinator_ends_it(start):
     daemon = start("ps", *LOCAL)
     address = daemon.hear("READY=1").split()[-1]
@@ -103,10 +96,12 @@ def test_a_parent_that_is_gone_already(start):
     assert "gone already" in daemon.words()
 
 
-def test_json_log(start):
+def test_a_ps_does_without_jax_logs_json_and_ends_by_an_interrupt(start):
     daemon = start("ps", *LOCAL, "--log-json")
     daemon.hear("READY=1")
-    daemon.process.terminate()
+    with open(f"/proc/{daemon.process.pid}/maps") as maps:
+        assert "jaxlib" not in maps.read()
+    daemon.process.send_signal(signal.SIGINT)
     assert daemon.process.wait(30) == 0
     entries = [json.loads(line) for line in daemon.words().splitlines()]
     assert {entry["task"] for entry in entries} == {"ps:0"}
@@ -175,13 +170,6 @@ def test_wrong_tf_config(start, job):
     daemon = start(job, TF_CONFIG='{"cluster": {"ps": 7}}')
     assert daemon.process.wait(30) == 2
     assert daemon.words().startswith(f"zstrat-{job}: TF_CONFIG: cluster.ps")
-
-
-def test_ps_does_not_load_jax(start):
-    daemon = start("ps", *LOCAL)
-    daemon.hear("READY=1")
-    with open(f"/proc/{daemon.process.pid}/maps") as maps:
-        assert "jaxlib" not in maps.read()
 
 
 def test_second_signal_ends_at_once():

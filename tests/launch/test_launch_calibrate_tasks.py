@@ -4,8 +4,9 @@ hosts of their own, one of them may be the command itself."""
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,6 @@ from click.testing import CliRunner
 from zstrat.cli import main
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import ALGORITHMS, Group, fitted, read_choices
-from zstrat.collectives.group import _runtime as runtimes
 from zstrat.config import Settings
 from zstrat.launch import Calibration, _timing, calibrate_tasks
 
@@ -39,14 +39,12 @@ def pretend(monkeypatch):
     """Gives every task the host that its letter names."""
 
     def pretend(hosts):
-        real = runtimes.hello
-        monkeypatch.setattr(
-            runtimes,
-            "hello",
-            lambda job, index, number: replace(
-                real(job, index, number), host=f"host-{hosts[index]}"
-            ),
-        )
+        def name_of_host():
+            """Each rank asks on the thread of its node, which ends with its number."""
+            rank = threading.current_thread().name.rpartition(":")[2]
+            return f"host-{hosts[int(rank)]}"
+
+        monkeypatch.setattr(socket, "gethostname", name_of_host)
 
     return pretend
 

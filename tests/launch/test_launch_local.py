@@ -27,11 +27,19 @@ def look(cluster, timeout=30):
     return run(observe(cluster.spec, Settings(), timeout))
 
 
-def test_a_cluster_without_workers():
-    with LocalCluster(1, 0) as cluster:
+def test_a_cluster_without_workers_killed_and_restarted_at_the_same_address():
+    with LocalCluster(1, 0, lane="tcp") as cluster:
         assert cluster.tasks == ("ps:0",)
         assert cluster.spec.jobs == ["ps"]
-        assert not [sight.problem for sight in look(cluster) if sight.problem]
+        (before,), spec = look(cluster), cluster.spec
+        assert not before.problem
+        cluster.kill("ps:0")
+        assert not cluster.is_running("ps:0")
+        cluster.restart("ps:0")
+        (after,) = look(cluster)
+        assert cluster.spec == spec
+        incarnations = [each.number("task", "incarnation") for each in (before, after)]
+        assert incarnations[0] != incarnations[1]
 
 
 def wait_gone(pid, seconds=30):
@@ -46,30 +54,6 @@ def wait_gone(pid, seconds=30):
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("lane", ["tcp", "ipc"])
-def test_a_cluster(lane):
-    with LocalCluster(2, 1, lane=lane) as cluster:
-        assert cluster.tasks == ("ps:0", "ps:1", "worker:0")
-        folder = cluster.directory
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        spec = cluster.resolver.cluster_spec()
-        assert spec == cluster.spec
-        assert (spec.num_tasks("ps"), spec.num_tasks("worker")) == (2, 1)
-        seen = look(cluster)
-        assert [sight.task for sight in seen] == list(cluster.tasks)
-        assert not [sight.problem for sight in seen if sight.problem]
-        pids = [int(sight.number("task", "pid")) for sight in seen]
-        assert pids == [cluster.pid(task) for task in cluster.tasks]
-        addresses = [sight.text("task", "address") for sight in seen]
-        assert addresses == [sight.address for sight in seen]
-        assert "ready at" in cluster.log("ps:1")
-        assert "running" in repr(cluster)
-    assert "stopped" in repr(cluster)
-    assert not folder.exists()
-    cluster.stop()
-    assert not any(cluster.is_running(task) for task in cluster.tasks)
-
-
 def told(cluster, task, name):
     """What the environment of a daemon said when it was started."""
     with open(f"/proc/{cluster.pid(task)}/environ", "rb") as file:
@@ -77,48 +61,49 @@ def told(cluster, task, name):
     return words.get(name.encode(), b"").decode()
 
 
-def test_workers_share_the_cores_unless_told_otherwise(monkeypatch):
+@pytest.mark.parametrize(
+    ("lane", "cores", "each"), [("tcp", range(7), "3"), ("ipc", [5], "1")]
+)
+def test_a_cluster(lane, cores, each, monkeypatch):
+    """Its workers share the cores, unless they are told otherwise."""
     monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
-    with LocalCluster(1, 2) as cluster:
-        tasks = ["worker:0", "worker:1", "ps:0"]
-        assert [told(cluster, task, "NPROC") for task in tasks] == ["3", "3", ""]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
-    with LocalCluster(1, 2) as cluster:
-        assert told(cluster, "worker:1", "NPROC") == "1"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    with LocalCluster(1, 2, lane=lane) as cluster:
+        assert cluster.tasks == ("ps:0", "worker:0", "worker:1")
+        folder = cluster.directory
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        spec = cluster.resolver.cluster_spec()
+        assert spec == cluster.spec
+        assert (spec.num_tasks("ps"), spec.num_tasks("worker")) == (1, 2)
+        seen = look(cluster)
+        assert [sight.task for sight in seen] == list(cluster.tasks)
+        assert not [sight.problem for sight in seen if sight.problem]
+        pids = [int(sight.number("task", "pid")) for sight in seen]
+        assert pids == [cluster.pid(task) for task in cluster.tasks]
+        addresses = [sight.text("task", "address") for sight in seen]
+        assert addresses == [sight.address for sight in seen]
+        cores_of = [told(cluster, task, "NPROC") for task in cluster.tasks]
+        assert cores_of == ["", each, each]
+        assert "ready at" in cluster.log("worker:1")
+        assert "running" in repr(cluster)
+    assert "stopped" in repr(cluster)
+    assert not folder.exists()
+    cluster.stop()
+    assert not any(cluster.is_running(task) for task in cluster.tasks)
 
 
-def test_killed_and_restarted_at_the_same_address():
-    with LocalCluster(1, 0, lane="tcp") as cluster:
-        before, spec = look(cluster)[0], cluster.spec
-        cluster.kill("ps:0")
-        assert not cluster.is_running("ps:0")
-        cluster.restart("ps:0")
-        after = look(cluster)[0]
-        assert cluster.spec == spec
-        assert after.number("task", "incarnation") != before.number(
-            "task", "incarnation"
-        )
-
-
-def test_frozen_and_thawed():
-    short = Settings(timeouts=Timeouts(patience=1.0))
-    with LocalCluster(1, 1, settings=short) as cluster:
-        cluster.stop_task("worker:0")
-        frozen = look(cluster, timeout=0.5)
-        assert [bool(sight.problem) for sight in frozen] == [False, True]
-        assert "worker:0" in frozen[1].problem
-        cluster.continue_task("worker:0")
-        assert not look(cluster)[1].problem
-        cluster.stop_task("worker:0")  # and it ends all the same
-
-
-def test_drained_by_who_says_what_it_gets_and_where_its_logs_are(tmp_path):
+def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
     folder, env = tmp_path / "run", {"NPROC": "9", "PYTHONPATH": "given"}
     with LocalCluster(1, 1, lane="tcp", directory=folder, env=env) as cluster:
         assert told(cluster, "worker:0", "NPROC") == "9"
         path = f"{os.path.abspath(sys.path[0])}:given"
         assert told(cluster, "worker:0", "PYTHONPATH") == path
+        cluster.stop_task("worker:0")
+        frozen = look(cluster, timeout=3)
+        assert [bool(sight.problem) for sight in frozen] == [False, True]
+        assert "worker:0" in frozen[1].problem
+        cluster.continue_task("worker:0")
+        assert not look(cluster)[1].problem
         with pytest.raises(ValueError, match="no task 'ps:7'"):
             cluster.kill("ps:7")
         assert cluster.terminate("worker:0") == 0
@@ -136,6 +121,13 @@ def test_a_daemon_that_cannot_start():
     assert "ZSTRAT_PATIENCE='never'" in words  # the end of its log
     (path,) = re.findall(r"the end of (/.+-0\.log):", words)
     assert "never" in Path(path).read_text(), "the log that it names is there"
+
+
+def test_a_daemon_that_is_no_program(monkeypatch):
+    """What fails on the thread that starts children is raised by who asked for it."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(OSError, match="/nowhere/python"):
+        LocalCluster(1, 0)
 
 
 def test_daemons_that_are_not_ready_in_time():
@@ -214,7 +206,7 @@ signal.pause()
 def test_no_orphans_of_a_program_that_is_interrupted():
     process = program(
         """
-with LocalCluster(1, 1) as cluster:
+with LocalCluster(1, 0) as cluster:
     tell(cluster)
     signal.pause()
 """
@@ -243,7 +235,7 @@ def test_daemons_outlive_the_thread_that_asked_for_them():
     process = program(
         """
 made = []
-thread = threading.Thread(target=lambda: made.append(LocalCluster(2, 0)))
+thread = threading.Thread(target=lambda: made.append(LocalCluster(1, 0)))
 thread.start()
 thread.join()
 cluster = made[0]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def local():
-    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
+    with ThreadCluster(num_ps=2, num_workers=0) as cluster:
         yield cluster
 
 

@@ -8,15 +8,14 @@ import pytest
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
-
-pytestmark = pytest.mark.processes
+from zstrat.testing import ThreadCluster
 
 IMPATIENT = Settings(timeouts=Timeouts(request=0.3))
 
 
 @pytest.fixture(scope="module")
 def spec():
-    with zs.LocalCluster(num_ps=2, num_workers=0) as cluster:
+    with ThreadCluster(num_ps=2, num_workers=0) as cluster:
         ps = cluster.spec.job_tasks("ps")
         yield {"ps": ps, "worker": ["localhost:1", "localhost:2"]}
 

@@ -20,6 +20,7 @@ from system_worlds import DIM, ROWS, connected, numbered
 
 import zstrat as zs
 from zstrat.ps import PsClient
+from zstrat.testing import ThreadCluster
 
 pytestmark = pytest.mark.processes
 
@@ -69,7 +70,7 @@ def test_training_goes_on_with_other_servers_as_if_nothing_had_been(world, tmp_p
     path = first.checkpoint.save(tmp_path / "c")
     first.run(range(3, 6))
     expected = first.values()
-    with zs.LocalCluster(num_ps=3, num_workers=1) as local, connected(local) as other:
+    with ThreadCluster(num_ps=3, num_workers=1) as local, connected(local) as other:
         second = Training(other, 5)
         second.run([17])  # its slots have to go
         second.checkpoint.restore(path).assert_consumed()

@@ -24,9 +24,8 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def fragile(monkeypatch):
+def fragile():
     """A cluster of its own for a test that kills something."""
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
 
     @contextlib.contextmanager
     def started(**options):

@@ -17,7 +17,7 @@ group = Group(timeout=20, rendezvous_timeout=60)
 if not os.environ["LOST"]:  # it is started anew
     say(group.generation, *group.all_gather(np.array([task])))
     sys.exit()
-data = np.zeros(16_000_000, np.float32)
+data = np.zeros(4_000_000, np.float32)
 said = 0
 try:
     while True:
@@ -75,50 +75,54 @@ def test_who_dies_or_hangs_in_a_large_reduce_is_named(lane, number, lost, in_pla
             assert ranks.all[rank].wait() == 0, ranks.all[rank].stdout.read()
 
 
-LATE = """
-with Group(timeout=20) as group:
-    group.barrier()
-    if task == 1:
-        sys.stdin.readline()
-    told(group.all_reduce, np.ones(1_000_000), timeout=1.0)
+# Who has waited for so long asks the others, and gives them a quarter of that time, a
+# second at most: with less a busy machine is too slow to say who has not called.
+NOT_CALLED = """
+say("here")
+data = np.ones(1_000_000)
+for lane, names in (("shm", "aaa"), ("tcp", "aaa"), ("auto", "aab")):
+    socket.gethostname = lambda: names[task]
+    with Group(timeout=60, lane=lane) as group:
+        group.barrier()
+        if task == 1:
+            sys.stdin.readline()
+        told(group.all_reduce, data, timeout=4.0)
+        group.reform()
+        group.barrier()
+        if task == 0:
+            pending = group.all_reduce_async(data)
+            say("has called")
+            told(pending.result)
+        elif sys.stdin.readline():
+            told(group.all_reduce, data, timeout=4.0 if task == 2 else 60.0)
 """
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_who_does_not_call_is_named_to_all(lane):
-    with Ranks(3, LATE, lane) as ranks:
-        words = "CollectiveTimeoutError all_reduce(float64[1000000], SUM), call 2 of"
-        for rank in (0, 2):
-            said = ranks.line(rank)
-            assert said.startswith(words), said
-            assert "rank 1 (/job:worker/task:1 at " in said.split("; ")[0]
-            assert "has not called it; rank " in said
-        ranks.go_on(1)
-        assert "has not called it" in ranks.line(1)  # the same: it hears of it here
-
-
-HASTY = """
-with Group(timeout=60) as group:
-    group.barrier()
-    if task == 1:
-        sys.stdin.readline()
-    told(group.all_reduce, np.ones(1_000_000), timeout=1.0 if task == 2 else 60.0)
-"""
-
-
-@pytest.mark.parametrize("lane", LANES)
-def test_who_waits_for_the_guilty_is_not_guilty(lane):
+def test_who_does_not_call_is_named_to_all_and_who_waits_for_it_is_not():
     """Between hosts, rank 2 waits for rank 0, and that for rank 1 in its memory."""
-    with Ranks(3, HASTY, lane) as ranks:
-        for rank in (0, 2):
-            said = ranks.line(rank)
-            assert said.startswith("CollectiveTimeoutError all_reduce(float64[1000000]")
-            assert "SUM), call 2 of group 'group'" in said
-            guilty = said.split("; ")[0]
-            assert "rank 1 (/job:worker/task:1 at " in guilty, said
-            assert "rank 0 (" not in guilty, said
-        ranks.go_on(1)
-        assert "has not called it" in ranks.line(1)
+    with Ranks(3, NOT_CALLED, "tcp", ZSTRAT_PATIENCE="60") as ranks:
+        assert ranks.lines() == ["here"] * 3
+        for lane in LANES:
+            has_not_called(ranks, lane)
+            assert ranks.line(0) == "has called"
+            ranks.go_on(2)
+            has_not_called(ranks, lane)
+        assert ranks.ends() == [0] * 3
+
+
+def has_not_called(ranks, lane):
+    """Rank 1 has not, and hears of it when it does."""
+    words = "CollectiveTimeoutError all_reduce(float64[1000000], SUM), call 2 of"
+    for rank in (0, 2):
+        said = ranks.line(rank)
+        assert said.startswith(f"{words} group 'group'"), (lane, said)
+        guilty, *others = said.split("; ")
+        assert "rank 1 (/job:worker/task:1 at " in guilty, (lane, said)
+        assert guilty.endswith("has not called it"), (lane, said)
+        assert others[0].startswith("rank "), (lane, said)
+        assert "rank 0 (" not in guilty, (lane, said)
+    ranks.go_on(1)
+    assert "has not called it" in ranks.line(1), lane
 
 
 RESTARTED = """
@@ -169,7 +173,7 @@ def test_zstrat_run_lets_the_others_say_whom_they_lost():
 # ---- what is left
 
 USED = """
-import gc
+import gc, time
 
 def used():
     gc.collect()
@@ -180,7 +184,7 @@ def resident():
     pages = int(open("/proc/self/statm").read().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
-small, large = np.ones(100), np.ones(300_000, np.float32)
+small, large = np.ones(100), np.ones(150_000, np.float32)
 with Group(timeout=20) as group:
     group.all_reduce(large)
 nothing = used()  # ZeroMQ keeps some descriptors of a process, pyzmq a thread
@@ -196,9 +200,13 @@ def work(times):
 work(10)
 before, held = used(), resident()
 def more(than):
-    return [max(now - then, 0) for now, then in zip(used(), than)]
-work(250)
-say("more after 1,000 operations:", more(before), resident() - held < 20 << 20)
+    until = time.monotonic() + 20  # ZeroMQ closes on a thread of its own
+    while True:
+        found = [max(now - then, 0) for now, then in zip(used(), than)]
+        if not any(found) or time.monotonic() > until:
+            return found
+work(125)
+say("more after 500 operations:", more(before), resident() - held < 20 << 20)
 for _ in range(5):
     group.reform()
 work(2)
@@ -216,10 +224,10 @@ say("left:", more(nothing), [name for name in names if "zstrat" in name])
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_nothing_is_left_after_1000_operations_and_a_kill(lane):
+def test_nothing_is_left_after_500_operations_and_a_kill(lane):
     shm = set(os.listdir("/dev/shm"))
     with Ranks(3, USED, lane) as ranks:
-        assert ranks.lines() == ["more after 1,000 operations: [0, 0, 0] True"] * 3
+        assert ranks.lines() == ["more after 500 operations: [0, 0, 0] True"] * 3
         assert ranks.lines() == ["more after 5 generations: [0, 0, 0]"] * 3
         ranks.signal(2, signal.SIGKILL)
         for rank in (0, 1):

@@ -109,7 +109,7 @@ def machines():
 
 CUT = """
 group = Group(timeout=30, rendezvous_timeout=60)
-data, steps = np.ones(16_000_000, np.float32), 0
+data, steps = np.ones(4_000_000, np.float32), 0
 try:
     while True:
         group.all_reduce(data)

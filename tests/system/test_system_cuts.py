@@ -19,13 +19,15 @@ from zstrat.wire import UpdateOp
 pytestmark = pytest.mark.processes
 
 SLOTS, WIDE = 64, 4096
+PATIENCE = "4"
+"""Seconds after which a stopped worker is a lost one; too many for one that is slow."""
 
 
 class Counting:
     """Each step adds one to a slot of its own on every server: plainly, to rows, and
     through an optimizer. Each update of the program adds one to both its variables."""
 
-    def __init__(self, coordinator, servers=3):
+    def __init__(self, coordinator, servers=2):
         with coordinator.strategy.scope():
             plain = [zs.Variable(np.zeros((SLOTS, WIDE), "f4")) for _ in range(servers)]
             rows = [zs.Variable(np.zeros((SLOTS, 1), "f4")) for _ in range(servers)]
@@ -72,25 +74,26 @@ def steps_of(path):
 @pytest.fixture(scope="module")
 def local():
     """For programs one after another: each leaves all tasks running."""
-    env = {"ZSTRAT_PATIENCE": "2"}
-    with zs.LocalCluster(num_ps=3, num_workers=2, env=env) as cluster:
+    env = {"ZSTRAT_PATIENCE": PATIENCE}
+    with zs.LocalCluster(num_ps=2, num_workers=2, env=env) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def counting(local, monkeypatch):
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+    monkeypatch.setenv("ZSTRAT_PATIENCE", PATIENCE)
     with zs.ParameterServerStrategy(local.resolver) as strategy:
         yield Counting(zs.ClusterCoordinator(strategy))
 
 
 def test_what_is_saved_while_training_goes_on_is_whole_steps(counting, tmp_path):
-    over, updates = threading.Event(), [0]
+    over, updates, batches = threading.Event(), [0], threading.Semaphore(0)
 
     def train():
         while not over.is_set():
-            values = [counting.schedule() for _ in range(50)]
+            values = [counting.schedule() for _ in range(30)]
             values[-1].fetch()
+            batches.release()
 
     def update():
         # One update of the program on several servers.
@@ -104,14 +107,18 @@ def test_what_is_saved_while_training_goes_on_is_whole_steps(counting, tmp_path)
     for thread in threads:
         thread.start()
     try:
-        paths = [counting.checkpoint.save(tmp_path / "c") for _ in range(5)]
+        paths = []
+        for number in range(4):
+            if number in (0, 3):
+                batches.acquire(timeout=60)  # there is more than before
+            paths.append(counting.checkpoint.save(tmp_path / "c"))
     finally:
         over.set()
         for thread in threads:
             thread.join(60)
     counting.coordinator.join()
     assert counting.counts().sum() == counting.scheduled
-    assert [v.numpy() for v in counting.own] == [updates[0]] * 3
+    assert [v.numpy() for v in counting.own] == [updates[0]] * 2
     sums = []
     for path in paths:
         counting.checkpoint.restore(path)
@@ -123,13 +130,14 @@ def test_what_is_saved_while_training_goes_on_is_whole_steps(counting, tmp_path)
 
 
 def test_a_silent_worker_is_fenced_and_its_steps_are_whole(local, counting, tmp_path):
-    for _ in range(100):
+    for _ in range(30):
         counting.schedule()
     counting.coordinator.join()  # what is in flight from now on is not whole
     local.stop_task("worker:0")
     os.waitid(os.P_PID, local.pid("worker:0"), os.WSTOPPED | os.WNOWAIT)
     workers = counting.coordinator.metrics
     while not workers()["workers"]["/job:worker/task:0"]["in_flight"]:
+        assert not workers()["recoverable_worker_failures"]
         counting.schedule()
     path = counting.checkpoint.save(tmp_path / "c")
     assert workers()["recoverable_worker_failures"] == 1
@@ -142,8 +150,8 @@ def test_a_silent_worker_is_fenced_and_its_steps_are_whole(local, counting, tmp_
 
 def test_restoring_while_training_goes_on_is_between_two_steps(counting, tmp_path):
     path = counting.checkpoint.save(tmp_path / "c")
-    values = [counting.schedule() for _ in range(300)]
+    values = [counting.schedule() for _ in range(100)]
     values[20].fetch()
     counting.checkpoint.restore(path)
     counting.coordinator.join()
-    assert 0 <= counting.counts().sum() <= 300
+    assert 0 <= counting.counts().sum() <= 100

@@ -53,8 +53,17 @@ def by_hand(steps):
 
 
 DYING = """
+def dealt():
+    dataset = zs.data.Dataset.range(12).shuffle(12, seed=1).batch(12)
+    return strategy.experimental_distribute_dataset(dataset)
+
+def rows(distributed):
+    return [int(row) for element in distributed for row in np.ravel(element)]
+
 told, losses = [], {}
-first = int(made.numpy())
+distributed, first = dealt(), int(made.numpy())
+if first == 0:
+    rows(distributed)
 seen_first = int(seen.numpy())
 while (now := int(made.numpy())) < STEPS:
     if task == LOST_TASK and first == 0 and now == 3:
@@ -65,7 +74,12 @@ while (now := int(made.numpy())) < STEPS:
     except LOST as error:
         told.append(str(error))
         strategy.reform(timeout=60)
-say(json.dumps([losses, w.numpy().tolist(), told, seen_first]))
+try:
+    refused = str(rows(distributed))
+except ValueError as error:
+    refused = str(error)
+drawn = rows(dealt())
+say(json.dumps([losses, w.numpy().tolist(), told, seen_first, refused, drawn]))
 strategy.close()
 """
 
@@ -85,9 +99,15 @@ def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(
     assert code == 0, said
     assert said[None] == [f"worker:{lost} ended with exit code 137: starting it anew"]
     losses, value = by_hand(STEPS)
+    all_drawn = []
     for rank in range(SIZE):
         (line,) = said[rank]
-        found, w, told, seen = json.loads(line)
+        found, w, told, seen, refused, drawn = json.loads(line)
+        # A shuffled dataset: all are told to make it anew, and then read each row once.
+        number = "1.1" if rank == lost else "1.2"
+        assert f"this one begins {number} (distribution.pass)" in refused
+        assert "make the dataset anew in all of them, from shuffle() on" in refused
+        all_drawn += drawn
         np.testing.assert_allclose(w, value, rtol=1e-5)
         for now, loss in found.items():
             np.testing.assert_allclose(loss, losses[int(now)], rtol=1e-5)
@@ -98,6 +118,7 @@ def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(
             assert len(found) == STEPS
             assert len(told) == 1
             assert f"lost rank {lost} (/job:worker/task:{lost} at ipc://" in told[0]
+    assert sorted(all_drawn) == list(range(12))
 
 
 SAVING = """

@@ -65,11 +65,48 @@ def shout(address, data):
                 pass
 
 
-def test_garbage_in_the_middle_of_training_is_counted_and_changes_nothing():
-    with (
-        zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp") as local,
-        zs.ParameterServerStrategy(local.resolver) as strategy,
-    ):
+@pytest.fixture(scope="module")
+def local():
+    """At ports, where anybody comes; no test kills or freezes a task of it."""
+    with zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp") as cluster:
+        yield cluster
+
+
+async def claim(address, index):
+    """Somebody says to the ps that he is that worker; returns the words of refusal."""
+    me = hello("worker", index, new_incarnation())
+    link = Link(address, me, name="/job:ps/task:0", settings=Settings())
+    link.start()
+    now = asyncio.get_running_loop().time
+    words, late = "", now() + 20
+    try:
+        while "is here as the same task" not in words and now() < late:
+            with pytest.raises(zs.DeadlineExceededError) as raised:
+                await link.wait_open(now() + 0.5)
+            words = str(raised.value)
+    finally:
+        await link.close()
+    return words
+
+
+def test_nobody_else_takes_the_place_of_a_worker_that_trains(local):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+        v, step = descend(strategy)
+        coordinator.schedule(step).fetch()
+        words = run(claim(local.spec.task_address("ps", 0), 0))
+        assert f"pid {local.pid('worker:0')}) is here as the same task" in words
+        for _ in range(50):
+            coordinator.schedule(step)
+        coordinator.join()
+        np.testing.assert_array_equal(v.numpy(), np.full(4, -RATE * 51))
+        assert coordinator.metrics()["recoverable_worker_failures"] == 0
+        # The first to be refused there: of those who follow soon it says the number.
+        assert "is not let in: worker:0" in local.log("ps:0")
+
+
+def test_garbage_in_the_middle_of_training_is_counted_and_changes_nothing(local):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
         v, step = descend(strategy)
         values = []
@@ -84,39 +121,6 @@ def test_garbage_in_the_middle_of_training_is_counted_and_changes_nothing():
         for sight in run(observe(local.spec, Settings(), 30)):
             assert not sight.problem
             assert sight.number("endpoint", "counts", "refused") >= 2, sight.values
-
-
-async def claim(address, index):
-    """Somebody says to the ps that he is that worker; returns the words of refusal."""
-    me = hello("worker", index, new_incarnation())
-    link = Link(address, me, name="/job:ps/task:0", settings=Settings())
-    link.start()
-    try:
-        await link.wait_open(asyncio.get_running_loop().time() + 1.0)
-    except zs.DeadlineExceededError as error:
-        return str(error)
-    finally:
-        await link.close()
-    raise AssertionError("it was let in")
-
-
-def test_nobody_else_takes_the_place_of_a_worker_that_trains():
-    with (
-        zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp") as local,
-        zs.ParameterServerStrategy(local.resolver) as strategy,
-    ):
-        coordinator = zs.ClusterCoordinator(strategy)
-        v, step = descend(strategy)
-        coordinator.schedule(step).fetch()
-        words = run(claim(local.spec.task_address("ps", 0), 0))
-        assert f"pid {local.pid('worker:0')}) is here as the same task" in words
-        for _ in range(50):
-            coordinator.schedule(step)
-        coordinator.join()
-        np.testing.assert_array_equal(v.numpy(), np.full(4, -RATE * 51))
-        assert coordinator.metrics()["recoverable_worker_failures"] == 0
-        log = local.log("ps:0")
-        assert "is not let in: worker:0" in log
 
 
 def test_a_program_says_who_has_the_place_of_its_worker():

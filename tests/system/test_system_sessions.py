@@ -11,23 +11,17 @@ import zstrat as zs
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def local():
-    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def stale(local):
+def stale(daemons):
     """A variable and an optimizer of a strategy that is closed."""
-    with zs.ParameterServerStrategy(local.resolver) as strategy, strategy.scope():
+    with zs.ParameterServerStrategy(daemons.resolver) as strategy, strategy.scope():
         made = zs.Variable(np.float32(1), name="stale"), zs.Optimizer(optax.sgd(1.0))
     return made
 
 
 @pytest.fixture
-def strategy(local, stale):
-    with zs.ParameterServerStrategy(local.resolver) as strategy:
+def strategy(daemons, stale):
+    with zs.ParameterServerStrategy(daemons.resolver) as strategy:
         yield strategy
 
 

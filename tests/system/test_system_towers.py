@@ -12,6 +12,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.contrib import distribute
+from zstrat.testing import ThreadCluster
 
 pytestmark = pytest.mark.processes
 
@@ -55,7 +56,7 @@ distribution.close()
 
 @pytest.fixture(scope="module")
 def local():
-    with zs.LocalCluster(num_ps=2, num_workers=0) as cluster:
+    with ThreadCluster(num_ps=2, num_workers=0) as cluster:
         yield cluster
 
 

@@ -179,6 +179,28 @@ def test_each_worker_has_its_own_dataset(coordinator):
     assert seen <= {(0, 2), (1, 2)}
 
 
+def test_workers_of_a_cluster_form_a_group(daemons, coordinator):
+    """The endpoint of a daemon serves its group, too."""
+    resolver = daemons.resolver
+
+    def total(context):
+        options = {"lane": "tcp", "rendezvous_timeout": 30}
+        with zs.collectives.Group(resolver, **options) as group:
+            rank = context.input_pipeline_id
+            found = group.all_reduce(np.full(100_000, rank + 1.0))
+            assert group.rank == rank
+        return zs.data.Dataset.from_tensor_slices(found[:1])
+
+    @zs.function
+    def first(iterator):
+        return next(iterator)
+
+    iterator = iter(coordinator.create_per_worker_dataset(total))
+    value = coordinator.schedule(first, args=(iterator,))
+    coordinator.join()
+    np.testing.assert_array_equal(value.fetch(), 3.0)
+
+
 def test_the_end_of_the_data_is_out_of_range_at_join(coordinator):
     @zs.function
     def take(iterator):

@@ -27,7 +27,7 @@ def local(cluster, monkeypatch):
     """With all its tasks: what an earlier test has killed is started again."""
     # A stopped worker is soon lost to the program, and to no parameter server: it goes
     # on where it was when it wakes up.
-    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+    monkeypatch.setenv("ZSTRAT_PATIENCE", "4")
     return all_running(cluster)
 
 

@@ -74,7 +74,7 @@ def raws(index: int) -> list[bytes]:
     return [bytes(frame) for frame in FRAMES[index][1]]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(st.binary(max_size=300), st.lists(st.binary(max_size=20), max_size=3))
 def test_garbage(header: bytes, frames: list[bytes]) -> None:
     survives(header, frames)
@@ -126,7 +126,7 @@ MSGPACK = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(st.sampled_from(KINDS), MSGPACK, st.lists(MSGPACK, max_size=8), st.data())
 def test_fields_of_any_type(
     kind: int, request: Any, fields: list[Any], data: st.DataObject
@@ -138,7 +138,7 @@ def test_fields_of_any_type(
     survives(msgpack.packb(values), [])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(
     st.lists(
         st.tuples(

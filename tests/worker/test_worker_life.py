@@ -235,5 +235,5 @@ class LifeFarAhead(Life):
 TestLife, TestLifeAhead = Life.TestCase, LifeAhead.TestCase
 TestLifeFarAhead = LifeFarAhead.TestCase
 for case in (TestLife, TestLifeAhead, TestLifeFarAhead):
-    case.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
 del case  # or pytest takes it for one more

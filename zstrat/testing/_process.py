@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ON_ITS_WAY: Final = 5.0
+_ON_ITS_WAY: Final = 20.0
 """Seconds in which a thread that was told to end has ended, on a machine that is busy.
 """
 
