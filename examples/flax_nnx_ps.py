@@ -46,7 +46,7 @@ class DigitsModel(nnx.Module):
 
 
 def make_step(graph, params, averages, optimizer):
-    """The step of a worker: ``params`` are moved by gradients, ``averages`` assigned."""
+    """The step of a worker: gradients move ``params``, ``averages`` are assigned."""
 
     @zs.function
     def train_step(iterator):

@@ -7,8 +7,10 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import zstrat as zs
@@ -140,6 +142,45 @@ def test_the_code_of_a_page_runs(page, shared, request):
         if needed and importlib.util.find_spec(needed) is None:
             continue  # of a library that is not installed
         exec(code, names)
+
+
+STEP = """
+import jax.numpy as jnp, numpy as np, optax
+import zstrat as zs
+
+strategy = zs.ParameterServerStrategy(resolver)
+with strategy.scope():
+    params = zs.create_variables({"w": jnp.ones(64)})
+
+model = lambda params, rows: rows @ params["w"]
+train_step = zs.function(lambda iterator: next(iterator))
+dataset_fn = lambda: zs.data.Dataset.range(1).repeat()
+"""
+"""What the parts of programs in the README take as given."""
+
+
+async def test_the_parts_of_programs_in_the_readme_run(daemons, request, tmp_path):
+    text = (ROOT / "README.md").read_text()
+    text = text.replace("100_000_000", "100").replace("/mnt/shared", str(tmp_path))
+    parts = [block[2] for block in FENCED.finditer(text)]
+    of_async, tables, saving = [
+        next(part for part in parts if word in part)
+        for word in ("AsyncClusterCoordinator", "embedding_lookup", "CheckpointManager")
+    ]
+    names = {"__name__": "__main__", "resolver": daemons.resolver}
+    request.addfinalizer(lambda: ended(names))
+    exec(STEP, names)
+    await eval(compile(of_async, "README", "exec", PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    exec(tables, names)
+    with names["strategy"].scope():
+        exec('params = zs.create_variables({"w": jnp.ones(64)})', names)
+    coordinator = zs.ClusterCoordinator(names["strategy"])
+    batch = {"ids": np.array([[3, 99]]), "y": np.ones((1, 2), "float32")}
+    iterator = iter(coordinator.create_per_worker_dataset([batch] * 2))
+    coordinator.schedule(names["train_step"], args=(iterator,)).fetch()
+    exec(saving, names)
+    assert [path.name for path in (tmp_path / "run1").glob("ckpt-*")] == ["ckpt-1"]
+    names["manager"].close()
 
 
 def ended(names):
