@@ -31,6 +31,7 @@ FROM_ROOT: Final = {
 
 _LINK: Final = re.compile(r"(?<!!)\[((?:[^\[\]]|\[\])+)\]\(([^()\s]+)\)")
 _NAME: Final = re.compile(r"`zs\.([\w.]+)`")
+_LOADED: Final = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\"(https?://[^\"]*)\"")
 _KEYS: Final = re.compile(r"`[^`]*`|(\[)(?=')")
 """Of a path like ``['embed']['table']``, which would be a reference, and code."""
 
@@ -60,6 +61,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     del config, files
     uri = page.file.src_uri
     return outside_fences(markdown, lambda text: relinked(text, uri))
+
+
+def on_post_build(config: Any) -> None:
+    """The site loads nothing from elsewhere.
+
+    Raises:
+        PluginError: A page does; names it, and what it would load.
+    """
+    from mkdocs.exceptions import PluginError
+
+    for page in Path(config.site_dir).rglob("*.html"):
+        if found := _LOADED.search(page.read_text()):
+            raise PluginError(f"{page} loads {found[1]}: put it into docs/ instead")
 
 
 def pages() -> dict[str, str]:
