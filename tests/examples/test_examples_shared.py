@@ -134,16 +134,6 @@ def test_a_recommender_goes_on_with_another_number_of_servers(run):
     assert code == (0 if float(area) >= 70 else 1)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs(page, shared, request):
-    names = {"__name__": "__main__"}
-    request.addfinalizer(lambda: ended(names))
-    for needed, code in blocks(ROOT / "docs" / f"{page}.md"):
-        if needed and importlib.util.find_spec(needed) is None:
-            continue  # of a library that is not installed
-        exec(code, names)
-
-
 STEP = """
 import jax.numpy as jnp, numpy as np, optax
 import zstrat as zs
@@ -181,6 +171,16 @@ async def test_the_parts_of_programs_in_the_readme_run(daemons, request, tmp_pat
     exec(saving, names)
     assert [path.name for path in (tmp_path / "run1").glob("ckpt-*")] == ["ckpt-1"]
     names["manager"].close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, shared, request):
+    names = {"__name__": "__main__"}
+    request.addfinalizer(lambda: ended(names))
+    for needed, code in blocks(ROOT / "docs" / f"{page}.md"):
+        if needed and importlib.util.find_spec(needed) is None:
+            continue  # of a library that is not installed
+        exec(code, names)
 
 
 def ended(names):
