@@ -88,7 +88,7 @@ api: $(VENV)/.dev
 	@$(PY) docs/make_api.py
 
 # Warnings are errors. (The variable silences a notice that Material prints at each build:
-# it is mended until May 2027, and Zensical, its successor, reads the same mkdocs.yml.)
+# it is mended until May 2027, and Zensical is its successor.)
 docs: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet $(ARGS)
 	@echo "out/site/index.html"
