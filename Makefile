@@ -12,12 +12,13 @@
 #   make bench    the benchmarks, as a table and as JSON under out/
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
 #   make optimizers   docs/optimizers_table.md, of what every transformation does
+#   make docs     the documentation as a site, out/site/index.html; needs no network to be read
 #   make lint | units | clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak attack test-accelerator test-optax optimizers lint pytest test-fast cluster bench api units clean
+.PHONY: help run test chaos soak attack test-accelerator test-optax optimizers lint pytest test-fast cluster bench api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -86,6 +87,12 @@ optimizers: $(VENV)/.dev
 api: $(VENV)/.dev
 	@$(PY) docs/make_api.py
 
+# Warnings are errors. (The variable silences a notice that Material prints at each build:
+# it is mended until May 2027, and Zensical is its successor.)
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet $(ARGS)
+	@echo "out/site/index.html"
+
 # Writes the systemd units as an installation from this checkout would need them.
 units: $(VENV)/.run
 	@$(VENV)/bin/zstrat units --bindir $(abspath $(VENV)/bin) --to out/systemd
@@ -115,4 +122,8 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(PY)
 
 $(VENV)/.dev: $(VENV)/.run
 	@$(PIP) --no-build-isolation -e '.[dev,examples,gce,orbax,tensorboard]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	@$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@

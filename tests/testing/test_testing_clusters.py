@@ -87,10 +87,9 @@ def test_what_does_not_start_leaves_nothing():
         pass
 
 
-def test_the_test_of_the_readme_passes(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if "zstrat.testing" in block]
+def test_the_test_of_the_page_passes(tmp_path):
+    page = (ROOT / "docs" / "testing.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "test_mine.py").write_text(block)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(

@@ -23,7 +23,7 @@ _TABLES: Final = ("cluster", "task")
 
 @final
 class TomlClusterResolver(SourceResolver):
-    """Answers from a TOML file, which is read once::
+    """Answers from a TOML file, which is read once:
 
         [cluster]
         worker = ["10.0.0.1:2222", "10.0.0.2:2222"]

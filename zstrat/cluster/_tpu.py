@@ -140,7 +140,7 @@ class TPUClusterResolver(SourceResolver):
 
         Raises:
             ValueError: The cluster has no such task, or the TPU has no host.
-            Also what `cluster_spec` raises.
+            Exception: What `cluster_spec` raises.
         """
         hosts = self._hosts()
         if hosts is None:
@@ -169,7 +169,7 @@ class TPUClusterResolver(SourceResolver):
 
         Raises:
             RuntimeError: The hosts have different numbers of devices.
-            Also what `cluster_spec` raises.
+            Exception: What `cluster_spec` raises.
         """
         hosts = self._hosts()
         if hosts is None:
@@ -184,7 +184,7 @@ class TPUClusterResolver(SourceResolver):
 
         Raises:
             RuntimeError: There are none, or their number is not known.
-            Also what `num_accelerators` raises.
+            Exception: What `num_accelerators` raises.
         """
         per_host = self.num_accelerators().get("TPU", 0)
         if not per_host:

@@ -81,7 +81,7 @@ class DistributeOptions:
 
 @final
 class Options:
-    """What `Dataset.with_options` takes::
+    """What `Dataset.with_options` takes:
 
     options = zs.data.Options()
     options.experimental_distribute.auto_shard_policy = zs.data.AutoShardPolicy.OFF

@@ -89,7 +89,7 @@ class SidecarEvaluator:
             RuntimeError: A checkpoint does not say its step; says what to do.
             NotFoundError, InvalidArgumentError: It does not fit ``checkpoint``.
             PSUnavailableError: A parameter server that holds variables is gone.
-            Else whatever ``evaluate`` raises.
+            Exception: Whatever ``evaluate`` raises.
         """
         while not self._stop.is_set():
             path = self._new()

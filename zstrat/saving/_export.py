@@ -81,7 +81,7 @@ def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
 
     Raises:
         ModuleNotFoundError: Orbax is not installed.
-        Else as `export_safetensors`, and whatever Orbax says.
+        Exception: Else as `export_safetensors`, and whatever Orbax says.
     """
     try:
         from orbax.checkpoint import PyTreeCheckpointer

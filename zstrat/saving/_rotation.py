@@ -222,7 +222,7 @@ class CheckpointManager:
 
         Raises:
             DataLossError: All of them are damaged; names what is wrong with the newest.
-            Else as `zs.Checkpoint.restore`.
+            Exception: Else as `zs.Checkpoint.restore`.
         """
         return run_blocking(self.restore_or_initialize_async())
 

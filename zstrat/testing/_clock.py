@@ -69,7 +69,7 @@ class FakeClock:
 
         Raises:
             ValueError: ``seconds`` is negative: time does not run backwards.
-            What a call raised; the clock stands at its time then.
+            Exception: What a call raised; the clock stands at its time then.
         """
         if seconds < 0:
             raise ValueError(f"seconds={seconds}: expected 0 or more")

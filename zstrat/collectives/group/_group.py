@@ -192,7 +192,8 @@ class Group(GroupCalls):
             timeout: Seconds to wait for all of them.
 
         Raises:
-            As the constructor; the group stays broken, and it may be called again.
+            Exception: As the constructor; the group stays broken, and this may be
+                called again.
         """
         wanted = self._next(*args, **kwargs)
         self._leave("it forms a new generation")

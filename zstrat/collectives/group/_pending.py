@@ -56,8 +56,8 @@ class Pending(Generic[T]):
 
         Raises:
             DeadlineExceededError: ``timeout`` seconds have passed; it goes on.
-            CollectiveTimeoutError, PeerLostError, InvalidArgumentError,
-                UnavailableError: As the blocking call.
+            Exception: CollectiveTimeoutError, PeerLostError, InvalidArgumentError or
+                UnavailableError, as the blocking call.
         """
         if not self._is_over:
             bell = ThreadBell()

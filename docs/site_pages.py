@@ -1,0 +1,206 @@
+"""What `make docs` adds to the pages of docs/: those of the root, of the examples, and
+of the reference, and links that hold in the site as they do in the repository.
+
+A page is written once, for readers of the repository. Law of the hook: a link to a file
+that is a page of the site leads to that page, one to a public name of `zs` leads to its
+docstring, and what the site does not have (sources, tests) keeps its text alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import posixpath
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import zstrat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FROM_ROOT: Final = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Pages that lie in the root of the repository, and what they are in the site."""
+
+_LINK: Final = re.compile(r"(?<!!)\[((?:[^\[\]]|\[\])+)\]\(([^()\s]+)\)")
+_NAME: Final = re.compile(r"`zs\.([\w.]+)`")
+_LOADED: Final = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\"(https?://[^\"]*)\"")
+_KEYS: Final = re.compile(r"`[^`]*`|(\[)(?=')")
+"""Of a path like ``['embed']['table']``, which would be a reference, and code."""
+
+
+def on_config(config: Any) -> Any:
+    """Puts the pages that are made under the entry of the page that lists them."""
+    for entry in config.nav:
+        ((title, page),) = entry.items()
+        if page in ("examples.md", "reference.md"):
+            made = {**examples(), **reference()}
+            folder = page.removesuffix(".md") + "/"
+            entry[title] = [page, *(uri for uri in made if uri.startswith(folder))]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages that are made."""
+    from mkdocs.structure.files import File
+
+    for uri, content in {**root_pages(), **examples(), **reference()}.items():
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Leads links to where they lead in the site."""
+    del config, files
+    uri = page.file.src_uri
+    return outside_fences(markdown, lambda text: relinked(text, uri))
+
+
+def on_post_build(config: Any) -> None:
+    """The site loads nothing from elsewhere.
+
+    Raises:
+        PluginError: A page does; names it, and what it would load.
+    """
+    from mkdocs.exceptions import PluginError
+
+    for page in Path(config.site_dir).rglob("*.html"):
+        if found := _LOADED.search(page.read_text()):
+            raise PluginError(f"{page} loads {found[1]}: put it into docs/ instead")
+
+
+def pages() -> dict[str, str]:
+    """Path in the repository -> page of the site, for all that is written by hand."""
+    written = {
+        f"docs/{path.relative_to(ROOT / 'docs').as_posix()}": path.name
+        for path in sorted((ROOT / "docs").glob("*.md"))
+    }
+    shown = {f"examples/{path.name}": _example_uri(path) for path in _examples()}
+    return {**written, **FROM_ROOT, **shown, "examples": "examples.md"}
+
+
+def root_pages() -> dict[str, str]:
+    return {uri: (ROOT / name).read_text() for name, uri in FROM_ROOT.items()}
+
+
+def examples() -> dict[str, str]:
+    """A page for each example, with its source, and one that lists them."""
+    found, lines = {}, ["# Examples", ""]
+    for path in _examples():
+        uri = _example_uri(path)
+        found[uri], first = (_notebook if path.suffix == ".ipynb" else _script)(path)
+        lines.append(f"- [`{path.name}`](examples/{path.name}): {first}")
+    return {"examples.md": "\n".join(lines) + "\n", **found}
+
+
+def reference() -> dict[str, str]:
+    """A page for each table of reference.toml, and one that lists them."""
+    made, lines = {}, ["# Reference", "", "`import zstrat as zs`", ""]
+    for page in _reference():
+        uri = f"reference/{page['file']}.md"
+        parts = [f"# {page['title']}", page["about"].strip()]
+        for name in page["names"]:
+            options = f"      heading: zs.{name}\n      toc_label: {name}"
+            parts.append(f"::: {place(name)}\n    options:\n{options}")
+        made[uri] = "\n\n".join(parts) + "\n"
+        about = page["about"].strip().split(". [")[0].rstrip(".").replace("\n", " ")
+        lines.append(f"- [{page['title']}]({uri}): {about}.")
+    return {"reference.md": "\n".join(lines) + "\n", **made}
+
+
+def place(name: str) -> str:
+    """Where a public name is found in the source: ``ClusterCoordinator`` is
+    ``zstrat.coordinator.ClusterCoordinator``."""
+    first, _, rest = name.partition(".")
+    if first in zstrat._MODULES:
+        return f"{zstrat._MODULES[first]}.{rest}"
+    return f"{zstrat._EXPORTS[first]}.{name}"
+
+
+def relinked(text: str, uri: str) -> str:
+    """The text of a page with its links as they are in the site."""
+    by_uri = {site: path for path, site in pages().items()}
+    origin = by_uri.get(uri, f"docs/{uri}")
+    text = _LINK.sub(lambda link: _relinked(link, origin, uri), text)
+    return _KEYS.sub(lambda found: "\\[" if found[1] else found[0], text)
+
+
+def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
+    """Changes what is no fenced code; a fence keeps its language alone, as
+    "```python servers" is one of Python here."""
+    return "".join(
+        re.sub(r"\A(`{3,}\w*)[^\n]*", r"\1", part) if is_code else change(part)
+        for is_code, part in _parts(markdown)
+    )
+
+
+def _parts(markdown: str) -> Iterator[tuple[bool, str]]:
+    place = 0
+    for fence in re.finditer(r"^(`{3,}).*?^\1$", markdown, re.MULTILINE | re.DOTALL):
+        yield False, markdown[place : fence.start()]
+        yield True, fence.group()
+        place = fence.end()
+    yield False, markdown[place:]
+
+
+def _relinked(link: re.Match[str], origin: str, uri: str) -> str:
+    text, target = link.groups()
+    file, _, anchor = target.partition("#")
+    if not file or ":" in file:
+        return link.group()
+    if (name := _NAME.fullmatch(text)) and (found := _documented(name[1])):
+        return f"[{text}][{found}]"
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), file))
+    there = pages().get(path)
+    if there is None and (ROOT / "docs" / file).suffix == ".md":
+        return link.group()  # of one page that is made to another
+    if there is None:
+        return text
+    here = posixpath.relpath(there, posixpath.dirname(uri) or ".")
+    return f"[{text}]({here}{'#' + anchor if anchor else ''})"
+
+
+def _documented(name: str) -> str:
+    """The place of the longest beginning of a name that is in the reference."""
+    names = {each for page in _reference() for each in page["names"]}
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return place(name) if name else ""
+
+
+def _reference() -> list[dict[str, Any]]:
+    return tomllib.loads((ROOT / "docs" / "reference.toml").read_text())["page"]
+
+
+def _examples() -> list[Path]:
+    folder = ROOT / "examples"
+    return sorted([*folder.glob("*.py"), *folder.glob("*.ipynb")])
+
+
+def _example_uri(path: Path) -> str:
+    return f"examples/{path.name.replace('.', '_')}.md"
+
+
+def _script(path: Path) -> tuple[str, str]:
+    """The page of a script, and the first sentence of its docstring."""
+    source = path.read_text()
+    first = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0]
+    return f"# {path.name}\n\n```python\n{source}```\n", first.replace("\n", " ")
+
+
+def _notebook(path: Path) -> tuple[str, str]:
+    """The cells of a notebook one after the other, and the first sentence of it."""
+    parts = [f"# {path.name}"]
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            source = f"```python\n{source}\n```"
+        parts.append(re.sub(r"\A# .*\n*", "", source))
+    return "\n\n".join(parts) + "\n", parts[1].partition("\n\n")[0].replace("\n", " ")

@@ -1,0 +1,190 @@
+"""Pages of docs/ and examples that share one cluster, which each of them believes to
+have started: the code of a page runs as it stands, block after block, as one program,
+and an example from its arguments to its exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCED = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ELSEWHERE = {"optimizers", "testing"}
+"""Pages with tests of their own: test_optax_docs.py, test_testing_clusters.py."""
+PAGES = [
+    page.stem
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if FENCED.search(page.read_text()) and page.stem not in ELSEWHERE
+]
+
+
+class SharedCluster:
+    """Some tasks of a cluster that was started before and lasts longer. What is
+    restarted is ended with it, as a test must leave no process behind."""
+
+    def __init__(self, cluster, num_ps, num_workers):
+        jobs = cluster.spec.as_dict()
+        some = {"ps": jobs["ps"][:num_ps], "worker": jobs["worker"][:num_workers]}
+        self.resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(some))
+        self.kill = cluster.kill
+        self._restart, self._restarted = cluster.restart, set()
+
+    def restart(self, task):
+        self._restart(task)
+        self._restarted.add(task)
+
+    def close(self):
+        for task in self._restarted:
+            self.kill(task)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+@pytest.fixture(scope="module")
+def daemons():
+    with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def shared(daemons, monkeypatch, tmp_path):
+    """The folder of a program that gets these daemons when it starts a cluster, and
+    finds a file that names them."""
+
+    def started(num_ps, num_workers):
+        return SharedCluster(daemons, num_ps, num_workers)
+
+    monkeypatch.setattr(zs, "LocalCluster", started)
+    monkeypatch.chdir(tmp_path)
+    jobs = daemons.spec.as_dict().items()
+    lines = [f"{job} = {[*tasks]!r}".replace("'", '"') for job, tasks in jobs]
+    (tmp_path / "cluster.toml").write_text("\n".join(["[cluster]", *lines]))
+    return tmp_path
+
+
+@pytest.fixture
+def run(shared, monkeypatch, capsys):
+    """Runs an example; returns its exit code and what it printed."""
+
+    def run(name, *arguments):
+        script = ROOT / "examples" / name
+        spec = importlib.util.spec_from_file_location(script.stem, script)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.syspath_prepend(str(script.parent))
+        monkeypatch.setitem(sys.modules, script.stem, module)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        spec.loader.exec_module(module)
+        return module.main(), capsys.readouterr().out
+
+    return run
+
+
+def blocks(page):
+    """For each fenced block of Python: the library that it needs beside those of the
+    tests, and its code, with the numbers of its lines in the page."""
+    text = page.read_text()
+    for block in FENCED.finditer(text):
+        line = text[: block.start()].count("\n") + 1
+        yield block[1], compile("\n" * line + block[2], str(page), "exec")
+
+
+def test_a_model_of_flax_learns_in_few_steps(run):
+    for module in ("flax", "sklearn"):
+        pytest.importorskip(module, reason=f"needs {module}: install zstrat[examples]")
+    few = ["--ps", "1", "--workers", "1", "--steps", "60"]
+    code, out = run("flax_nnx_ps.py", *few)
+    (accuracy,) = re.findall(r"test accuracy (\S+)% \(goal 95%\)$", out, re.MULTILINE)
+    assert float(accuracy) > 80
+    assert code == (0 if float(accuracy) >= 95 else 1)
+
+
+def test_a_recommender_goes_on_with_another_number_of_servers(run):
+    few = ["--workers", "1", "--steps", "4", "--every", "4", "--batch", "16"]
+    code, out = run("recommender.py", *few, "--ps", "1", "--then-ps", "2")
+    line = r"^ *(\S+) +(\d) +(\d+) +(\S+) +(\S+)%$"
+    start, trained, saved, more = re.findall(line, out, re.MULTILINE)
+    assert float(start[3]) == pytest.approx(0.6931, abs=1e-4)  # log 2: it knows nothing
+    assert [row[:2] for row in (start, trained, more)] == [
+        ("0", "1"),
+        ("4", "1"),
+        ("+4", "2"),
+    ]
+    # Ten tables; three of them have more than 2 * 64 KiB, so two servers have parts.
+    assert (trained[2], saved[2]) == ("10", "13")
+    assert saved[3:] == trained[3:] != start[3:]
+    assert saved[3:] != more[3:]
+    # Three arrays of the network beside the ten tables, and what Adagrad sums of each.
+    assert "equal: 26 arrays, of tables, network and optimizer\n" in out
+    (area,) = re.findall(r"^AUC (\S+)% \(goal 70%\)$", out, re.MULTILINE)
+    assert area == more[4]
+    assert code == (0 if float(area) >= 70 else 1)
+
+
+STEP = """
+import jax.numpy as jnp, numpy as np, optax
+import zstrat as zs
+
+strategy = zs.ParameterServerStrategy(resolver)
+with strategy.scope():
+    params = zs.create_variables({"w": jnp.ones(64)})
+
+model = lambda params, rows: rows @ params["w"]
+train_step = zs.function(lambda iterator: next(iterator))
+dataset_fn = lambda: zs.data.Dataset.range(1).repeat()
+"""
+"""What the parts of programs in the README take as given."""
+
+
+async def test_the_parts_of_programs_in_the_readme_run(daemons, request, tmp_path):
+    text = (ROOT / "README.md").read_text()
+    text = text.replace("100_000_000", "100").replace("/mnt/shared", str(tmp_path))
+    parts = [block[2] for block in FENCED.finditer(text)]
+    of_async, tables, saving = [
+        next(part for part in parts if word in part)
+        for word in ("AsyncClusterCoordinator", "embedding_lookup", "CheckpointManager")
+    ]
+    names = {"__name__": "__main__", "resolver": daemons.resolver}
+    request.addfinalizer(lambda: ended(names))
+    exec(STEP, names)
+    await eval(compile(of_async, "README", "exec", PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    exec(tables, names)
+    with names["strategy"].scope():
+        exec('params = zs.create_variables({"w": jnp.ones(64)})', names)
+    coordinator = zs.ClusterCoordinator(names["strategy"])
+    batch = {"ids": np.array([[3, 99]]), "y": np.ones((1, 2), "float32")}
+    iterator = iter(coordinator.create_per_worker_dataset([batch] * 2))
+    coordinator.schedule(names["train_step"], args=(iterator,)).fetch()
+    exec(saving, names)
+    assert [path.name for path in (tmp_path / "run1").glob("ckpt-*")] == ["ckpt-1"]
+    names["manager"].close()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, shared, request):
+    names = {"__name__": "__main__"}
+    request.addfinalizer(lambda: ended(names))
+    for needed, code in blocks(ROOT / "docs" / f"{page}.md"):
+        if needed and importlib.util.find_spec(needed) is None:
+            continue  # of a library that is not installed
+        exec(code, names)
+
+
+def ended(names):
+    """A page that failed, or does not say goodbye, lets the cluster go."""
+    strategy = names.get("strategy")
+    if isinstance(strategy, zs.ParameterServerStrategy):
+        strategy.close()
