@@ -1,11 +1,14 @@
 """What is shipped once, and results that stay where they are until they are fetched."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zstrat.program as zs
 from zstrat.errors import ClosureAbortedError
+from zstrat.variables import NarrowingWarning
 
 
 @zs.function
@@ -125,6 +128,25 @@ def test_calls_that_differ_in_small_arrays_are_traced_and_shipped_once(world):
     assert len({n for w in world.workers for n in w.arguments}) == 1
     assert float(call(2, "i4").fetch()) == 26
     assert step.trace_count == 2
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_an_argument_that_loses_bits_is_told_where_it_is_scheduled(world, size):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def same(x):
+        return x
+
+    numbers = np.arange(size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            coordinator.schedule(same, args=(numbers,)).fetch()
+    numbers[-1] = 2**40
+    with pytest.warns(NarrowingWarning, match="1099511627776 becomes 0") as told:
+        coordinator.schedule(same, args=(numbers,)).fetch()
+    assert told[0].filename == __file__
 
 
 def test_the_elements_of_an_array_keep_their_places(world):

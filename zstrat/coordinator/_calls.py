@@ -33,6 +33,7 @@ from zstrat.program import (
     dump,
     dump_code,
     input_key,
+    loses_bits,
 )
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
 
@@ -202,8 +203,8 @@ class CallTable:
             call = known.calls.get(_key_of(args, kwargs, inputs))
         except _NoKeyError:
             return None
-        if call is None:
-            return None
+        if call is None or (inputs and any(map(loses_bits, inputs))):
+            return None  # of what jax cuts the trace tells
         if call.captured and any(claim() is None for claim in call.captured):
             return None
         return call, bytes_of_inputs(inputs) if inputs else b""

@@ -30,6 +30,7 @@ from .ship._inputs import bytes_of_inputs as bytes_of_inputs
 from .ship._inputs import cut_inputs as cut_inputs
 from .ship._inputs import fill_inputs as fill_inputs
 from .ship._inputs import input_key as input_key
+from .ship._inputs import loses_bits as loses_bits
 from .ship._scoped import CarriedValues as CarriedValues
 from .trace._capture import Capture as Capture
 from .trace._context import WorkerContext as WorkerContext

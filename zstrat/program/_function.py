@@ -166,6 +166,9 @@ class Function:
             ValueError: The function is eager: it has no plan.
             TypeError, RuntimeError: The body cannot be captured.
             Exception: Whatever the body raises while it is traced.
+
+        Warns:
+            NarrowingWarning: An argument loses bits.
         """
         if self.eager:
             raise ValueError(
@@ -173,8 +176,11 @@ class Function:
                 "plan"
             )
         kwargs = {} if kwargs is None else kwargs
-        program, draws = self.programs.find(cut(args, kwargs), args, kwargs)
+        call = cut(args, kwargs)
+        program, draws = self.programs.find(call, args, kwargs)
         draws.unread()
+        if program.plan.watch is not None:
+            program.plan.watch(call.inputs)
         return program.plan
 
     def within(self, strategy: Scoping) -> Function:

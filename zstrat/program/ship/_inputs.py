@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 
+from zstrat.variables import what_is_lost
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -52,6 +54,13 @@ def input_key(value: Any) -> Hashable | None:
     if dtype.kind not in _NUMBERS or not dtype.isnative:
         return None
     return (kind, dtype, value.shape) if 0 < value.nbytes <= INPUT_BYTES else None
+
+
+def loses_bits(array: Any) -> bool:
+    """Whether jax would cut one of its integers, as it computes with 32 bits."""
+    if array.dtype.itemsize < 8 or array.dtype.kind not in "iu":
+        return False
+    return what_is_lost(array) is not None
 
 
 def bytes_of_inputs(inputs: list[Any]) -> bytes:

@@ -179,15 +179,21 @@ class Watch:
         self._once = [number for number in dtypes if number not in self._limits]
 
     def look(self, leaves: Sequence[Any]) -> None:
-        """Looks at the leaves of one step. Cost: a pass over each integer one.
+        """Looks at the leaves of one step, or at the first of them: those of its
+        arguments, which come before those of elements. Cost: a pass over each integer
+        one.
 
         Warns:
             NarrowingWarning: One of them loses bits; names its place.
         """
-        once, self._once = self._once, []
+        count = len(leaves)
+        once = [number for number in self._once if number < count]
+        self._once = [number for number in self._once if number >= count]
         for number in once:
             self._tell(number, leaves[number])
         for number, (low, high) in tuple(self._limits.items()):
+            if number >= count:
+                continue
             leaf = leaves[number]
             if not leaf.size or (low <= leaf.min() and leaf.max() <= high):
                 continue
