@@ -30,10 +30,15 @@ def program(path, *arguments, cwd):
     )
 
 
-def test_a_keras_model_on_parameter_servers(tmp_path):
-    for module in ("keras", "sklearn"):  # which keras can import is for its own process
+def require(*modules):
+    """Skips without them; what importing them takes is for the program's process."""
+    for module in modules:
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}")
+            pytest.skip(f"needs {module}: install zstrat[examples]")
+
+
+def test_a_keras_model_on_parameter_servers(tmp_path):
+    require("keras", "sklearn")
     ran = program(ROOT / "examples/keras_ps.py", "--steps", "80", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"^loss 0\.\d+, test accuracy 9\d", ran.stdout)
@@ -41,8 +46,7 @@ def test_a_keras_model_on_parameter_servers(tmp_path):
 
 
 def test_digits_below_the_goal_ends_with_1_and_draws_all_the_same(tmp_path):
-    for module in ("sklearn", "matplotlib"):
-        pytest.importorskip(module, reason=f"needs {module}: install zstrat[examples]")
+    require("sklearn", "matplotlib")
     few = [
         "--steps",
         "6",
