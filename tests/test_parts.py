@@ -4,7 +4,11 @@ import ast
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+
+import parts
+import pytest
 
 ROOT = Path(__file__).parents[1]
 EIGHT = "tests/strategy/test_strategy_local_logical_devices.py"
@@ -39,14 +43,8 @@ def test_a_session_with_workers_runs_the_tests_of_both():
     }
 
 
-def test_a_session_without_workers_says_what_to_do():
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", EIGHT, ONE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.returncode == 4
-    assert "name them in a call of their own" in ran.stderr
+def test_a_session_without_workers_says_what_to_do(monkeypatch):
+    monkeypatch.delenv(parts.VARIABLE, raising=False)
+    alone = types.SimpleNamespace(args=[EIGHT, ONE], getoption=lambda *_: [])
+    with pytest.raises(pytest.UsageError, match="name them in a call of their own"):
+        parts.pytest_configure(alone)

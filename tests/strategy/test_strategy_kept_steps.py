@@ -47,7 +47,7 @@ def test_all_may_forget_the_oldest(hurried, monkeypatch):
     kept = FunctionCache(make)
 
     def run(number):
-        fns = [eval(f"lambda: {number}") for _ in range(50)]  # each has its own code
+        fns = [eval(f"lambda: {number}") for _ in range(20)]  # each has its own code
         return {run_as(kept.of(fn).step, fn, (), {}) for fn in fns}
 
     with ThreadPoolExecutor(THREADS) as threads:
