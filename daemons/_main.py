@@ -164,15 +164,12 @@ async def _accompany(program: Program, notifier: Notifier) -> int:
 
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
-    gc.disable()  # a sixth of the start: what is imported is no garbage
     try:
         task = Task(order.place, order.settings, incarnation, is_alone=True)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
-    finally:
-        gc.enable()
     _listen_to_signals(loop, task.end)
     if order.parent:
         watch_parent(loop, lambda: task.end("the program that started me is gone"))

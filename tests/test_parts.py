@@ -31,6 +31,7 @@ def passed(*arguments):
     return sorted(line.strip() for line in found)
 
 
+@pytest.mark.timeout(300)
 def test_a_session_with_workers_runs_the_tests_of_both():
     alone = passed("-n", "0", EIGHT)
     both = passed("-n", "1", "--dist", "loadfile", EIGHT, ONE)

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def ran(name: str, *arguments: str, cwd: Path, **env: str) -> tuple[int, str, st
     """Exit code, output and complaints of an example."""
     with started(name, *arguments, cwd=cwd, **env) as process:
         try:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=240)
         except BaseException:
             process.kill()
             raise
@@ -102,7 +102,7 @@ def test_towers_that_are_interrupted_leave_nothing_behind(images_alone, tmp_path
             assert any("/1000000  loss" in line for line in seen)
             family = psutil.Process(process.pid).children(recursive=True)
             os.killpg(process.pid, signal.SIGINT)  # Ctrl-C at a terminal
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         except BaseException:
             process.kill()
             raise

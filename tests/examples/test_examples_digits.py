@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def program(path, *arguments, cwd):
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
 
 

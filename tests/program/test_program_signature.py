@@ -194,7 +194,7 @@ def test_threads_that_call_first_trace_once():
         if not bodies:
             entered.set()
             second.start()
-            assert looked_up.wait(10)
+            assert looked_up.wait(60)
         bodies.append(1)
         return x + 1
 
@@ -202,7 +202,7 @@ def test_threads_that_call_first_trace_once():
     results = []
     second = threading.Thread(target=lambda: results.append(step(1.0, Key())))
     assert step(1.0, Key()) == 2.0
-    second.join(10)
+    second.join(60)
     assert results == [2.0]
     assert step.trace_count == 1
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from mirrored_task import W, X, Y
 from zstrat.cluster import free_ports
 
 HERE = Path(__file__).parent
-TIMEOUT = 120.0
+TIMEOUT = 240.0
+
+pytestmark = pytest.mark.timeout(300)
 
 
 class Tasks:
@@ -82,7 +85,9 @@ def test_processes_train_as_one_by_xla(devices):
             np.testing.assert_allclose(found["w"], w, rtol=1e-5, atol=1e-6)
             assert found["saves"] == (rank == 0)
             assert found["traces"] == 1
-            assert found["told"] == []
+            (told,) = found["told"]
+            words = "implementation=XLA cannot be formed anew, .* restore a checkpoint"
+            assert re.search(words, told)
 
 
 @pytest.mark.parametrize(
