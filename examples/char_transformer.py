@@ -28,10 +28,10 @@ import zstrat as zs
 GOAL = 2.5
 """Bits per character of texts that were not trained on."""
 
-WIDTH, HEADS, LAYERS, CONTEXT = 128, 4, 5, 64
+WIDTH, HEADS, CONTEXT = 128, 4, 64
 
 
-def init_params(seed):
+def init_params(seed, layers):
     """Weights of variance 1/n for n inputs; what adds to the stream scaled down."""
     random = np.random.default_rng(seed)
 
@@ -40,7 +40,7 @@ def init_params(seed):
         return random.normal(0, scale, (rows, columns)).astype(np.float32)
 
     def block():
-        deep = (2 * LAYERS) ** -0.5
+        deep = (2 * layers) ** -0.5
         return {
             "norm1": np.ones(WIDTH, np.float32),
             "qkv": matrix(WIDTH, 3 * WIDTH),
@@ -53,7 +53,7 @@ def init_params(seed):
     return {
         "embed": matrix(len(ALPHABET), WIDTH, 0.02),
         "position": matrix(CONTEXT, WIDTH, 0.02),
-        "blocks": [block() for _ in range(LAYERS)],
+        "blocks": [block() for _ in range(layers)],
         "norm": np.ones(WIDTH, np.float32),
     }
 
@@ -98,7 +98,8 @@ class Training:
             raise SystemExit(f"--batch {options.batch}: not a multiple of {replicas}")
         share = options.batch // replicas
         with strategy.scope():
-            self.params = zs.create_variables(init_params(options.seed))
+            start = init_params(options.seed, options.layers)
+            self.params = zs.create_variables(start)
             self.optimizer = zs.Optimizer(
                 optax.adamw(schedule(options.steps, options.rate))
             )
@@ -162,6 +163,7 @@ def arguments():
     add("--batch", type=int, default=16, help="windows of text, over all processes")
     add("--rate", type=float, default=3e-3, help="highest learning rate of AdamW")
     add("--every", type=int, default=50, help="steps between two lines")
+    add("--layers", type=int, default=5, help="blocks of the model")
     add("--windows", type=int, default=1000, help="of text to test, at most")
     add("--seed", type=int, default=0)
     return parser.parse_args()

@@ -1,17 +1,22 @@
 """Tests for eight devices and for one run in one session, none of them forgotten."""
 
+import ast
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+
+import parts
+import pytest
 
 ROOT = Path(__file__).parents[1]
 EIGHT = "tests/strategy/test_strategy_local_logical_devices.py"
 ONE = "tests/strategy/test_strategy_v1_ends.py"
 
 
-def count(*arguments):
-    """How many tests passed, and of which files, in a session of its own."""
+def passed(*arguments):
+    """The tests that passed in a session of its own, by their names."""
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
@@ -21,28 +26,26 @@ def count(*arguments):
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    passed = int(re.search(r"(\d+) passed", ran.stdout).group(1))
-    return passed, [name for name in (EIGHT, ONE) if name in ran.stdout]
+    found = re.findall(r"tests/\S+\.py::.*(?= PASSED)|(?<=PASSED )tests/.*", ran.stdout)
+    assert len(found) == int(re.search(r"(\d+) passed", ran.stdout).group(1))
+    return sorted(line.strip() for line in found)
 
 
+@pytest.mark.timeout(300)
 def test_a_session_with_workers_runs_the_tests_of_both():
-    eight, of_eight = count("-n", "0", EIGHT)
-    one, of_one = count("-n", "0", ONE)
-    assert (of_eight, of_one) == ([EIGHT], [ONE])
-    assert count("-n", "1", "--dist", "loadfile", EIGHT, ONE) == (
-        eight + one,
-        [EIGHT, ONE],
-    )
+    alone = passed("-n", "0", EIGHT)
+    both = passed("-n", "1", "--dist", "loadfile", EIGHT, ONE)
+    assert [name for name in both if name.startswith(EIGHT)] == alone
+    others = {name.partition("[")[0] for name in both if name not in alone}
+    assert others == {
+        f"{ONE}::{node.name}"
+        for node in ast.parse((ROOT / ONE).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
-def test_a_session_without_workers_says_what_to_do():
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", EIGHT, ONE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.returncode == 4
-    assert "name them in a call of their own" in ran.stderr
+def test_a_session_without_workers_says_what_to_do(monkeypatch):
+    monkeypatch.delenv(parts.VARIABLE, raising=False)
+    alone = types.SimpleNamespace(args=[EIGHT, ONE], getoption=lambda *_: [])
+    with pytest.raises(pytest.UsageError, match="name them in a call of their own"):
+        parts.pytest_configure(alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstrat.checkpoint import BLOCK, _append
+from zstrat.checkpoint import BLOCK
 from zstrat.checkpoint._append import LARGE, AppendedFile
 from zstrat.errors import AlreadyExistsError, ResourceExhaustedError
 from zstrat.rows import aligned
@@ -78,14 +79,14 @@ def test_a_large_file_goes_past_the_cache_and_a_small_one_does_not(tmp_path):
 
 
 def test_a_file_system_that_knows_no_direct_files(tmp_path, monkeypatch):
-    real = _append.fcntl.fcntl
+    real = fcntl.fcntl
 
     def refuses(descriptor: int, command: int, argument: int = 0) -> int:
         if argument & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(descriptor, command, argument)
 
-    monkeypatch.setattr(_append.fcntl, "fcntl", refuses)
+    monkeypatch.setattr(fcntl, "fcntl", refuses)
     file = AppendedFile(str(tmp_path / "file"), 9 * LARGE)
     part = data(9 * LARGE)
     file.append(part)
@@ -160,10 +161,10 @@ def test_abort_removes_what_is_not_finished(tmp_path):
 
 
 def test_a_file_that_cannot_be_begun_is_not_left(tmp_path, monkeypatch):
-    def broken(descriptor, on):
+    def broken(descriptor, command, argument=0):
         raise OSError(errno.EIO, "the disk is gone")
 
-    monkeypatch.setattr(_append, "_set_direct", broken)
+    monkeypatch.setattr(fcntl, "fcntl", broken)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="the disk is gone"):
         AppendedFile(str(tmp_path / "f"), LARGE)

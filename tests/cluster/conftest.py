@@ -7,6 +7,7 @@ import http.server
 import json
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,7 +17,7 @@ from tpu_service import ATTRIBUTES, tell
 from zstrat.cluster import _gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @dataclass
@@ -77,6 +78,48 @@ def web() -> Iterator[Web]:
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process that has not taken a share of its node's GPUs."""
     monkeypatch.setattr(_gpus._memory, "taken", None)
+
+
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+BUS = Path("/sys/bus/pci/devices")
+
+
+@pytest.fixture
+def kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets Linux tell other words of the ports that it chooses."""
+    read_text = Path.read_text
+
+    def tell(words: str) -> None:
+        monkeypatch.setattr(
+            Path,
+            "read_text",
+            lambda path, *how, **more: (
+                words if path == RANGE else read_text(path, *how, **more)
+            ),
+        )
+
+    return tell
+
+
+@pytest.fixture
+def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets Linux tell of these cards alone: of each its vendor and its device."""
+    glob = Path.glob
+    monkeypatch.setattr(
+        Path,
+        "glob",
+        lambda path, *how: glob(tmp_path / "bus" if path == BUS else path, *how),
+    )
+
+    def plug(*pairs: tuple[str, str]) -> None:
+        for number, (vendor, device) in enumerate(pairs):
+            card = tmp_path / "bus" / f"0000:00:{number:02x}.0"
+            card.mkdir(parents=True)
+            (card / "vendor").write_text(f"{vendor}\n")
+            (card / "device").write_text(f"{device}\n")
+        (tmp_path / "bus" / "0000:00:ff.0").mkdir()
+
+    return plug
 
 
 TPU_VARIABLES = (

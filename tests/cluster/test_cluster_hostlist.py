@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.cluster import expand_hostlist, expand_tasks_per_node
-from zstrat.cluster._hostlist import natural_order
 
 
 @pytest.mark.parametrize(
@@ -129,17 +128,3 @@ def test_what_is_no_list_of_tasks(text: str) -> None:
 def test_a_list_of_tasks_is_bounded() -> None:
     with pytest.raises(ValueError, match=r"tasks-per-node .* 65536 is the limit"):
         expand_tasks_per_node("1(x65537)")
-
-
-def test_nodes_are_ordered_as_slurm_numbers_them() -> None:
-    hosts = expand_hostlist("b1,n[9-12],n[07-08],a[8-11]x3,a")
-    expected = expand_hostlist("a,a[8-11]x3,b1,n[07-08],n[9-12]")
-    assert sorted(hosts, key=natural_order) == expected
-    hosts.reverse()
-    assert sorted(hosts, key=natural_order) == expected
-
-
-@given(st.lists(st.integers(0, 9999), unique=True))
-def test_names_of_one_width_are_ordered_as_texts(numbers: list[int]) -> None:
-    hosts = [f"node{number:04d}" for number in numbers]
-    assert sorted(hosts, key=natural_order) == sorted(hosts)

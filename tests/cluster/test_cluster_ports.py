@@ -1,10 +1,11 @@
 """Ports for tasks that bind them later: nobody else is given them meanwhile."""
 
+import random
 import socket
 
 import pytest
 
-from zstrat.cluster import _ports, free_ports
+from zstrat.cluster import free_ports
 
 
 def test_ports_differ_are_free_and_are_none_that_the_kernel_chooses():
@@ -23,16 +24,13 @@ def test_a_port_that_somebody_has_is_not_given(monkeypatch):
         taken = other.getsockname()[1]
         (free,) = free_ports(1)
         draws = iter([taken, taken, free, free])
-        monkeypatch.setattr(
-            _ports.random.SystemRandom, "choice", lambda *_: next(draws)
-        )
+        monkeypatch.setattr(random.SystemRandom, "choice", lambda *_: next(draws))
         assert free_ports(1) == [free]
 
 
 @pytest.mark.parametrize("told", ["1024\t65000\n", "nonsense", ""])
-def test_where_the_kernel_chooses_among_all_it_is_asked(told, tmp_path, monkeypatch):
-    monkeypatch.setattr(_ports, "_RANGE", tmp_path / "range")
-    (tmp_path / "range").write_text(told)
+def test_where_the_kernel_chooses_among_all_it_is_asked(told, kernel_chooses):
+    kernel_chooses(told)
     assert len(set(free_ports(3))) == 3
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from zstrat.cluster import _ports, free_ports
+from zstrat.cluster import free_ports
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def refusing(monkeypatch):
                     raise error
                 super().bind(address)
 
-        monkeypatch.setattr(_ports.socket, "socket", Probe)
+        monkeypatch.setattr(socket, "socket", Probe)
         return tried
 
     return refuse
@@ -63,10 +63,9 @@ def test_where_none_below_its_range_is_left_the_kernel_chooses(number, refusing)
 
 @pytest.mark.parametrize("first", [1024, 10_239, 10_240])
 def test_where_it_leaves_none_below_its_range_the_kernel_chooses(
-    first, tmp_path, monkeypatch, refusing
+    first, kernel_chooses, refusing
 ):
-    monkeypatch.setattr(_ports, "_RANGE", tmp_path / "range")
-    (tmp_path / "range").write_text(f"{first}\t65000\n")
+    kernel_chooses(f"{first}\t65000\n")
     tried = refusing(told(errno.EADDRINUSE))
     assert len(set(free_ports(3))) == 3
     assert set(tried) == {0}
@@ -77,6 +76,6 @@ def test_where_the_kernel_has_none_either_the_error_says_so(monkeypatch):
         def bind(self, address):
             raise told(errno.EADDRINUSE)
 
-    monkeypatch.setattr(_ports.socket, "socket", Probe)
+    monkeypatch.setattr(socket, "socket", Probe)
     with pytest.raises(OSError, match="no port is left"):
         free_ports(1)

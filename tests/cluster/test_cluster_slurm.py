@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.cluster import ClusterSpec, SlurmClusterResolver, _gpus
+from zstrat.cluster import ClusterSpec, SlurmClusterResolver, _gpus, expand_hostlist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,6 +91,19 @@ def test_hosts_are_in_the_order_of_slurms_ranks(srun: Callable[..., None]) -> No
     assert SlurmClusterResolver().cluster_spec().as_dict() == {
         "worker": ["m1:8888", "n9:8888", "n10:8888", "n10:8889"]
     }
+
+
+def test_nodes_are_ordered_as_slurm_numbers_them(srun: Callable[..., None]) -> None:
+    listed, ordered = (
+        "b1,n[9-12],n[07-08],a[8-11]x3,a",
+        "a,a[8-11]x3,b1,n[07-08],n[9-12]",
+    )
+    step = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "1(x12)"}
+    for nodes in (listed, ordered):
+        srun(FOUR, step, SLURM_STEP_NODELIST=nodes)
+        assert SlurmClusterResolver().cluster_spec().job_tasks("worker") == [
+            f"{host}:8888" for host in expand_hostlist(ordered)
+        ]
 
 
 @pytest.mark.parametrize("tasks", [2, {"t02n41": 2, "t02n13": 2}])

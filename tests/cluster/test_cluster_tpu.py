@@ -8,10 +8,9 @@ import pytest
 from tpu_service import Service, node
 
 from zstrat.cluster import TPUClusterResolver
-from zstrat.cluster._tpu import local_devices
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 pytestmark = pytest.mark.usefixtures("nowhere")
@@ -38,21 +37,16 @@ def test_local_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("chip", "devices"), [("0x0027", 8), ("0x0063", 4)])
-def test_devices_in_this_machine(tmp_path: Path, chip: str, devices: int) -> None:
+def test_devices_in_this_machine(
+    cards: Callable[..., None], chip: str, devices: int
+) -> None:
     """As Linux shows the bus: four chips, a card of Google, and somebody else's."""
-    cards = [("0x1ae0", chip)] * 4 + [("0x1ae0", "0x0042"), ("0x8086", chip)]
-    for number, (vendor, device) in enumerate(cards):
-        card = tmp_path / f"0000:00:{number:02x}.0"
-        card.mkdir()
-        (card / "vendor").write_text(f"{vendor}\n")
-        (card / "device").write_text(f"{device}\n")
-    (tmp_path / "0000:00:ff.0").mkdir()
-    assert local_devices(tmp_path) == devices
-    assert local_devices(tmp_path / "nothing") == 0
+    cards(*[("0x1ae0", chip)] * 4, ("0x1ae0", "0x0042"), ("0x8086", chip))
+    assert TPUClusterResolver("local").num_accelerators() == {"TPU": devices}
 
 
-def test_no_tpu_in_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstrat.cluster._tpu.local_devices", lambda: 0)
+@pytest.mark.usefixtures("cards")  # of which none is plugged in: there is no bus
+def test_no_tpu_in_this_machine() -> None:
     resolver = TPUClusterResolver("local")
     assert resolver.num_accelerators() == {"TPU": 0}
     words = r"^Cannot find any TPU cores in the system \(master address local\)"
@@ -60,8 +54,8 @@ def test_no_tpu_in_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         resolver.get_tpu_system_metadata()
 
 
-def test_metadata_of_a_local_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstrat.cluster._tpu.local_devices", lambda: 2)
+def test_metadata_of_a_local_tpu(cards: Callable[..., None]) -> None:
+    cards(("0x1ae0", "0x0027"))
     resolver = TPUClusterResolver("local")
     resolver.set_tpu_topology(b"\x0a\x01")
     found = resolver.get_tpu_system_metadata()

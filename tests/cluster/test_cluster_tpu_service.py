@@ -10,7 +10,6 @@ import pytest
 from tpu_service import ATTRIBUTES, Service, named, node, tell
 
 from zstrat.cluster import TPUClusterResolver
-from zstrat.cluster._tpu_place import devices_per_host
 
 if TYPE_CHECKING:
     from .conftest import Web
@@ -171,9 +170,16 @@ def test_hosts_with_different_numbers_of_devices() -> None:
         ("nonsense", 1, None),
     ],
 )
-def test_devices_of_a_host(accelerator: str, hosts: int, devices: int | None) -> None:
+def test_devices_of_a_host(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, hosts: int, devices: int | None
+) -> None:
     """By Google's tables of accelerators: cores of v2 and v3, chips of the others."""
-    assert devices_per_host(accelerator, hosts) == devices
+    names = ",".join(f"host-{number}" for number in range(hosts))
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", names)
+    monkeypatch.setenv("TPU_WORKER_ID", "0")
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", accelerator)
+    known = {} if devices is None else {"TPU": devices}
+    assert TPUClusterResolver().num_accelerators() == known
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

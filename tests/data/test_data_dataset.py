@@ -360,7 +360,7 @@ def prefetchers():
 
 def join_prefetchers():
     for thread in prefetchers():
-        thread.join(10)
+        thread.join(60)
     return not prefetchers()
 
 
@@ -377,7 +377,7 @@ def test_prefetch_is_bounded_and_in_order():
 
     iterator = iter(Dataset.from_generator(generate).prefetch(2))
     assert next(iterator) == 0
-    assert room.acquire(timeout=10)
+    assert room.acquire(timeout=60)
     assert made == [0, 1, 2, 3]
     assert [int(next(iterator)) for _ in range(5)] == [1, 2, 3, 4, 5]
     del iterator
@@ -417,5 +417,5 @@ def test_closing_a_prefetching_pass_closes_the_generator():
     elements = Elements(Dataset.from_generator(generate).prefetch(1))
     assert elements.draw() == 0
     elements.close()
-    assert ended.wait(10)
+    assert ended.wait(60)
     assert join_prefetchers()

@@ -15,8 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-pytest.importorskip("sklearn", reason="needs sklearn: install zstrat[examples]")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +40,7 @@ def ran(name: str, *arguments: str, cwd: Path, **env: str) -> tuple[int, str, st
     """Exit code, output and complaints of an example."""
     with started(name, *arguments, cwd=cwd, **env) as process:
         try:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=240)
         except BaseException:
             process.kill()
             raise
@@ -53,9 +52,9 @@ def accuracy(out: str) -> float:
     return float(found)
 
 
-def test_digits_on_copies_learn_and_fall_short_in_few_steps(tmp_path):
+def test_digits_on_copies_learn_and_fall_short_in_few_steps(images_alone, tmp_path):
     few = ["--devices", "4", "--steps", "12"]
-    code, out, err = ran("mirrored.py", *few, cwd=tmp_path)
+    code, out, err = ran("mirrored.py", *few, cwd=tmp_path, **images_alone)
     assert (code, err) == (1, ""), out
     assert re.search(r"^4 replicas on \S+ devices$", out, re.MULTILINE)
     (loss,) = re.findall(r"^12 steps in \S+ s; last loss (\S+)$", out, re.MULTILINE)
@@ -77,9 +76,9 @@ def test_a_split_layer_computes_what_one_device_does(tmp_path):
     assert float(apart) <= 1e-5
 
 
-def test_towers_share_variables_and_the_count_of_steps(tmp_path):
+def test_towers_share_variables_and_the_count_of_steps(images_alone, tmp_path):
     few = ["--steps", "12", "--every", "1", "--ps", "1"]
-    code, out, err = ran("towers.py", *few, cwd=tmp_path)
+    code, out, err = ran("towers.py", *few, cwd=tmp_path, **images_alone)
     assert (code, err) == (1, ""), out
     assert out.startswith("starting 1 ps and 2 workers on this machine\n")
     assert "worker:0 | 2 towers here, variables on 1 ps\n" in out
@@ -95,15 +94,15 @@ def test_towers_share_variables_and_the_count_of_steps(tmp_path):
     assert "worker:0 ended with exit code 1" in out
 
 
-def test_towers_that_are_interrupted_leave_nothing_behind(tmp_path):
+def test_towers_that_are_interrupted_leave_nothing_behind(images_alone, tmp_path):
     endless = ["--steps", "1000000", "--every", "5", "--ps", "1", "--workers", "1"]
-    with started("towers.py", *endless, cwd=tmp_path) as process:
+    with started("towers.py", *endless, cwd=tmp_path, **images_alone) as process:
         try:
             seen = iter(process.stdout.readline, "")
             assert any("/1000000  loss" in line for line in seen)
             family = psutil.Process(process.pid).children(recursive=True)
             os.killpg(process.pid, signal.SIGINT)  # Ctrl-C at a terminal
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
         except BaseException:
             process.kill()
             raise
@@ -119,13 +118,13 @@ def test_towers_that_are_interrupted_leave_nothing_behind(tmp_path):
         ({"ps": ["localhost:1"]}, "/job:ps/task:0 at localhost:1 did not answer"),
     ],
 )
-def test_towers_without_parameter_servers_say_so(jobs, words, tmp_path):
+def test_towers_without_parameter_servers_say_so(jobs, words, images_alone, tmp_path):
     task = {"type": "worker", "index": 0}
     told = {
         "TF_CONFIG": json.dumps({"cluster": {"worker": ["h:2"], **jobs}, "task": task}),
         "ZSTRAT_CONNECT_TIMEOUT": "0.5",
     }
-    code, out, err = ran("towers.py", cwd=tmp_path, **told)
+    code, out, err = ran("towers.py", cwd=tmp_path, **told, **images_alone)
     assert (code, out) == (1, "")
     assert words in err
     assert "Traceback" not in err

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,14 +26,19 @@ def program(path, *arguments, cwd):
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
 
 
-def test_a_keras_model_on_parameter_servers(tmp_path):
-    for module in ("keras", "sklearn"):  # which keras can import is for its own process
+def require(*modules):
+    """Skips without them; what importing them takes is for the program's process."""
+    for module in modules:
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}")
+            pytest.skip(f"needs {module}: install zstrat[examples]")
+
+
+def test_a_keras_model_on_parameter_servers(tmp_path):
+    require("keras", "sklearn")
     ran = program(ROOT / "examples/keras_ps.py", "--steps", "80", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"^loss 0\.\d+, test accuracy 9\d", ran.stdout)
@@ -41,8 +46,7 @@ def test_a_keras_model_on_parameter_servers(tmp_path):
 
 
 def test_digits_below_the_goal_ends_with_1_and_draws_all_the_same(tmp_path):
-    for module in ("sklearn", "matplotlib"):
-        pytest.importorskip(module, reason=f"needs {module}: install zstrat[examples]")
+    require("sklearn", "matplotlib")
     few = [
         "--steps",
         "6",

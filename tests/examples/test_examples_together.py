@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ran(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def ran(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")}
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env=env,
+        env={**env, **more},
         capture_output=True,
         text=True,
         timeout=240,
@@ -50,9 +52,10 @@ def test_the_script_of_the_readme_learns_the_same_in_every_process(tmp_path):
     assert 0 <= loss < 1e-6
 
 
-def test_digits_together_are_what_one_process_computes(tmp_path):
+def test_digits_together_are_what_one_process_computes(images_alone, tmp_path):
     few = ["--workers", "2", "--steps", "12", "--batch", "32"]
-    done = ran(str(ROOT / "examples/digits_allreduce.py"), *few, cwd=tmp_path)
+    script = str(ROOT / "examples/digits_allreduce.py")
+    done = ran(script, *few, cwd=tmp_path, **images_alone)
 
     # Its goal for the accuracy is out of reach in so few steps, and it says so.
     assert done.returncode == 1, done.stdout + done.stderr
@@ -62,9 +65,9 @@ def test_digits_together_are_what_one_process_computes(tmp_path):
 
 
 def test_the_transformer_trains_and_says_how_well(tmp_path):
-    few = ["--workers", "2", "--steps", "4", "--every", "2", "--batch", "2"]
+    few = ["--steps", "4", "--every", "2", "--batch", "2", "--windows", "20"]
     script = str(ROOT / "examples/char_transformer.py")
-    done = ran(script, *few, "--windows", "20", cwd=tmp_path)
+    done = ran(script, "--workers", "2", "--layers", "1", *few, cwd=tmp_path)
 
     assert done.returncode == 1, done.stdout + done.stderr
     steps = re.findall(r"step (\d)/4 +(\S+) bits per character", done.stdout)
@@ -73,4 +76,16 @@ def test_the_transformer_trains_and_says_how_well(tmp_path):
     assert all(5 < float(bits) < 8 for _, bits in steps)
     (bits,) = re.findall(r"test: (\S+) bits per character \(goal", done.stdout)
     assert 5 < float(bits) < 8
-    assert re.search(r"1,004,928 parameters", done.stdout)
+    assert re.search(r"217,472 parameters", done.stdout)
+
+
+def test_the_transformer_has_a_million_parameters(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", ["char_transformer.py"])
+    transformer = importlib.import_module("char_transformer")
+    for name in ("char_transformer", "plain_texts"):
+        monkeypatch.delitem(sys.modules, name)
+
+    params = transformer.init_params(0, transformer.arguments().layers)
+
+    assert sum(map(np.size, jax.tree.leaves(params))) == 1_004_928

@@ -62,71 +62,7 @@ def local():
     return Local(np.float32(3))
 """
 
-LOADER = """
-import pathlib, sys
-import jax, numpy as np
-import zstrat.program as zs
-folder = pathlib.Path(sys.argv[1])
-for path in sorted(folder.glob("*.code")):
-    function = zs.load(path.read_bytes())
-    args = zs.load(path.with_suffix(".args").read_bytes())
-    prepared = zs.prepare(function, args, {})
-    result = prepared.run([])
-    leaves = [np.asarray(leaf) for leaf in result.leaves]
-    np.savez(path.with_suffix(".there.npz"), *leaves)
-"""
-
-SENDER = """
-folder = pathlib.Path(sys.argv[1])
-for name, (function, args) in CASES.items():
-    (folder / f"{name}.code").write_bytes(zs.dump_code(zs.function(function)))
-    (folder / f"{name}.args").write_bytes(zs.dump_code(args))
-    leaves = jax.tree.leaves(function(*args))
-    np.savez(folder / f"{name}.here.npz", *map(np.asarray, leaves))
-"""
-
-
-@pytest.fixture
-def run_elsewhere(tmp_path):
-    """Runs the cases of a script in two processes and compares all results."""
-
-    def run(script, cases):
-        path = tmp_path / "script.py"
-        path.write_text("\n".join([SCRIPT, script, f"CASES = {cases}", SENDER]))
-        for program in ([str(path)], ["-c", LOADER]):
-            command = [sys.executable, *program, str(tmp_path)]
-            subprocess.run(command, check=True, cwd="/", timeout=60)
-        found = sorted(tmp_path.glob("*.there.npz"))
-        for there in found:
-            with np.load(there) as got, np.load(_here(there)) as expected:
-                assert sorted(got) == sorted(expected), there.name
-                for leaf in expected:
-                    assert got[leaf].dtype == expected[leaf].dtype, there.name
-                    np.testing.assert_array_equal(got[leaf], expected[leaf], there.name)
-        return {path.name.partition(".")[0] for path in found}
-
-    return run
-
-
-def _here(there):
-    return there.with_name(there.name.replace(".there.", ".here."))
-
-
-def test_pytree_classes_of_a_script_arrive_registered(run_elsewhere):
-    cases = """{
-        "dataclass": (double, (State(np.float32(1), np.float32(2), "name"),)),
-        "node": (double, (Node(np.float32(5)),)),
-        "static": (lambda m: jax.jit(lambda m: len(m), static_argnums=())(m),
-                   (Mode("abc"),)),
-        "itself": (double, (Derived(np.float32(7)),)),
-        "captured": (captured, ()),
-        "local": (double, (local(),)),
-    }"""
-    assert len(run_elsewhere("", cases)) == 6
-
-
-def test_functions_made_by_jax_and_by_the_library_arrive(run_elsewhere):
-    script = """
+FUNCTIONS = """
 @jax.custom_vjp
 def seven(x):
     return 2 * x
@@ -168,17 +104,102 @@ def recursive():
 
 down, X, M = recursive(), np.ones(2, np.float32), np.ones((2, 2), np.float32)
 """
-    cases = """{
-        "vjp": (lambda x: jax.grad(lambda y: seven(y).sum())(x), (X,)),
-        "nondiff": (lambda x: jax.grad(lambda y: times(y, 3.0).sum())(x), (X,)),
-        "checkpoint": (lambda x: jax.value_and_grad(wave)(x), (X,)),
-        "policy": (lambda x: jax.grad(lambda y: layer(y).sum())(x), (M,)),
-        "recursive": (lambda x: jax.grad(lambda y: down(y, 3).sum())(x), (X,)),
-        "vmap": (jax.vmap(lambda x: 3 * x), (X,)),
-        "grad": (jax.grad(wave), (X,)),
-        "jit": (jax.jit(mean), (X,)),
-        "manager": (mean, (X,)),
-        "wraps": (own, (X,)),
-        "relu": (lambda x: jax.grad(lambda y: jax.nn.relu(y).sum())(x), (X,)),
-    }"""
-    assert len(run_elsewhere(script, cases)) == 11
+
+OF_CLASSES = """{
+    "dataclass": (double, (State(np.float32(1), np.float32(2), "name"),)),
+    "node": (double, (Node(np.float32(5)),)),
+    "static": (lambda m: jax.jit(lambda m: len(m), static_argnums=())(m),
+               (Mode("abc"),)),
+    "itself": (double, (Derived(np.float32(7)),)),
+    "captured": (captured, ()),
+    "local": (double, (local(),)),
+}"""
+
+OF_FUNCTIONS = """{
+    "vjp": (lambda x: jax.grad(lambda y: seven(y).sum())(x), (X,)),
+    "nondiff": (lambda x: jax.grad(lambda y: times(y, 3.0).sum())(x), (X,)),
+    "checkpoint": (lambda x: jax.value_and_grad(wave)(x), (X,)),
+    "policy": (lambda x: jax.grad(lambda y: layer(y).sum())(x), (M,)),
+    "recursive": (lambda x: jax.grad(lambda y: down(y, 3).sum())(x), (X,)),
+    "vmap": (jax.vmap(lambda x: 3 * x), (X,)),
+    "grad": (jax.grad(wave), (X,)),
+    "jit": (jax.jit(mean), (X,)),
+    "manager": (mean, (X,)),
+    "wraps": (own, (X,)),
+    "relu": (lambda x: jax.grad(lambda y: jax.nn.relu(y).sum())(x), (X,)),
+}"""
+
+LOADER = """
+import pathlib, sys
+import jax, numpy as np
+import zstrat.program as zs
+folder = pathlib.Path(sys.argv[1])
+for path in sorted(folder.glob("*.code")):
+    function = zs.load(path.read_bytes())
+    args = zs.load(path.with_suffix(".args").read_bytes())
+    prepared = zs.prepare(function, args, {})
+    result = prepared.run([])
+    leaves = [np.asarray(leaf) for leaf in result.leaves]
+    np.savez(path.with_suffix(".there.npz"), *leaves)
+"""
+
+SENDER = """
+folder = pathlib.Path(sys.argv[1])
+for name, (function, args) in CASES.items():
+    (folder / f"{name}.code").write_bytes(zs.dump_code(zs.function(function)))
+    (folder / f"{name}.args").write_bytes(zs.dump_code(args))
+    leaves = jax.tree.leaves(function(*args))
+    np.savez(folder / f"{name}.here.npz", *map(np.asarray, leaves))
+"""
+
+
+@pytest.fixture(scope="module")
+def arrived(tmp_path_factory):
+    """What two processes make of all cases: by name what the script gets itself, and
+    what the other process gets from the bytes."""
+    folder = tmp_path_factory.mktemp("cases")
+    cases = f"CASES = {{**{OF_CLASSES}, **{OF_FUNCTIONS}}}"
+    (folder / "script.py").write_text("\n".join([SCRIPT, FUNCTIONS, cases, SENDER]))
+    for program in ([str(folder / "script.py")], ["-c", LOADER]):
+        command = [sys.executable, *program, str(folder)]
+        subprocess.run(command, check=True, cwd="/", timeout=100)
+    here, there = [
+        {path.name.partition(".")[0]: path for path in folder.glob(f"*.{place}.npz")}
+        for place in ("here", "there")
+    ]
+    assert here.keys() == there.keys()
+    return {name: (path, there[name]) for name, path in here.items()}
+
+
+def check(arrived, names):
+    for name in names:
+        here, there = arrived[name]
+        with np.load(there) as got, np.load(here) as expected:
+            assert sorted(got) == sorted(expected), name
+            for leaf in expected:
+                assert got[leaf].dtype == expected[leaf].dtype, name
+                np.testing.assert_array_equal(got[leaf], expected[leaf], name)
+
+
+def test_pytree_classes_of_a_script_arrive_registered(arrived):
+    check(arrived, ["dataclass", "node", "static", "itself", "captured", "local"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vjp",
+        "nondiff",
+        "checkpoint",
+        "policy",
+        "recursive",
+        "vmap",
+        "grad",
+        "jit",
+        "manager",
+        "wraps",
+        "relu",
+    ],
+)
+def test_functions_made_by_jax_and_by_the_library_arrive(arrived, name):
+    check(arrived, [name])

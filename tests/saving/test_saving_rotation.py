@@ -284,7 +284,7 @@ def test_two_programs_and_a_kill_in_the_middle(checkpoint, value, tmp_path):
             checkpoint.save(tmp_path / "ckpt")
         assert manager.latest_checkpoint == str(tmp_path / "ckpt-1")  # reading is free
         child.send_signal(signal.SIGKILL)
-        child.wait(10)
+        child.wait(60)
     assert folders(tmp_path) == ["ckpt-1", "ckpt-2"]
     assert names(manager) == ["ckpt-1"]  # half of one is none
     assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")

@@ -78,12 +78,13 @@ class Threads:
         return self.board.meet(self.rank, what, list(tree), combine)
 
 
-def ranks(size, program):
+def ranks(size, program, most=None):
     """Runs ``program(strategy, rank)`` as so many ranks; what they return, in order.
 
-    Of many devices each has its own ones. Programs of two ranks on the same devices
-    would wait for each other: XLA has as many threads as there are devices, and each
-    part of a program keeps one until all of its parts have begun.
+    Of many devices each has its own ones, ``most`` of them at most. Programs of two
+    ranks on the same devices would wait for each other: XLA has as many threads as
+    there are devices, and each part of a program keeps one until all of its parts have
+    begun.
     """
     board, making = Board(size), threading.Lock()
     devices = jax.local_devices()
@@ -94,7 +95,7 @@ def ranks(size, program):
     def one(rank):
         try:
             resolver = SimpleClusterResolver(spec, task_type="worker", task_id=rank)
-            mine = devices[rank * own : (rank + 1) * own] or devices
+            mine = devices[rank * own : (rank + 1) * own][:most] or devices
             with making, patch.object(jax, "local_devices", lambda: mine):
                 strategy = MultiWorkerMirroredStrategy(
                     resolver, group=lambda *_: Threads(board, rank)

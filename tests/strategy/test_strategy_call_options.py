@@ -122,7 +122,7 @@ def test_a_call_gives_up_when_its_own_time_is_over(is_step):
         options = zs.CommunicationOptions(timeout_seconds=60)
         with zs.MultiWorkerMirroredStrategy(resolver, options) as strategy:
             if rank:
-                given_up.wait(20)  # if that is over it leaves: another error
+                given_up.wait(100)  # if that is over it leaves: another error
                 return
             try:
                 found["error"] = late(strategy)

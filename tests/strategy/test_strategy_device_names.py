@@ -1,17 +1,17 @@
 """TF's names of devices: of this process, whatever task it is, and of a worker's."""
 
-import jax
 import pytest
+from ranks import ranks
 
-from zstrat.strategy._devices import task_names
+import zstrat as zs
 
 
 def test_devices_of_a_task():
-    (here, *_) = jax.local_devices()
-    assert task_names([here]) == ("/job:localhost/replica:0/task:0/device:CPU:0",)
-    assert task_names([here], "worker", 3) == (
-        "/job:worker/replica:0/task:3/device:CPU:0",
-    )
+    here = zs.OneDeviceStrategy("CPU:0").extended
+    assert here.worker_devices == ("/job:localhost/replica:0/task:0/device:CPU:0",)
+    assert ranks(2, lambda strategy, rank: strategy.extended.worker_devices) == [
+        (f"/job:worker/replica:0/task:{rank}/device:CPU:0",) for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from zstrat.data import (
     batch_sizes_for_worker,
 )
 from zstrat.errors import OutOfRangeError
+from zstrat.program import dump_code, load
 from zstrat.strategy import PerReplica, ProcessInputs, Share, per_replica
-from zstrat.strategy.server._worker_strategy import worker_strategy
 
 
 @pytest.fixture
-def two():
-    """A strategy of two replicas in this process."""
-    return worker_strategy(1, 2)
+def two(make_cluster):
+    """A strategy of two replicas, as it comes to a worker."""
+    strategy = make_cluster(devices=2).strategy
+    return load(dump_code(lambda: strategy))()
 
 
 # the documented example

@@ -24,7 +24,7 @@ def test_two_that_begin_at_once_share_one_step():
     both = threading.Barrier(2)
 
     def make():
-        both.wait(10)
+        both.wait(60)
         return lambda: None
 
     def fn():
@@ -41,13 +41,13 @@ def test_all_may_forget_the_oldest(hurried, monkeypatch):
     all_of_them = threading.Barrier(THREADS)
 
     def make():
-        all_of_them.wait(10)
+        all_of_them.wait(60)
         return lambda: given()()
 
     kept = FunctionCache(make)
 
     def run(number):
-        fns = [eval(f"lambda: {number}") for _ in range(50)]  # each has its own code
+        fns = [eval(f"lambda: {number}") for _ in range(20)]  # each has its own code
         return {run_as(kept.of(fn).step, fn, (), {}) for fn in fns}
 
     with ThreadPoolExecutor(THREADS) as threads:

@@ -3,7 +3,6 @@ its errors, and the same numbers as on one device."""
 
 import functools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from tpu_replicas import RNG, W, X, Y, on_replicas, whole
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, TPUClusterResolver
-from zstrat.strategy._tpu import _require_own
 from zstrat.tpu.experimental import DeviceAssignment, Topology
 
 # ---- the face --------------------------------------------------------------------
@@ -264,12 +262,10 @@ def test_the_program_of_a_step_computes_with_tiles(make_tpu):
         assert sharding.shard_shape(X.shape) == (4, 6)
 
 
-def test_replicas_on_devices_of_other_processes_are_refused():
-    devices = np.array(
-        [[types.SimpleNamespace(process_index=n)] for n in range(3)], object
-    )
-    with pytest.raises(NotImplementedError, match=r"process 0 .* devices of \[1, 2\]"):
-        _require_own(devices)
+def test_replicas_on_devices_of_other_processes_are_refused(tpu_resolver, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(NotImplementedError, match=r"process 1 .* devices of \[0\]"):
+        zs.TPUStrategy(tpu_resolver)
 
 
 # ---- run -------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +9,6 @@ from ranks import Board, Threads, ranks
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
-from zstrat.program.stages import PROCESS
-from zstrat.strategy.mirrored import _multi_worker
-from zstrat.strategy.replica import AXIS
 
 SPEC = ClusterSpec({"worker": ["127.0.0.1:9000", "127.0.0.1:9001"]})
 
@@ -31,20 +27,6 @@ def test_a_process_knows_which_task_it_is(task):
     )
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         zs.MultiWorkerMirroredStrategy(resolver, group=alone)
-
-
-def test_a_job_of_jax_is_not_formed_anew(monkeypatch):
-    devices = np.array(jax.devices()[:1]).reshape(1, 1)
-    mesh = jax.sharding.Mesh(devices, (PROCESS, AXIS))
-    monkeypatch.setattr(_multi_worker, "joined", lambda *_: mesh)
-    strategy = zs.MultiWorkerMirroredStrategy(
-        SimpleClusterResolver(SPEC, task_type="worker", task_id=0),
-        zs.CommunicationOptions(implementation="xla"),
-        group=alone,
-    )
-    words = "implementation=XLA cannot be formed anew, .* restore a checkpoint"
-    with pytest.raises(RuntimeError, match=words):
-        strategy.reform()
 
 
 def gathered(strategy, rank, axis):

@@ -1,11 +1,6 @@
 """The mean of integers that each replica of several processes has for itself is exact,
 and cut off once: by numpy's and Python's arithmetic."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +8,6 @@ from ranks import ranks
 
 import zstrat as zs
 
-HERE = Path(__file__).parent
 A, S = zs.VariableAggregation, zs.VariableSynchronization
 
 HIGH, LOW = 2**31 - 1, -(2**31)
@@ -80,31 +74,3 @@ def check(strategy, folder, first):
 @pytest.mark.parametrize("size", [2, 3])
 def test_of_processes_with_one_device_each(tmp_path, size):
     ranks(size, lambda strategy, rank: check(strategy, tmp_path / str(rank), size % 2))
-
-
-CODE = """
-import sys
-import jax
-from ranks import ranks
-from test_strategy_on_read_integer_means import check
-
-assert jax.local_device_count() == 2
-ranks(2, lambda strategy, rank: check(strategy, f"{sys.argv[1]}/{rank}", 0))
-"""
-
-
-def test_of_processes_with_two_devices_each(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE, tmp_path],
-        env={
-            **os.environ,
-            "JAX_NUM_CPU_DEVICES": "2",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(HERE),
-        },
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]

@@ -15,7 +15,6 @@ from zstrat.errors import InvalidArgumentError
 from zstrat.program.stages import PROCESS
 from zstrat.strategy.mirrored import MirroredVariables, _distributed
 from zstrat.strategy.mirrored._takeover import taken_over
-from zstrat.strategy.reduce._values import reduce_slices
 from zstrat.strategy.replica import AXIS, Team
 from zstrat.variables import VariableRequest
 
@@ -142,7 +141,9 @@ def test_a_collective_waits_for_a_while(seconds):
 
 def test_rows_are_reduced_among_themselves():
     rows = zs.IndexedSlices(np.ones((1, 2)), np.array([3]))
-    both = reduce_slices(zs.ReduceOp.SUM, [rows, replace(rows, indices=np.array([5]))])
+    others = replace(rows, indices=np.array([5]))
+    strategy = zs.OneDeviceStrategy("CPU:0")
+    both = strategy.reduce("sum", zs.PerReplica((rows, others)))
     assert both.indices.tolist() == [3, 5]
     with pytest.raises(ValueError, match="are reduced among themselves"):
-        reduce_slices(zs.ReduceOp.SUM, [rows, np.ones((1, 2))])
+        strategy.reduce("sum", zs.PerReplica((rows, np.ones((1, 2)))))

@@ -14,7 +14,6 @@ import zstrat.variables as zv
 from zstrat.program.trace import joined
 from zstrat.strategy import Mirrored, PerReplica, regroup
 from zstrat.strategy.replica import local_results, select_replica
-from zstrat.strategy.replica._regroup import assert_mirrored, select_replica_mirrored
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -94,14 +93,8 @@ def test_rows_are_one_value():
     assert regroup(rows).values == tuple(rows)
 
 
-def test_mirrored_values_are_told_from_others():
-    mirrored = Mirrored((1, 1))
-    assert assert_mirrored({"a": mirrored, "b": 2}) == {"a": mirrored, "b": 2}
-    assert select_replica_mirrored(1, {"a": mirrored, "b": 2}) == {"a": 1, "b": 2}
-    for check in (assert_mirrored, lambda tree: select_replica_mirrored(0, tree)):
-        with pytest.raises(TypeError, match="Expecting a mirrored value"):
-            check([PerReplica((1, 2))])
-    assert repr(mirrored) == "Mirrored:{\n  0: 1,\n  1: 1\n}"
+def test_mirrored_values_show_those_of_all_replicas():
+    assert repr(Mirrored((1, 1))) == "Mirrored:{\n  0: 1,\n  1: 1\n}"
 
 
 @pytest.mark.parametrize("stacked", [True, False])

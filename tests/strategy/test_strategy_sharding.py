@@ -16,14 +16,25 @@ from hypothesis import strategies as st
 import zstrat.variables as zv
 from zstrat import initializers
 from zstrat.program import load
-from zstrat.strategy.server import Placement, PlacementRule, _variable_plan
-from zstrat.strategy.server._variable_plan import div
+from zstrat.strategy.server import Placement, PlacementRule, _variable_plan, draft
 from zstrat.variables import partitioners
 from zstrat.wire import UpdateOp
 
 
 def in_parts(count):
     return partitioners.FixedShardsPartitioner(count)
+
+
+def requested(value):
+    return zv.VariableRequest(
+        value,
+        None,
+        None,
+        "w",
+        True,
+        zv.VariableAggregation.NONE,
+        zv.VariableSynchronization.AUTO,
+    )
 
 
 def places(*variables):
@@ -51,10 +62,10 @@ def test_parts_have_the_names_and_sizes_of_the_reference(make_cluster):
 
 @given(rows=st.integers(1, 200), parts=st.integers(1, 30))
 def test_the_first_parts_are_one_row_longer(rows, parts):
-    offsets = div(rows, parts)
+    plan = draft(requested(np.arange(rows)), in_parts(parts))
+    lengths = [plan.shape_of(number)[0] for number in range(plan.parts)]
     expected = [len(part) for part in np.array_split(np.arange(rows), min(rows, parts))]
-    assert np.diff(offsets).tolist() == expected
-    assert offsets[0] == 0
+    assert lengths == expected
 
 
 def test_parts_take_their_turn_from_the_running_counter(make_cluster):
@@ -271,24 +282,16 @@ def test_a_bound_initializer_runs_there_too(make_cluster):
 
 
 def test_a_large_value_that_is_made_here_is_warned_about(make_cluster, caplog):
-    request = zv.VariableRequest(
-        None,
-        None,
-        None,
-        "huge",
-        True,
-        zv.VariableAggregation.NONE,
-        zv.VariableSynchronization.AUTO,
-    )
+    request = requested(None)
     huge = np.broadcast_to(np.zeros((), np.int8), (10**9 + 1,))
     with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
         patch.setattr(_variable_plan, "initial", lambda request: huge)
-        made = _variable_plan.draft(request, in_parts(2))
+        made = draft(request, in_parts(2))
         assert made.parts == 2
         patch.setattr(_variable_plan, "initial", lambda request: huge[:-1])
-        _variable_plan.draft(request, in_parts(2))
+        draft(request, in_parts(2))
     (record,) = caplog.records
-    assert "'huge' of 1000000001 elements is made whole" in record.message
+    assert "'w' of 1000000001 elements is made whole" in record.message
 
 
 def test_several_variables_are_made_in_few_requests(make_cluster):

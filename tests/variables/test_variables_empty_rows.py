@@ -42,7 +42,7 @@ def gradient(ids):
     return zv.IndexedSlices(np.ones((len(ids), 1), np.float32), np.array(ids, int))
 
 
-@pytest.mark.parametrize("parts", [1, 3, 7])
+@pytest.mark.parametrize("parts", [1, 7])
 def test_of_variables_of_this_process(parts):
     pieces = np.array_split(np.zeros((6, 1), np.float32), parts)
     components = [zv.Variable(piece) for piece in pieces]

@@ -20,13 +20,7 @@ import jax
 from zstrat.strategy.mirrored._copy_home import copied
 from zstrat.variables import IndexedSlices
 
-from ._per_replica import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    is_distributed,
-    select_replica,
-)
+from ._per_replica import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,29 +50,6 @@ def regroup(
         return first
     container = None if always_wrap else copied(values)
     return wrap(values) if container is None else container
-
-
-def assert_mirrored(tree: Any) -> Any:
-    """The pytree, if no value in it differs between replicas.
-
-    Raises:
-        TypeError: One does.
-    """
-    for node in jax.tree.leaves(tree, is_leaf=is_distributed):
-        if isinstance(node, DistributedValues) and not isinstance(node, Mirrored):
-            raise TypeError(
-                f"Expecting a mirrored value, the same on all replicas, got {node!r}"
-            )
-    return tree
-
-
-def select_replica_mirrored(replica: int, tree: Any) -> Any:
-    """The pytree as that replica sees it; values may not differ between replicas.
-
-    Raises:
-        TypeError: One does.
-    """
-    return select_replica(replica, assert_mirrored(tree))
 
 
 def _members(value: Any) -> list[Any] | None:

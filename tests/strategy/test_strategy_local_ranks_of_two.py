@@ -1,18 +1,16 @@
-"""Two ranks of two devices each against one process: run by a test, in a process that
-has two devices."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
+"""Two ranks of two devices each, as threads of one process, against one process."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from ranks import ranks
+from test_strategy_on_read_integer_means import check
 
 import zstrat as zs
+
+TWO = 2
+"""Devices of each rank."""
 
 X = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
@@ -76,9 +74,12 @@ def expected():
     return losses, w
 
 
-assert jax.local_device_count() == 2
-losses, w = expected()
-for seen, value in ranks(2, program):
-    np.testing.assert_allclose(seen, losses, rtol=1e-5)
-    np.testing.assert_allclose(value, w, rtol=1e-5, atol=1e-6)
-print("equal")
+def test_they_train_as_one_process():
+    losses, w = expected()
+    for seen, value in ranks(2, program, TWO):
+        np.testing.assert_allclose(seen, losses, rtol=1e-5)
+        np.testing.assert_allclose(value, w, rtol=1e-5, atol=1e-6)
+
+
+def test_means_of_integers_are_exact(tmp_path):
+    ranks(2, lambda strategy, rank: check(strategy, tmp_path / str(rank), 0), TWO)
