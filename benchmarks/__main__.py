@@ -2,6 +2,10 @@
 
 Each run of a case is a process of its own. The JSON is written after every case, so
 that a run which is cut short leaves what it has measured.
+
+``--check`` compares the ratios to the limits, which machines have in common, with those
+of ``reached.json`` beside this file, and ends with 1 where one is worse by more than
+`WORSE`; ``--keep`` writes the rows that were measured into it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
 
 LONGEST = 300.0
 """Seconds that one run of a case may take."""
+WORSE = 0.1
+"""What part of a ratio may be lost: runs differ by a few hundredths."""
+REACHED = Path(__file__).with_name("reached.json")
+"""What ratio each case has reached."""
 
 
 def main() -> int:
@@ -50,7 +58,35 @@ def main() -> int:
         for name, values in row["others"].items():
             times = statistics.median(row["values"]) / statistics.median(values)
             print(f"    {name}: {_spread(values)} {row['unit']}, {times:.2f} times it")
-    return int(failed)
+    if arguments.keep:
+        _keep(rows)
+    worse = worse_than(json.loads(REACHED.read_text()), rows) if arguments.check else []
+    for words in worse:
+        print(words)
+    return int(failed or bool(worse))
+
+
+def worse_than(reached: dict[str, float], rows: list[dict[str, Any]]) -> list[str]:
+    """In words, which rows are worse than what was reached, by more than `WORSE`."""
+    words = []
+    for row in rows:
+        name, now = row["name"], statistics.median(row["ratios"])
+        before = reached.get(name)
+        if before is None:
+            words.append(f"{name}: nobody kept what it reaches: --keep")
+            continue
+        lost = now / before - 1 if row["lower"] else 1 - now / before
+        if lost > WORSE:
+            words.append(f"{name}: {now:.3g} of the limit, it was {before:g}")
+    return words
+
+
+def _keep(rows: list[dict[str, Any]]) -> None:
+    reached = json.loads(REACHED.read_text()) if REACHED.exists() else {}
+    for row in rows:
+        reached[row["name"]] = float(f"{statistics.median(row['ratios']):.3g}")
+    known = {case.name: reached[case.name] for case in CASES if case.name in reached}
+    REACHED.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,6 +94,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="processes per case")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path, default=Path("out/bench.json"))
+    parser.add_argument("--check", action="store_true", help="fail where one is worse")
+    parser.add_argument("--keep", action="store_true", help="keep what is reached")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -95,6 +133,7 @@ def _row(case: Case, readings: list[dict[str, Any]]) -> dict[str, Any]:
         "name": case.name,
         "unit": case.unit,
         "reach": case.target,
+        "lower": case.lower,
         "is_reached": reached,
         "limit_is": case.limit,
         "values": values,
