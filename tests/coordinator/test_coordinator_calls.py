@@ -130,6 +130,19 @@ def test_calls_that_differ_in_small_arrays_are_traced_and_shipped_once(world):
     assert step.trace_count == 2
 
 
+def test_numbers_in_the_keys_of_a_dict_are_no_inputs(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def step(batch):
+        return {1: 10, 2: 20}[next(iter(batch))[0]] * batch.popitem()[1]
+
+    def call(i):
+        return coordinator.schedule(step, args=({(np.int32(i),): np.float32(i)},))
+
+    assert [float(call(i).fetch()) for i in (1, 2, 1)] == [10, 40, 10]
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 def test_an_argument_that_loses_bits_is_told_where_it_is_scheduled(world, size):
     coordinator = world.coordinator()

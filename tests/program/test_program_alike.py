@@ -3,6 +3,7 @@
 import functools
 import types
 import warnings
+from collections import deque
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +166,97 @@ def test_a_body_that_reaches_the_variable_by_a_way_that_nobody_sees(make):
     assert later(b).tolist() == [43]
     assert later(a).tolist() == [44]  # not what it did with b
     assert later.step.trace_count == 2
+
+
+class Held:
+    """Holds a variable in a slot."""
+
+    __slots__ = ("mine",)
+
+
+def asked_module(beside):
+    return lambda v: v is beside.mine
+
+
+def asked_class(beside):
+    kind = type("Settings", (), {"mine": beside.mine})
+    return lambda v: v is kind.mine
+
+
+def asked_slot(beside):
+    held = Held()
+    held.mine = beside.mine
+    return lambda v: v is held.mine
+
+
+def asked_function_of_a_module(beside):
+    code = "def asks(v):\n    return v is mine"
+    exec(code, vars(beside))
+    return lambda v: beside.asks(v)
+
+
+def asked_method(beside):
+    class Model:
+        mine = beside.mine
+
+        def asks(self, v):
+            return v is self.mine
+
+        def step(self, v):
+            return self.asks(v)
+
+    return Model().step
+
+
+def asked_deque(beside):
+    kept = deque([beside.mine])
+    return lambda v: any(v is each for each in kept)
+
+
+def asked_number(beside):
+    numbers = {id(beside.mine)}
+    return lambda v: id(v) in numbers
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        asked_module,
+        asked_class,
+        asked_slot,
+        asked_function_of_a_module,
+        asked_method,
+        asked_deque,
+        asked_number,
+    ],
+)
+def test_a_body_that_compares_with_what_it_reaches(home, asked):
+    a, b = (home.variable(np.float32(n)) for n in (1, 2))
+    beside = types.ModuleType("beside")
+    beside.mine = b
+    asks = asked(beside)
+    step = Counted(lambda v: v * (10 if asks(v) else 1))
+    assert [float(step(v)) for v in (b, a, b)] == [20, 1, 20]
+    step = Counted(lambda v: v * (10 if asks(v) else 1))
+    assert [float(step(v)) for v in (a, b, a)] == [1, 20, 1]
+
+
+def test_an_argument_that_holds_the_variable(home):
+    a, b = (home.variable(np.float32(n)) for n in (1, 2))
+    held = Held()
+    held.mine = b
+    step = Counted(lambda v, held: v * (10 if v is held.mine else 1))
+    assert [float(step(v, held)) for v in (b, a, b)] == [20, 1, 20]
+
+
+def test_a_variable_that_is_looked_for_in_a_dict_that_nobody_sees(home):
+    a, b = (home.variable(np.float32(n)) for n in (1, 2))
+    look = {b: 10.0}.get  # a function of C
+    step = Counted(lambda v: v * look(v, 1.0))
+    assert [float(step(v)) for v in (b, a, b)] == [20, 1, 20]
+    drawn = zs.StepIterator(iter([np.float32(n) for n in range(4)]))
+    drawing = Counted(lambda v, it: next(it) + v * look(v, 1.0) + next(it))
+    assert [float(drawing(v, drawn)) for v in (b, a)] == [21, 6]
 
 
 def test_a_body_that_asks_for_the_name(make):

@@ -422,9 +422,11 @@ def _key(value: Any, inputs: list[Any]) -> Hashable:
 
 def _name(value: Any) -> Hashable:
     """The key of a dict, which is no input."""
-    if isinstance(value, np.generic):
+    inputs: list[Any] = []
+    key = _key(value, inputs)
+    if inputs:
         raise _NoKeyError
-    return _key(value, [])
+    return key
 
 
 def _checked(function: object) -> Function:

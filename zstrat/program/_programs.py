@@ -23,6 +23,7 @@ from .stages._staged import StagedProgram
 from .stages._whole import WholeProgram
 from .trace._alike import (
     GivenVariables,
+    LookedForError,
     StandIns,
     given_variables,
     has_captured,
@@ -177,7 +178,7 @@ class CompiledPrograms:
     ) -> AnyProgram | None:
         """The program of a call with other variables, for those of this one."""
         found = None if given is None else self._shared.get(given.likeness)
-        if given is None or found is None or has_captured(self._fn, given):
+        if given is None or found is None or has_captured(self._fn, call, given):
             return None
         for shared in found:
             program = _for_others(shared, call, given, draws)
@@ -208,7 +209,7 @@ class CompiledPrograms:
     ) -> AnyProgram:
         known = self._signatures.get(call.key)
         stand_ins = None
-        if given is not None and not has_captured(self._fn, given):
+        if given is not None and not has_captured(self._fn, call, given):
             stand_ins = StandIns(given)
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
@@ -242,11 +243,14 @@ class CompiledPrograms:
     def _discovered(
         self, call: CutCall, draws: Draws, stand_ins: StandIns | None
     ) -> tuple[Plan, Template | Traced | Staged]:
-        if stand_ins is None:
-            return discover(self._step, self._fn, call, draws.supply)
-        seen = replace(call, leaves=[*map(stand_ins.leaf, call.leaves)])
-        with stand_ins.watching():
-            return discover(self._step, self._fn, seen, draws.supply)
+        if stand_ins is not None:
+            seen = replace(call, leaves=[*map(stand_ins.leaf, call.leaves)])
+            try:
+                with stand_ins.watching():
+                    return discover(self._step, self._fn, seen, draws.supply)
+            except LookedForError:
+                draws.begin_again()
+        return discover(self._step, self._fn, call, draws.supply)
 
     def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
         if isinstance(body, Traced):

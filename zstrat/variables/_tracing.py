@@ -58,8 +58,15 @@ class Recorder(UpdateRecorder, Protocol):
 asked_name: Final[ContextVar[Callable[[object], None] | None]] = ContextVar(
     "zstrat_asked_name", default=None
 )
-"""Told of each variable whose name or device Python asks for. Whoever sets it resets
-it."""
+"""Told of each variable whose name, device or strategy Python asks for. Whoever sets it
+resets it."""
+
+
+asked_hash: Final[ContextVar[Callable[[object], None] | None]] = ContextVar(
+    "zstrat_asked_hash", default=None
+)
+"""Told of each variable that Python looks for in a dict or a set. Whoever sets it
+resets it."""
 
 
 met: Final[ContextVar[Callable[[VariableHandle], None] | None]] = ContextVar(

@@ -143,6 +143,8 @@ class Variable(AbstractVariable):
         Raises:
             RuntimeError: This handle came from another task, where the strategy is.
         """
+        if (told := asked_name.get()) is not None:
+            told(self)
         if isinstance(self._home, Detached):
             raise RuntimeError(
                 f"{self._spec} came from another task, and its strategy stayed there: "

@@ -110,9 +110,11 @@ class StepOutput:
                 text = _RETURNS.sub(r"\1", text.replace("\r\n", "\n"))
                 text = text.replace("\r", "\n")
             *lines, rest = text.split("\n")
-            if len(rest) > LONGEST:
-                lines.append(rest)
-            elif rest:
+            if len(rest) > LONGEST:  # the last piece waits for its end
+                begun = (len(rest) - 1) // LONGEST * LONGEST
+                lines.append(rest[:begun])
+                rest = rest[begun:]
+            if rest:
                 self._begun[place] = rest
                 self._bound()
             for line in lines:

@@ -14,9 +14,18 @@ Law of the file: where that is not known for certain the call is traced by itsel
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
@@ -28,6 +37,7 @@ from zstrat.variables import (
     Module,
     ShardedVariable,
     Variable,
+    asked_hash,
     asked_name,
     joined,
     met,
@@ -47,8 +57,10 @@ MAX_REACHED: Final = 1000
 itself, as it was before anything was shared."""
 
 
-_OURS: Final = ("jax", "jaxlib", "numpy", "zstrat")
+_OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
 """Packages whose objects are not looked into, but for modules and step functions."""
+
+_LEAVES: Final = frozenset({str, bytes, float, complex, bool, type(None), CodeType})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +115,11 @@ def _mark(variable: VariableHandle, numbers: Mapping[int, int]) -> Hashable:
     return type(variable), alike, type(home), place
 
 
+class LookedForError(BaseException):
+    """The body looks for a stand-in in a dict or a set, which knows the variable itself
+    at most: it has to be traced with that. No `Exception`, which a body may catch."""
+
+
 class StandIns:
     """In place of the variables of a call while its body is traced. ``is_general``
     tells afterwards whether it may be shared."""
@@ -116,11 +133,13 @@ class StandIns:
     def watching(self) -> Iterator[None]:
         """The trace of the body is inside."""
         before, named = met.set(self.met), asked_name.set(self.named)
+        hashed = asked_hash.set(self.looked_for)
         try:
             yield
         finally:
             met.reset(before)
             asked_name.reset(named)
+            asked_hash.reset(hashed)
 
     def leaf(self, leaf: Any) -> Any:
         """What the body is given in place of a leaf of the arguments."""
@@ -142,13 +161,26 @@ class StandIns:
         if id(variable) in self._own:
             self.is_general = False
 
+    def looked_for(self, variable: object) -> None:
+        """The body looks for one in a dict or a set.
 
-def has_captured(fn: Any, given: GivenVariables) -> bool:
-    """Whether the body may hold one of the variables itself, and compare it with an
-    argument (``v is self.w``, ``slots[v]``), which a stand-in would not stand."""
+        Raises:
+            LookedForError: It is a stand-in.
+        """
+        if id(variable) in self._own:
+            self.is_general = False
+            raise LookedForError
+
+
+def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
+    """Whether the body may reach one of the variables in another way, and compare it
+    with an argument (``v is self.w``, ``slots[v]``), which a stand-in would not
+    stand: it holds it, or an object among the arguments does."""
+    variables = [x for x in call.leaves if isinstance(x, AbstractVariable)]
+    numbers = {id(variable) for variable in (*variables, *given.variables)}
     keys = set(given.keys)
     seen: set[int] = set()
-    waiting = [fn]
+    waiting = [fn, *[x for x in call.leaves if not isinstance(x, AbstractVariable)]]
     while waiting:
         thing = waiting.pop()
         if id(thing) in seen:
@@ -161,7 +193,10 @@ def has_captured(fn: Any, given: GivenVariables) -> bool:
             mine = thing.components if isinstance(thing, parts) else ()
             if any(part.spec.key in keys for part in mine):
                 return True
-        else:
+        elif type(thing) is int:
+            if thing in numbers:  # slots[id(v)]
+                return True
+        elif type(thing) not in _LEAVES:
             waiting += _held(thing)
     return False
 
@@ -169,33 +204,94 @@ def has_captured(fn: Any, given: GivenVariables) -> bool:
 def _held(thing: Any) -> Iterable[Any]:
     """What an object refers to, as far as variables lie there."""
     if isinstance(thing, FunctionType):
-        names = list(_names(thing.__code__))
-        found = [thing.__globals__[name] for name in names if name in thing.__globals__]
-        cells = [cell for cell in thing.__closure__ or () if _is_full(cell)]
-        found += [cell.cell_contents for cell in cells]
-        defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        return [*found, *defaults, *vars(thing).values()]
+        return _held_by_function(thing)
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, MethodType):
         return [thing.__func__, thing.__self__]
     if isinstance(thing, dict):
         return [*thing.keys(), *thing.values()]
-    if isinstance(thing, list | tuple | set | frozenset):
-        return list(thing)
-    if isinstance(thing, type | ModuleType):
-        return []
+    if isinstance(thing, list | tuple | set | frozenset | deque):
+        return [type(thing), *thing]
+    if isinstance(thing, weakref.ref | staticmethod | classmethod):
+        inner = thing() if isinstance(thing, weakref.ref) else thing.__func__
+        return [inner]
+    if isinstance(thing, property):
+        return [thing.fget]
+    if isinstance(thing, ModuleType):
+        return []  # by the names of functions alone
+    if isinstance(thing, type):
+        return [] if _is_known(thing.__module__) else [*vars(thing).values()]
     is_module = isinstance(thing, Module)
-    if not is_module and type(thing).__module__.partition(".")[0] in _OURS:
-        return [getattr(thing, "body", None)]  # of a step function in the body
-    return _attributes(thing)
+    if not is_module and _package(type(thing).__module__) in _OURS:
+        # Of a step function in the body, and of one that jax has wrapped.
+        return [getattr(thing, name, None) for name in ("body", "__wrapped__")]
+    return [*type(thing).__mro__, *_attributes(thing)]
+
+
+def _held_by_function(thing: FunctionType) -> Iterable[Any]:
+    cells = [cell for cell in thing.__closure__ or () if _is_full(cell)]
+    found = [cell.cell_contents for cell in cells]
+    if not _is_known(thing.__module__):
+        found += _named_by(thing)
+    defaults = [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+    return [*found, *defaults, *vars(thing).values()]
+
+
+def _named_by(thing: FunctionType) -> list[Any]:
+    """Globals, and what lies in modules, which are reached from a global or from an
+    ``import`` in the body."""
+    names = dict.fromkeys(_names(thing.__code__))
+    known = thing.__globals__
+    found = [known[name] for name in names if name in known]
+    cells = [cell.cell_contents for cell in thing.__closure__ or () if _is_full(cell)]
+    imported = [sys.modules[name] for name in names if name in sys.modules]
+    modules = [x for x in (*found, *cells, *imported) if isinstance(x, ModuleType)]
+    seen = set()
+    while modules:
+        module = modules.pop()
+        if module.__name__ in seen or _is_known(module.__name__):
+            continue
+        seen.add(module.__name__)
+        here = [vars(module)[name] for name in names if name in vars(module)]
+        modules += [x for x in here if isinstance(x, ModuleType)]
+        found += here
+    return found
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _is_known(module: str | None) -> bool:
+    """Whether it is no module of a user, which alone knows variables."""
+    package = _package(module)
+    return package in _OURS or (
+        package in sys.stdlib_module_names and package != "__main__"
+    )
 
 
 def _attributes(thing: Any) -> Iterable[Any]:
+    """Those in its dict, and those in slots."""
+    slots = [
+        member
+        for kind in type(thing).__mro__
+        for member in vars(kind).values()
+        if isinstance(member, MemberDescriptorType)
+    ]
+    found = [member.__get__(thing) for member in slots if _is_set(member, thing)]
     try:
-        return list(vars(thing).values())
-    except TypeError:  # it has no room for any
-        return []
+        return [*found, *vars(thing).values()]
+    except TypeError:  # it has no room for any other
+        return found
+
+
+def _is_set(member: MemberDescriptorType, thing: Any) -> bool:
+    try:
+        member.__get__(thing)
+    except AttributeError:
+        return False
+    return True
 
 
 def _is_full(cell: Any) -> bool:

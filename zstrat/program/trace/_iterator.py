@@ -118,6 +118,10 @@ class Draws:
         self._used += 1
         return self.draw(ordinal)
 
+    def begin_again(self) -> None:
+        """The body is traced once more: it is given the same elements."""
+        self._used = 0
+
     def keep_used(self) -> None:
         """Gives back what the trace did not use."""
         self._give_back(self._used)
