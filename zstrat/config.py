@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 MiB: Final = 2**20
 
@@ -94,6 +95,19 @@ class Settings:
 LANES: Final = ("auto", "tcp", "ipc", "shm")
 TRACEBACKS: Final = ("short", "full")
 OUTPUTS: Final = ("program", "files")
+NAMES: Final = (
+    "ZSTRAT_CHOICES",
+    "ZSTRAT_CONNECT_TIMEOUT",
+    "ZSTRAT_DRAIN",
+    "ZSTRAT_INSECURE",
+    "ZSTRAT_KEYS",
+    "ZSTRAT_LANE",
+    "ZSTRAT_LOG",
+    "ZSTRAT_OUTPUT",
+    "ZSTRAT_PATIENCE",
+    "ZSTRAT_PREFETCH",
+    "ZSTRAT_TRACEBACK",
+)
 
 
 def environment() -> Mapping[str, str]:
@@ -111,16 +125,9 @@ def settings_from(env: Mapping[str, str]) -> Settings:
 
     Raises:
         ValueError: A variable has a value that it cannot have; says which ones it can.
+            Or it is none of ours, and its name is all but that of one.
     """
-    lane = env.get("ZSTRAT_LANE", "auto")
-    if lane not in LANES:
-        raise ValueError(f"ZSTRAT_LANE={lane!r}: expected one of {', '.join(LANES)}")
-    traceback = env.get("ZSTRAT_TRACEBACK", "short")
-    if traceback not in TRACEBACKS:
-        raise ValueError(f"ZSTRAT_TRACEBACK={traceback!r}: expected short or full")
-    output = env.get("ZSTRAT_OUTPUT", "program")
-    if output not in OUTPUTS:
-        raise ValueError(f"ZSTRAT_OUTPUT={output!r}: expected program or files")
+    _check_names(env)
     keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
     default = Timeouts()
     return Settings(
@@ -129,13 +136,13 @@ def settings_from(env: Mapping[str, str]) -> Settings:
             connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
         ),
-        lane=lane,
+        lane=_one_of(env, "ZSTRAT_LANE", LANES),
         prefetch=_prefetch(env),
         keys=Path(keys) if keys else None,
-        insecure=env.get("ZSTRAT_INSECURE", "") not in ("", "0"),
-        log_json=env.get("ZSTRAT_LOG", "") == "json",
-        traceback=traceback,
-        output=output,
+        insecure=_one_of(env, "ZSTRAT_INSECURE", ("", "0", "1")) == "1",
+        log_json=_one_of(env, "ZSTRAT_LOG", ("", "text", "json")) == "json",
+        traceback=_one_of(env, "ZSTRAT_TRACEBACK", TRACEBACKS),
+        output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
         choices=Path(choices) if choices else None,
     )
 
@@ -154,6 +161,24 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no valid TOML: {error}") from error
+
+
+def _check_names(env: Mapping[str, str]) -> None:
+    """Refuses a slip of the pen. Other names are somebody else's: Kubernetes, say, sets
+    ZSTRAT_PS_PORT where a service is called zstrat-ps."""
+    for name in env:
+        if name.startswith("ZSTRAT_") and name not in NAMES:
+            for meant in get_close_matches(name, NAMES, n=1, cutoff=0.9):
+                raise ValueError(f"{name} is no setting of zstrat: is {meant} meant?")
+
+
+def _one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """The first of the choices if nothing is said."""
+    text = env.get(name, choices[0])
+    if text not in choices:
+        named = ", ".join(choice for choice in choices if choice)
+        raise ValueError(f"{name}={text!r}: expected one of {named}")
+    return text
 
 
 def _prefetch(env: Mapping[str, str]) -> int | None:

@@ -64,12 +64,12 @@ def test_unknown_lane() -> None:
 
 
 def test_unknown_traceback() -> None:
-    with pytest.raises(ValueError, match="ZSTRAT_TRACEBACK='no': expected short or f"):
+    with pytest.raises(ValueError, match="ZSTRAT_TRACEBACK='no': expected one of sh"):
         settings_from({"ZSTRAT_TRACEBACK": "no"})
 
 
 def test_unknown_output() -> None:
-    with pytest.raises(ValueError, match="ZSTRAT_OUTPUT='no': expected program or f"):
+    with pytest.raises(ValueError, match="ZSTRAT_OUTPUT='no': expected one of prog"):
         settings_from({"ZSTRAT_OUTPUT": "no"})
 
 
@@ -110,3 +110,15 @@ def test_toml_files(tmp_path: Path) -> None:
         read_toml(path)
     with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
         read_toml(tmp_path)
+
+
+def test_insecure_is_not_what_somebody_may_have_meant() -> None:
+    with pytest.raises(ValueError, match="ZSTRAT_INSECURE='false': expected one of 0"):
+        settings_from({"ZSTRAT_INSECURE": "false"})
+
+
+def test_a_slip_of_the_pen_is_told_from_names_of_others() -> None:
+    with pytest.raises(ValueError, match="is ZSTRAT_PATIENCE meant"):
+        settings_from({"ZSTRAT_PATEINCE": "1"})
+    others = dict.fromkeys(("ZSTRAT_PS_PORT", "ZSTRAT_KEYS_SERVICE_HOST"), "1")
+    assert settings_from(others) == Settings()

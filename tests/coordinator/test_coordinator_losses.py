@@ -346,11 +346,15 @@ def test_tasks_that_are_shut_down_on_purpose_are_no_warning(world, caplog):
     assert all(record.levelno <= logging.INFO for record in caplog.records)
 
 
-def test_a_task_that_is_cut_off_is_a_warning(world, caplog):
+def test_a_task_that_is_cut_off_is_a_warning_and_so_is_its_return(world, caplog):
     world.coordinator()
+    assert not caplog.records
     world.on_loop(world.workers[0].kill)
-    assert "WARNING" in caplog.text
-    assert "lost /job:worker/task:0 at worker0:1: killed" in caplog.text
+    world.on_loop(world.workers[0].come_back)
+    world.on_loop(lambda: None)  # its answer is there
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "lost /job:worker/task:0 at worker0:1: killed" in caplog.messages[0]
+    assert "/job:worker/task:0 at worker0:1 is back" in caplog.messages[1]
 
 
 def test_work_without_workers_is_a_warning(world, caplog):

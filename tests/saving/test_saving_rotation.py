@@ -181,8 +181,9 @@ def test_the_one_before_a_damaged_one_is_taken(checkpoint, value, tmp_path, dama
     value.assign(np.full(2000, 9, "f4"))
     manager.close()
     again = CheckpointManager(checkpoint, tmp_path, 3)
-    with pytest.warns(CheckpointWarning, match=r"ckpt-2 is damaged .*ckpt-2/"):
+    with pytest.warns(CheckpointWarning, match=r"ckpt-2 is damaged .*ckpt-2/") as told:
         assert again.restore_or_initialize().endswith("ckpt-1")
+    assert told[0].filename == __file__
     assert (value.numpy() == 1).all()
     assert names(again) == ["ckpt-1"]
     assert again.save().endswith("ckpt-2")  # in the place of the damaged one
@@ -201,10 +202,11 @@ def test_if_all_are_damaged_nothing_is_initialized(checkpoint, tmp_path):
     flip(tmp_path / "ckpt-2")
     with (
         pytest.warns(CheckpointWarning),
-        pytest.raises(DataLossError, match="ckpt-2"),
+        pytest.raises(DataLossError, match="ckpt-2") as raised,
     ):
         manager.restore_or_initialize()
     assert ran == []
+    assert raised.value.__context__ is None  # no story of how its loop was found
 
 
 def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog):

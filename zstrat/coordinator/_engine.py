@@ -172,7 +172,9 @@ class ClosureEngine:
                     value._unlisten(bell)
             self.show()
         if not rang and value.state is _NOT_READY:
-            raise DeadlineExceededError(f"fetch: {value!r} after {timeout} s")
+            raise DeadlineExceededError(
+                f"fetch: {value!r} is not there after {timeout} s"
+            )
 
     def show(self) -> None:
         """Shows what was printed by whoever was waited for."""

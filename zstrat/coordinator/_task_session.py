@@ -160,6 +160,8 @@ class TaskSession:
         """The incarnation that has something of ours."""
         self._emptied = False
         self._pause, self._warned = FIRST_PAUSE, ""
+        self._missed: int | None = None
+        """The level at which its loss was logged: that of its return, too."""
         self._timer: asyncio.TimerHandle | None = None
         self._asked: asyncio.Future[Message] | None = None
         self._entered: asyncio.Event = asyncio.Event()
@@ -325,12 +327,14 @@ class TaskSession:
         if self.line is not None:
             self.line.resume()
         if resumed:
-            log.info("%s at %s returned with all it held", self.name, self.address)
+            log.info("%s at %s is back, with all it held", self.name, self.address)
             return
         self.layouts = {}
         self._life = self.hello.incarnation
         self._entered.set()
-        log.info("%s at %s is in the session", self.name, self.address)
+        where = "in the session" if self._missed is None else "back"
+        level, self._missed = self._missed or logging.INFO, None
+        log.log(level, "%s at %s is %s", self.name, self.address, where)
         self._events.ready(self)
 
     def _refused(self, error: ZstratError) -> None:
@@ -346,6 +350,7 @@ class TaskSession:
         if self.opened is not None:
             words = "lost" if self.gone or not self._one_life else "no contact with"
             log.log(level, "%s %s at %s: %s", words, self.name, self.address, reason)
+            self._missed = level
         self._stop_absence()
         self.opened = None
         self._entered.clear()

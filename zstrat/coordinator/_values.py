@@ -293,7 +293,7 @@ class AsyncRemoteValue(RemoteValue):
         except TimeoutError:
             if not waiting.expired():  # it is the step's own
                 raise
-            late = f"fetch: {self!r} after {timeout} s"
+            late = f"fetch: {self!r} is not there after {timeout} s"
             raise DeadlineExceededError(late) from None
 
     async def get(self, timeout: float | None = None) -> Any:

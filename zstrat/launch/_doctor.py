@@ -109,10 +109,7 @@ def _keys(settings: Settings) -> Finding:
 
 def _task(status: TaskStatus) -> Iterator[Finding]:
     if status.problem:
-        advice = "is it running, is the address right, does the firewall let it pass?"
-        if status.is_denied:
-            advice = "copy the folder of one `zstrat keygen` to all machines"
-        yield Finding(status.task, False, status.problem, advice)
+        yield Finding(status.task, False, status.problem)  # it says what to do
         return
     yield Finding(
         status.task,

@@ -34,8 +34,6 @@ class TaskStatus:
     task: str
     address: str
     problem: str = ""
-    is_denied: bool = False
-    """It answers, and does not let us in: a matter of keys."""
     round_trip: float = 0.0
     values: Mapping[str, PlainTree] = field(default_factory=dict)
 
@@ -116,9 +114,7 @@ class Observer:
             began = time.perf_counter()
             reply = await link.request(Inspect(), deadline=deadline)
         except ZstratError as error:
-            return TaskStatus(
-                task, address, problem=str(error), is_denied=link.is_denied
-            )
+            return TaskStatus(task, address, problem=str(error))
         took = time.perf_counter() - began
         if not isinstance(reply, Statistics):
             return TaskStatus(task, address, problem=f"answered {type(reply).__name__}")

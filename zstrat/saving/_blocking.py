@@ -13,6 +13,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from zstrat.program import hide_frames
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
@@ -21,12 +23,21 @@ P = ParamSpec("P")
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine to its end, also where a loop is running already."""
+    """Runs the coroutine to its end, also where a loop is running already. Its errors
+    come with the user's lines alone."""
+    try:
+        return _beside(work) if _is_looping() else asyncio.run(work)
+    except Exception as error:  # to the caller
+        hide_frames(error)
+        raise
+
+
+def _is_looping() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # the usual case: a script, or a worker thread of the user's
-        return asyncio.run(work)
-    return _beside(work)
+        return False
+    return True
 
 
 def _beside(work: Coroutine[Any, Any, T]) -> T:

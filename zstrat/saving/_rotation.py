@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from zstrat.checkpoint import remove
 from zstrat.errors import DataLossError
+from zstrat.variables import line_outside
 
 from ._blocking import FileThread, run_blocking
 from ._state import SavedList, clean, read_state, update_state, writer_of
@@ -224,13 +225,17 @@ class CheckpointManager:
             DataLossError: All of them are damaged; names what is wrong with the newest.
             Exception: Else as `zs.Checkpoint.restore`.
         """
-        return run_blocking(self.restore_or_initialize_async())
+        return run_blocking(self._restore_or_initialize(line_outside()))
 
     async def restore_or_initialize_async(self) -> str | None:
         """`restore_or_initialize`, without blocking the running loop.
 
         Cancellation: some of the variables may have been restored.
         """
+        return await self._restore_or_initialize(line_outside())
+
+    async def _restore_or_initialize(self, line: tuple[str, int]) -> str | None:
+        """Warnings are those of ``line``, a file and a number."""
         first: DataLossError | None = None
         for path in reversed(self.checkpoints):
             try:
@@ -238,12 +243,8 @@ class CheckpointManager:
             except DataLossError as error:
                 first = first or error
                 self._damaged.add(os.path.basename(path))
-                warnings.warn(
-                    f"checkpoint {path} is damaged and left out for the one before: "
-                    f"{error}",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
+                words = f"checkpoint {path} is damaged and left out: {error}"
+                warnings.warn_explicit(words, CheckpointWarning, *line)
                 continue
             if self._interval is not None:
                 self._last_step = self._step()

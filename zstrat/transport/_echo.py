@@ -72,8 +72,8 @@ class Echo:
             dropped, self._dropped = dropped + self._dropped, 0
             if dropped:
                 lines.append(
-                    f"{task}| ({dropped:,} lines are not shown here: more than can be "
-                    "at once. The log of the task has them.)\n"
+                    f"{task}| ({dropped:,} lines are not shown here: there are too "
+                    "many at once. The log of the task has them.)\n"
                 )
             lines += [f"{task}| {_quiet(line)}\n" for line in text.split("\n")[:-1]]
             shown = _Shown(stream, "".join(lines))

@@ -9,6 +9,7 @@ decides: `Attendance` knows who is there, and `Handling` hands requests to one h
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import time
 from collections import OrderedDict
@@ -150,8 +151,8 @@ class Endpoint:
             await end_context(self._context)
             raise OSError(
                 error.errno,
-                f"{task_name(self._me)} cannot bind {address}: {error.strerror}: "
-                "another process has this address, or it is not this machine's",
+                f"{task_name(self._me)} cannot bind {address}: {error.strerror}"
+                f"{_BINDING.get(error.errno or 0, '')}",
             ) from error
         self._monitor = Monitor(socket, _WATCHED, self._happened)
         self._file = socket_file(where)
@@ -310,7 +311,7 @@ class Endpoint:
                     if connection.accepted.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
             case _:
-                self._complaints.add(f"handshake: {event.happening.name.lower()}")
+                self._complaints.add(_WITHOUT if self._security is None else _WITH)
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._interval, self._tick)
@@ -365,6 +366,18 @@ _AT_ONCE: Final = 64
 many times `_LONG_HEADER` bytes of their headers."""
 
 _LONG_HEADER: Final = 4096
+
+_BINDING: Final = {
+    errno.EADDRINUSE: ": end the process that has it, or take another port",
+    errno.EADDRNOTAVAIL: ": it is no address of this machine, at least not yet",
+}
+
+_WITH: Final = (
+    "its handshake failed: it has no keys or those of another cluster, or is no zstrat"
+)
+_WITHOUT: Final = (
+    "its handshake failed: it has keys and this task has none, or it is no zstrat"
+)
 
 _WATCHED: Final = (
     Happening.ACCEPTED,

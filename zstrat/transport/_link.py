@@ -149,11 +149,6 @@ class Link:
         return self._opening.trouble
 
     @property
-    def is_denied(self) -> bool:
-        """Whether the task is there, and does not take our key."""
-        return self._opening.is_denied
-
-    @property
     def peer(self) -> Hello | None:
         """HELLO of the task, while the link is open."""
         return self._outlet.peer.hello if self._outlet and self.is_open else None

@@ -16,7 +16,7 @@ import jax
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
-from zstrat.program import worker_context
+from zstrat.program import hide_frames, worker_context
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.input._unbuilt import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
@@ -113,7 +113,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             settings = replace(settings, output=output)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
-        self._session = connect(spec, settings)
+        try:
+            self._session = connect(spec, settings)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
         self._ps_count = spec.num_tasks("ps")
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
