@@ -21,15 +21,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
+from functools import partial, wraps
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    final,
+)
 
 from zstrat.errors import DataLossError, NotFoundError, PSUnavailableError, ZstratError
 
 from ._inventory import Inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from zstrat.coordinator._rest import Cut
     from zstrat.coordinator._task_session import TaskSession
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 PS_WAIT: Final = 600.0
 """Seconds that a lost parameter server has to come back: to boot a machine."""
@@ -269,7 +279,7 @@ class Recovery:
                 while away := [task for task in tasks if not _is_back(task)]:
                     names = ", ".join(task.name for task in away)
                     log.warning(
-                        "%s is away: all waits up to %.0f s for it "
+                        "%s is away: all waits up to %g s for it "
                         "(on_ps_loss='restore')",
                         names,
                         self.patience,
@@ -375,12 +385,24 @@ def count(cut: Cut) -> int:
     return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
 
 
-def steady(method: Callable[..., Awaitable[T]]) -> Callable[..., Any]:
-    """For a request of an object with a `Recovery`, or None, as ``recovery``: it goes
-    `Recovery.through`. One that does not wait costs a look."""
+class Recovered(Protocol):
+    """Who asks parameter servers that may be filled again; None: they are not."""
 
-    async def asked(self: Any, *args: Any, **kwargs: Any) -> T:
-        recovery: Recovery | None = self.recovery
+    @property
+    def recovery(self) -> Recovery | None: ...
+
+
+S = TypeVar("S", bound=Recovered)
+
+
+def steady(
+    method: Callable[Concatenate[S, P], Awaitable[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Has a request that may be made twice go `Recovery.through`."""
+
+    @wraps(method)
+    async def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        recovery = self.recovery
         if recovery is None:
             return await method(self, *args, **kwargs)
         return await recovery.through(partial(method, self, *args, **kwargs))
