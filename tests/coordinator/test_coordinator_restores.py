@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator._rest import Cut
 from zstrat.errors import DataLossError, InvalidArgumentError, PSUnavailableError
 from zstrat.ps import PsClient
 from zstrat.variables import VariableSpec
@@ -51,9 +50,9 @@ def recovering(make_world):
     return make
 
 
-def _remember(world, point, cut=None):
+def _remember(world, point):
     restores = world.session.restores
-    cut = cut or world.on_loop(lambda: world.session.cluster.cut)
+    cut = world.on_loop(lambda: world.session.cluster.cut)
     asyncio.run(world.session.remember(point, cut, restores))
 
 
@@ -290,7 +289,7 @@ def test_an_update_of_the_program_has_its_effect_once(recovering, same):
 def test_a_coordinator_that_is_made_meanwhile_waits_as_well(recovering):
     world = recovering()
     point = Point()
-    _remember(world, point, Cut())
+    _remember(world, point)
     world.on_loop(world.ps[0].kill)
     world.until(lambda: world.session.cluster.recovery.is_under_way)
     coordinator = world.coordinator()

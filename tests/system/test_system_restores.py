@@ -48,11 +48,13 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
             counts = [zs.Variable(np.zeros(SLOTS, "f4"), name=name) for name in "ab"]
+            ended = zs.Variable(7.0, name="ended", per_worker_variable=True)
 
         @zs.function
         def bump(i):
             for count in counts:
                 count.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
+            ended.assign_add(1.0)
             return i
 
         def bumps(numbers):
@@ -82,6 +84,8 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         assert set(a[50:100]) == {0}, "what had ended after it"
         assert set(a[100:150]) <= {0, 1}
         assert set(a[150:]) == {1}, "what came behind the loss"
+        own = sum(ended.read_all()) - 2 * 7
+        assert own == a.sum() - 50, "what cannot be saved begins anew"
         assert reading.result().shape == (SLOTS,)
         zs.Checkpoint(counts=counts).restore(saving.result())
 

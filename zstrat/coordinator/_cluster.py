@@ -36,6 +36,7 @@ from zstrat.wire import (
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
 from ._task_session import MakeTaskLink, TaskSession
+from .recovery import Recovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
 
     from ._dispatch import Dispatcher
-    from .recovery import Recovery
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -247,10 +247,12 @@ class Cluster:
 
     # ---- parameter servers that are filled again -------------------------------------
 
-    def recover_from(self, checkpoints: Callable[[Cluster], Recovery]) -> None:
-        """From now on parameter servers that come back empty are filled again."""
+    def recover(self, patience: float) -> None:
+        """From now on parameter servers that come back empty are filled again, if they
+        come back within ``patience`` seconds."""
         assert not self.is_shared, "what other programs hold is not ours to replace"
-        self.recovery = checkpoints(self)
+        filling = patience + self._timeouts.request
+        self.recovery = Recovery(self, patience, filling)
         if self._absent:
             self.recovery.lost()
 

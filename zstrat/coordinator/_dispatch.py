@@ -210,7 +210,7 @@ class Dispatcher:
     def lost(self, task: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
         now, channel = self._now(), self.channels[task.index]
-        orphans = self.members.lost(task.index, reason, now)
+        orphans = self.members.lost(task.index, reason, now, counts=not task.is_moved)
         if self._stopped:
             return
         with self.engine.lock:
@@ -224,7 +224,7 @@ class Dispatcher:
                     )
             self.builder.abort(channel, reason)
             self.engine.notify()
-        if orphans:
+        if orphans and not task.is_moved:
             log.warning(
                 "%s had %d closures in flight: others run them", task.name, len(orphans)
             )

@@ -27,10 +27,9 @@ from zstrat.wire import (
     SessionOpened,
     StoreEntry,
     UpdateOp,
-    VariableEntry,
 )
 
-from .recovery import steady
+from .recovery import entry_of, steady
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -106,14 +105,7 @@ class ParameterServers:
             await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
         await self.client.create(
-            [
-                (
-                    spec.ps,
-                    VariableEntry(spec.key, spec.name, spec.trainable, _is_part(spec)),
-                    array,
-                )
-                for spec, array in variables
-            ]
+            [(spec.ps, entry_of(spec), array) for spec, array in variables]
         )
         self._created([spec for spec, _ in variables])
 
@@ -146,6 +138,13 @@ class ParameterServers:
         # A server that waits for another program's creation says itself what is
         # missing: the caller must not give up before that answer is here.
         return timeout + 2 * ANSWERING if self._cluster.joins else timeout
+
+    async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
+        """These variables were created just now, and cannot be saved: they begin anew
+        when a lost server is filled again."""
+        if self._inventory is not None:
+            values = await self.read(specs)
+            self._inventory.begin_anew(specs, values)
 
     async def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
         """Frees the variables."""
@@ -321,10 +320,6 @@ def initializing_timeout(
 def _pieces(nbytes: int) -> list[tuple[int, int]]:
     """Offsets and sizes of what is read of a tensor in one message each."""
     return [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
-
-
-def _is_part(spec: VariableSpec) -> bool:
-    return spec.part is not None
 
 
 async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:

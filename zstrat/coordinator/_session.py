@@ -21,7 +21,6 @@ from zstrat.wire import Job
 from ._cluster import Cluster
 from ._open_sessions import hail, open_sessions
 from ._servers import ParameterServers, session_of
-from .recovery import Recovery
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
@@ -267,10 +266,7 @@ class ClusterSession:
         """
 
         async def begin() -> None:
-            filling = patience + self.settings.timeouts.request
-            self.cluster.recover_from(
-                lambda cluster: Recovery(cluster, patience, filling)
-            )
+            self.cluster.recover(patience)
 
         self.run(begin(), "watching over the parameter servers")
 

@@ -149,6 +149,8 @@ class TaskSession:
         """What the task held of ours is lost for certain."""
         self.lives_on = False
         """The task was lost to its connection alone: the process is the same."""
+        self.is_moved = False
+        """It leaves because it enters another session of ours: `renew`."""
         self._opening, self._events, self._one_life = opening, events, one_life
         # Who was in the session need not wait for it: it is there, or gone for good.
         self._reopening = opening
@@ -234,8 +236,9 @@ class TaskSession:
         self._stop_absence()
         if self.is_ready:
             self.gone, self.lives_on = self._one_life, not self._one_life
+            self.is_moved = True
             self._leave("it enters another session of the program", logging.INFO)
-        self.gone = self.lives_on = self._emptied = False
+        self.gone = self.lives_on = self.is_moved = self._emptied = False
         self._life, self.refusal, self._pause = None, None, FIRST_PAUSE
         self._opening = self._reopening = replace(self._opening, session=session)
         self._farewells = farewells

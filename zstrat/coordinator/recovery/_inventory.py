@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.initializers import constant
 from zstrat.program import dump_code
-from zstrat.wire import InitialEntry
+from zstrat.wire import InitialEntry, VariableEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    import numpy as np
 
     from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
@@ -68,7 +70,10 @@ class Inventory:
     def __init__(self) -> None:
         self._variables: dict[int, VariableSpec] = {}
         self._optimizers: dict[int, tuple[str, bytes]] = {}
-        self._trees: dict[tuple[int, bytes], None] = {}
+        self._trees: dict[tuple[int, bytes], frozenset[int]] = {}
+        """Of optimizers, with the keys of the variables."""
+        self._initial: dict[int, np.ndarray] = {}
+        """First values of variables that no checkpoint has, by key."""
 
     # ---- what becomes of them --------------------------------------------------------
 
@@ -78,18 +83,30 @@ class Inventory:
     def deleted(self, specs: Iterable[VariableSpec]) -> None:
         for spec in specs:
             self._variables.pop(spec.key, None)
+            self._initial.pop(spec.key, None)
+
+    def begin_anew(
+        self, specs: Iterable[VariableSpec], values: list[np.ndarray]
+    ) -> None:
+        """These get their first values again, as they cannot be saved."""
+        keys = [spec.key for spec in specs]
+        self._initial.update(zip(keys, values, strict=True))
 
     def registered(self, optimizer: int, name: str, code: bytes) -> None:
         self._optimizers[optimizer] = name, code
 
     def bound(self, optimizer: int, tree: bytes) -> None:
-        self._trees[optimizer, tree] = None
+        from zstrat.optimizers import Binding
+
+        self._trees[optimizer, tree] = Binding.keys_in(tree)
 
     def withdrawn(self, optimizers: Iterable[int]) -> None:
         gone = set(optimizers)
         for number in gone:
             self._optimizers.pop(number, None)
-        self._trees = dict.fromkeys(at for at in self._trees if at[0] not in gone)
+        self._trees = {
+            at: keys for at, keys in self._trees.items() if at[0] not in gone
+        }
 
     # ---- again -----------------------------------------------------------------------
 
@@ -98,17 +115,24 @@ class Inventory:
         variables = [
             f"variable {spec.name!r}"
             for key, spec in self._variables.items()
-            if key not in point.variables
+            if key not in point.variables and key not in self._initial
         ]
+        # One whose variables were all deleted, or that has moved none, keeps nothing.
+        at_work = {
+            number
+            for (number, _), keys in self._trees.items()
+            if not keys.isdisjoint(self._variables)
+        }
         optimizers = [
             f"optimizer {name!r}"
             for number, (name, _) in self._optimizers.items()
-            if number not in point.optimizers
+            if number in at_work and number not in point.optimizers
         ]
         return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
 
     async def create_again(self, client: PsClient, patience: float) -> None:
-        """Creates all of it on servers that are empty; the variables are zero.
+        """Creates all of it on servers that are empty; the variables are zero, or as at
+        first.
 
         Args:
             patience: Seconds for making the variables.
@@ -116,7 +140,15 @@ class Inventory:
         Raises:
             PSUnavailableError: A server is lost.
         """
-        entries = [(spec.ps, _zeros(spec)) for spec in self._variables.values()]
+        specs, initial = self._variables.values(), self._initial
+        entries = [(spec.ps, _zeros(spec)) for spec in specs if spec.key not in initial]
+        await client.create(
+            [
+                (spec.ps, entry_of(spec), initial[spec.key])
+                for spec in specs
+                if spec.key in initial
+            ]
+        )
         if entries:
             deadline = asyncio.get_running_loop().time() + patience
             code = dump_code(constant(0))
@@ -125,6 +157,11 @@ class Inventory:
             await client.create_optimizer(number, name, code)
         for number, tree in self._trees:
             await client.bind(number, tree, None)
+
+
+def entry_of(spec: VariableSpec) -> VariableEntry:
+    """What a server is told of a variable whose value travels."""
+    return VariableEntry(spec.key, spec.name, spec.trainable, spec.part is not None)
 
 
 def _zeros(spec: VariableSpec) -> InitialEntry:

@@ -145,7 +145,7 @@ class Recovery:
             return PSUnavailableError(
                 self._lost_task.name, "the program waits for it, or fills it again"
             )
-        return self.failure
+        return None if self.failure is None else _copy(self.failure)
 
     # ---- told by the cluster ---------------------------------------------------------
 

@@ -8,6 +8,7 @@ without a connection.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -274,8 +275,10 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
     """Seconds to wait for a lost ps; None: calls raise at once."""
     if on_ps_loss not in ("raise", "restore"):
         raise ValueError(f"on_ps_loss={on_ps_loss!r}: expected 'raise' or 'restore'")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"ps_wait_timeout={timeout!r}: expected seconds above 0")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ValueError(
+            f"ps_wait_timeout={timeout!r}: expected a finite number of seconds above 0"
+        )
     if on_ps_loss == "raise":
         if timeout is not None:
             raise ValueError(
