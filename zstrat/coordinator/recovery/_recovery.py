@@ -321,7 +321,7 @@ class Recovery:
             "it came back empty, and there is no checkpoint to fill it from "
             f"({'; '.join(reasons)}): with on_ps_loss='restore' save one of all "
             "variables and optimizers when they are made, and again from time to time "
-            "(CheckpointManager.save)",
+            "(CheckpointManager.save, with checkpoint_interval_s= in each round)",
             lost=True,
         )
 
