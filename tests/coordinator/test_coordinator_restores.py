@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,8 +42,9 @@ class Point:
 
 @pytest.fixture
 def recovering(make_world):
-    def make(patience=3600.0, ps=2, workers=2):
-        world = make_world(ps=ps, workers=workers)
+    def make(patience=3600.0, reconnect=0.0):
+        world = make_world(ps=2, workers=2)
+        world.reconnect = reconnect
         world.connect()
         world.session.recover(patience)
         return world
@@ -284,6 +286,27 @@ def test_an_update_of_the_program_has_its_effect_once(recovering, same):
     else:  # the restored values have nothing of it
         assert [session for session, _ in of_first] == [before, world.session.session]
         assert of_second == of_first
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_what_broke_with_a_connection_waits_until_it_is_known_who_came_back(
+    recovering, same
+):
+    world = recovering(reconnect=3600.0)
+    point, tries = Point(), []
+    _remember(world, point)
+    recovery = world.session.cluster.recovery
+
+    async def ask():
+        tries.append(recovery.restores)
+        if len(tries) == 1:
+            world.ps[0].kill()
+            asyncio.get_running_loop().call_soon(partial(ps.come_back, same=same))
+            raise PSUnavailableError("/job:ps/task:0", "its connection broke")
+
+    ps = world.ps[0]
+    world.session.run(recovery.through(ask), "the test")
+    assert tries == [0, 0 if same else 1]
 
 
 def test_a_coordinator_that_is_made_meanwhile_waits_as_well(recovering):

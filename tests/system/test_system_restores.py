@@ -90,7 +90,7 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         zs.Checkpoint(counts=counts).restore(saving.result())
 
 
-def test_adam_goes_on_as_if_restored_by_hand(local, tmp_path, monkeypatch):
+def test_adam_goes_on_as_if_restored_by_hand(local, tmp_path, monkeypatch, caplog):
     partitioner = zs.partitioners.FixedShardsPartitioner(2)
     with _strategy(local, variable_partitioner=partitioner) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
@@ -136,4 +136,6 @@ def test_adam_goes_on_as_if_restored_by_hand(local, tmp_path, monkeypatch):
         checkpoint.restore(saved)
         by_hand = trained(range(5, 8))
         assert by_itself[0] == 6
+        zs.Checkpoint(params=params).save(tmp_path / "parts")
+        assert "lacks variable 'Optimizer/iterations', optimizer 'Opt" in caplog.text
         jax.tree.map(np.testing.assert_array_equal, by_itself, by_hand)

@@ -23,7 +23,14 @@ from ._open_sessions import hail, open_sessions
 from ._servers import ParameterServers, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import (
+        AsyncIterator,
+        Callable,
+        Coroutine,
+        Iterable,
+        Mapping,
+        Sequence,
+    )
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -305,27 +312,26 @@ class ClusterSession:
         work = recovery.settled(since)
         return await self.run_async(work, "waiting for parameter servers")
 
-    async def remember(self, point: RestorePoint, cut: Cut, restores: int) -> None:
+    async def remember(
+        self, point: RestorePoint, cut: Cut, restores: int
+    ) -> Sequence[str]:
         """The checkpoint is whole, or was restored.
 
         Args:
             cut: The steps that are in it.
             restores: As they were at the moment of the cut.
+
+        Returns:
+            What it lacks to fill servers from it, in words.
         """
         recovery = self.cluster.recovery
         if recovery is None:
-            return
+            return []
 
         async def tell() -> list[str]:
             return recovery.remember(point, cut, restores)
 
-        if missing := await self.run_async(tell(), "noting a checkpoint"):
-            log.warning(
-                "on_ps_loss='restore': checkpoint %s could not fill a parameter server "
-                "again, as it lacks %s",
-                point.path,
-                ", ".join(missing),
-            )
+        return await self.run_async(tell(), "noting a checkpoint")
 
     # ---- the end ---------------------------------------------------------------------
 

@@ -78,12 +78,6 @@ class Binding:
         ).encode()
 
     @staticmethod
-    def keys_in(data: bytes) -> frozenset[int]:
-        """The keys of all variables that are named in what `encoded` gave."""
-        keys: list[list[int]] = json.loads(data)["keys"]
-        return frozenset(key for components in keys for key in components)
-
-    @staticmethod
     def decoded(name: str, transformation: Any, data: bytes) -> Binding:
         """Inverse of `encoded`, with the transformation that is here. Traces it.
 

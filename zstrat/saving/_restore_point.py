@@ -7,6 +7,7 @@ handle, and what it was made of may be dropped.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from ._match import Found, Load
     from ._servers import ClusterMoment, ServerConnection, SnapshotServers, T
     from ._tensors import StoredNode
+
+
+log = logging.getLogger("zstrat.saving")
 
 
 @final
@@ -84,14 +88,25 @@ async def remember_saved(
         nodes: list[StoredNode] = list(stored_graph(manifest, path))
         tensors: dict[str, StoredTensor] = dict(manifest.tensors)
         found = Matching(nodes, tensors).find(root, 0)
-        await remember(path, found, watched)
+        if lacks := await remember(path, found, watched):
+            log.warning(
+                "on_ps_loss='restore': a lost parameter server could not be filled "
+                "from checkpoint %s, as it lacks %s",
+                path,
+                ", ".join(lacks),
+            )
 
 
-async def remember(path: str, found: Found, moments: Sequence[ClusterMoment]) -> None:
-    """As `remember_saved`, what a restore has found."""
+async def remember(
+    path: str, found: Found, moments: Sequence[ClusterMoment]
+) -> list[str]:
+    """As `remember_saved`, what a restore has found; returns what it lacks."""
+    lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
-            await cluster.remember(_point(path, found, cluster), cut, restores)
+            point = _point(path, found, cluster)
+            lacks += await cluster.remember(point, cut, restores)
+    return lacks
 
 
 def _point(path: str, found: Found, cluster: ServerConnection) -> SavedServers:

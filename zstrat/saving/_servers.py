@@ -127,8 +127,9 @@ class ServerConnection(AskedCluster, Protocol):
 
     async def remember(
         self, point: RestorePoint, cut: SessionCut, restores: int
-    ) -> None:
-        """What they may be filled from, with the steps that are in it."""
+    ) -> Sequence[str]:
+        """What they may be filled from, with the steps that are in it; returns what it
+        lacks for that."""
         ...
 
     def at_rest(self) -> AbstractAsyncContextManager[SessionCut | None]:

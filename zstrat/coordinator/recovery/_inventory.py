@@ -70,8 +70,9 @@ class Inventory:
     def __init__(self) -> None:
         self._variables: dict[int, VariableSpec] = {}
         self._optimizers: dict[int, tuple[str, bytes]] = {}
-        self._trees: dict[tuple[int, bytes], frozenset[int]] = {}
-        """Of optimizers, with the keys of the variables."""
+        self._trees: dict[tuple[int, bytes], None] = {}
+        """Of optimizers, as this program has told them. Workers tell the trees of their
+        steps by themselves, in each session, before the first gradient."""
         self._initial: dict[int, np.ndarray] = {}
         """First values of variables that no checkpoint has, by key."""
 
@@ -96,9 +97,7 @@ class Inventory:
         self._optimizers[optimizer] = name, code
 
     def bound(self, optimizer: int, tree: bytes) -> None:
-        from zstrat.optimizers import Binding
-
-        self._trees[optimizer, tree] = Binding.keys_in(tree)
+        self._trees[optimizer, tree] = None
 
     def withdrawn(self, optimizers: Iterable[int]) -> None:
         gone = set(optimizers)
@@ -117,16 +116,10 @@ class Inventory:
             for key, spec in self._variables.items()
             if key not in point.variables and key not in self._initial
         ]
-        # One whose variables were all deleted, or that has moved none, keeps nothing.
-        at_work = {
-            number
-            for (number, _), keys in self._trees.items()
-            if not keys.isdisjoint(self._variables)
-        }
         optimizers = [
             f"optimizer {name!r}"
             for number, (name, _) in self._optimizers.items()
-            if number in at_work and number not in point.optimizers
+            if number not in point.optimizers
         ]
         return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
 

@@ -19,6 +19,7 @@ The law of this file: each recovery ends, and whoever waits is told how. On the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -218,15 +219,19 @@ class Recovery:
             try:
                 return await work()
             except ZstratError:
-                waited = self.is_under_way
-                await self.over()
-                if self.restores == before and not (waited and again):
+                settled = await self.settled(before)
+                if not settled or (self.restores == before and not again):
                     raise
 
     async def settled(self, since: int) -> bool:
-        """Waits as `over`; returns whether something was lost or restored since so many
-        restores."""
+        """Waits as `over`; returns whether something was away now, or was restored
+        since so many restores."""
         waited = self.is_under_way
+        if not waited and not all(task.link.is_open for task in self._cluster.ps):
+            waited = True
+            # Their lines have them wait until it is known who came back.
+            with contextlib.suppress(ZstratError):
+                await self._cluster.client.statistics()
         await self.over()
         return waited or self.restores != since
 
