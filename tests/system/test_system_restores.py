@@ -48,6 +48,8 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
             counts = [zs.Variable(np.zeros(SLOTS, "f4"), name=name) for name in "ab"]
+            rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
+            adagrad = zs.Optimizer(optax.adagrad(0.1))
             ended = zs.Variable(7.0, name="ended", per_worker_variable=True)
 
         @zs.function
@@ -55,12 +57,15 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
             for count in counts:
                 count.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
             ended.assign_add(1.0)
+            looked_up = zs.grad(lambda t: jnp.sum(zs.embedding_lookup(t, i[None])))
+            adagrad.apply_gradients([(looked_up(rows), rows)])
             return i
 
         def bumps(numbers):
-            return [coordinator.schedule(bump, args=(i,)) for i in numbers]
+            return [coordinator.schedule(bump, args=(np.int32(i),)) for i in numbers]
 
-        manager = zs.CheckpointManager(zs.Checkpoint(counts=counts), tmp_path, 3)
+        checkpoint = zs.Checkpoint(counts=counts, rows=rows, adagrad=adagrad)
+        manager = zs.CheckpointManager(checkpoint, tmp_path, 3)
         values = bumps(range(50))
         coordinator.join()
         saved = manager.save()
@@ -79,6 +84,8 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         assert [int(value.fetch()) for value in values] == list(range(SLOTS))
         a, b = zs.values(counts)
         np.testing.assert_array_equal(a, b)
+        moved = rows.numpy()[:, 0] < 1
+        np.testing.assert_array_equal(moved, a == 1)
         assert a.sum() == SLOTS - metrics["steps_lost"]
         assert set(a[:50]) == {1}, "what the checkpoint has"
         assert set(a[50:100]) == {0}, "what had ended after it"
@@ -87,7 +94,7 @@ def test_no_error_and_each_step_once_on_the_restored_values(local, tmp_path, cap
         own = sum(ended.read_all()) - 2 * 7
         assert own == a.sum() - 50, "what cannot be saved begins anew"
         assert reading.result().shape == (SLOTS,)
-        zs.Checkpoint(counts=counts).restore(saving.result())
+        checkpoint.restore(saving.result())
 
 
 def test_adam_goes_on_as_if_restored_by_hand(local, tmp_path, monkeypatch, caplog):

@@ -71,8 +71,8 @@ class Inventory:
         self._variables: dict[int, VariableSpec] = {}
         self._optimizers: dict[int, tuple[str, bytes]] = {}
         self._trees: dict[tuple[int, bytes], None] = {}
-        """Of optimizers, as this program has told them. Workers tell the trees of their
-        steps by themselves, in each session, before the first gradient."""
+        """Of optimizers, as this program has told them. Workers tell those of their
+        steps in each session, before the first gradient."""
         self._initial: dict[int, np.ndarray] = {}
         """First values of variables that no checkpoint has, by key."""
 
@@ -87,7 +87,7 @@ class Inventory:
             self._initial.pop(spec.key, None)
 
     def begin_anew(
-        self, specs: Iterable[VariableSpec], values: list[np.ndarray]
+        self, specs: Iterable[VariableSpec], values: Iterable[np.ndarray]
     ) -> None:
         """These get their first values again, as they cannot be saved."""
         keys = [spec.key for spec in specs]
@@ -103,9 +103,8 @@ class Inventory:
         gone = set(optimizers)
         for number in gone:
             self._optimizers.pop(number, None)
-        self._trees = {
-            at: keys for at, keys in self._trees.items() if at[0] not in gone
-        }
+        for at in [at for at in self._trees if at[0] in gone]:
+            del self._trees[at]
 
     # ---- again -----------------------------------------------------------------------
 
