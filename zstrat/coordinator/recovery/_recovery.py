@@ -55,7 +55,8 @@ P = ParamSpec("P")
 PS_WAIT: Final = 600.0
 """Seconds that a lost parameter server has to come back: to boot a machine."""
 ATTEMPTS: Final = 5
-"""So often the servers are filled, before one says that it does not work."""
+"""So often the servers are filled, before one says that it does not work; more often
+if they are lost again and again, within their patience."""
 POINTS: Final = 4
 """Checkpoints that are remembered: the newest may be damaged, or deleted."""
 
@@ -248,8 +249,9 @@ class Recovery:
             self._fail(PSUnavailableError(self._lost_task.name, words, lost=True))
 
     async def _bring_back(self) -> None:
-        why: Exception | None = None
-        for _ in range(ATTEMPTS):
+        loop = asyncio.get_running_loop()
+        failures, patient_until = 0, loop.time() + self.patience
+        while True:
             await self._all_back()
             if not self._is_torn and all(task.is_ready for task in self._cluster.ps):
                 self._end()  # with all that they held
@@ -258,19 +260,23 @@ class Recovery:
             try:
                 await self._fill(chosen.point)
             except (ZstratError, OSError) as error:
+                failures += 1
                 log.warning(
-                    "filling the parameter servers from %s did not work, and is tried "
-                    "again: %s: %s",
+                    "filling the parameter servers from %s did not work: %s: %s",
                     chosen.point.path,
                     type(error).__name__,
                     error,
                 )
-                why = error
+                # Another loss may be bad luck, or what comes of being filled.
+                lost = not all(task.is_ready for task in self._cluster.ps)
+                if failures >= ATTEMPTS and not (lost and loop.time() < patient_until):
+                    words = f"filling it again failed {failures} times, at last with "
+                    raise PSUnavailableError(
+                        self._lost_task.name, f"{words}{error}", lost=True
+                    ) from error
                 continue
             self._restored(chosen)
             return
-        words = f"filling it again failed {ATTEMPTS} times, at last with {why}"
-        raise PSUnavailableError(self._lost_task.name, words, lost=True)
 
     async def _all_back(self) -> None:
         """Waits until each server is in the session, or there and empty.
