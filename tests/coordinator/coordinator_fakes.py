@@ -39,6 +39,7 @@ from zstrat.wire import (
     Fetch,
     Fetched,
     Hello,
+    Inspect,
     LayoutMessage,
     OpenSession,
     Outcome,
@@ -48,6 +49,7 @@ from zstrat.wire import (
     PutCode,
     ResourceBuilt,
     SessionOpened,
+    Statistics,
 )
 
 INLINE = 1024
@@ -84,6 +86,8 @@ class FakeTask:
             case CloseSession():
                 self.exited = message.exit
                 return Done()
+            case Inspect():
+                return Statistics({})
         raise AssertionError(message)
 
     def kill(self, reason="killed"):

@@ -220,6 +220,17 @@ class FakeCluster:
         self.on_rest = lambda: None
         self.cut = SimpleNamespace(end=7, besides=[(9, 11)])
 
+    recovers, restores = False, 0
+
+    def require_unrestored(self, since):
+        assert since == self.restores
+
+    async def settled(self, since):
+        return False
+
+    async def remember(self, point, cut, restores):
+        raise AssertionError("nobody fills these servers again")
+
     @contextlib.asynccontextmanager
     async def at_rest(self):
         self.rests += 1

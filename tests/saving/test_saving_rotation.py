@@ -105,6 +105,34 @@ def test_intervals(checkpoint, tmp_path):
     assert again.save() is None
 
 
+def test_intervals_of_seconds(checkpoint, tmp_path):
+    clock, step = FakeClock(1e9), Variable(np.int64(0))
+    manager = CheckpointManager(
+        checkpoint,
+        tmp_path,
+        3,
+        step_counter=step,
+        checkpoint_interval=10,
+        checkpoint_interval_s=60,
+        clock=clock,
+    )
+    assert manager.save().endswith("ckpt-1")
+    clock.advance(59)
+    step.assign(9)
+    assert manager.save() is None
+    clock.advance(1)
+    assert manager.save().endswith("ckpt-2"), "the seconds have passed"
+    step.assign(19)
+    assert manager.save().endswith("ckpt-3"), "the steps have"
+    again = CheckpointManager(
+        checkpoint, tmp_path, 3, checkpoint_interval_s=60, clock=clock
+    )
+    again.restore_or_initialize()
+    assert again.save() is None
+    clock.advance(60)
+    assert again.save().endswith("ckpt-4")
+
+
 def test_numbers_of_ones_own(checkpoint, tmp_path):
     manager = CheckpointManager(checkpoint, tmp_path, 5)
     assert manager.save(100).endswith("ckpt-100")
@@ -120,6 +148,8 @@ def test_arguments(checkpoint, tmp_path):
             CheckpointManager(checkpoint, tmp_path, keep)
     with pytest.raises(ValueError, match="step_counter should be passed"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=5)
+    with pytest.raises(ValueError, match="checkpoint_interval_s=0"):
+        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval_s=0)
     with pytest.raises(ValueError, match="a name, not a path"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="a/b")
 

@@ -18,6 +18,8 @@ from zstrat.wire import UpdateOp
 class FakeSession:
     """A session and the coroutines of its servers, over a dict: none of them waits."""
 
+    recovers = False
+
     def __init__(self, ps_count, worker_count, devices):
         self.ps_count, self.worker_count, self.devices = ps_count, worker_count, devices
         self.platform = "cpu"

@@ -15,6 +15,8 @@ from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
+from .recovery._inventory import RestorePoint as RestorePoint
+from .recovery._recovery import PS_WAIT as PS_WAIT
 
 PerWorkerValue = PerWorkerValues
 experimental_get_current_worker_index = get_current_worker_index

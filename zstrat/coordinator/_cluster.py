@@ -2,8 +2,9 @@
 
 A parameter server has one life in a session: what it held is gone when it returns with
 another incarnation, or from another coordinator. While one is not there the cluster is
-*broken*, and says so through the dispatcher to whoever schedules or joins. Workers come
-and go: the dispatcher's business alone.
+*broken*, and says so through the dispatcher to whoever schedules or joins; or, if the
+user wishes, all wait for its recovery (`recovery/`). Workers come and go: the
+dispatcher's business alone.
 
 While a program connects it is said who is awaited, so that nobody looks at silence. The
 law of that: one warning names all tasks that are awaited; it comes after `FIRST_WORD`
@@ -23,6 +24,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps import PsClient
+from zstrat.transport import new_incarnation
 from zstrat.wire import (
     CloseSession,
     JoinSession,
@@ -32,8 +34,9 @@ from zstrat.wire import (
 )
 
 from ._fences import Fences
-from ._rest import Rest
+from ._rest import Cut, Rest, cut_of
 from ._task_session import MakeTaskLink, TaskSession
+from .recovery import Recovery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +86,12 @@ class Cluster:
         self.is_shared: Final = not self._ends
         """Whether other programs update the variables, too."""
         self.session, self._timeouts = session, timeouts
+        self._worker_session = session
+        """That of the workers, which follow the servers to a session anew."""
+        self._past: list[CloseSession] = []
+        """What a task is told of the sessions before."""
+        self.recovery: Recovery | None = None
+        """Fills parameter servers that come back empty, if that is wished."""
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
         self._closing = False
@@ -153,15 +162,19 @@ class Cluster:
         self._closing = True
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
+        if self.recovery is not None:
+            await self.recovery.stop()
         await self.fences.stop()
         loop = asyncio.get_running_loop()
         patience = self._timeouts.drain if leave else LEAVING
-        goodbye = CloseSession(self.session, leave)
         tasks = (*self.workers, *self.ps)  # workers first: they push while they drain
         answers = []
         for task in tasks:
             task.leave()
             if task.is_ready and (self._ends or leave):
+                is_ps = id(task) in self._ps_ids
+                number = self.session if is_ps else self._worker_session
+                goodbye = CloseSession(number, leave)
                 answers.append(
                     task.link.submit(goodbye, deadline=loop.time() + patience)
                 )
@@ -173,6 +186,8 @@ class Cluster:
     @property
     def broken(self) -> PSUnavailableError | None:
         """The parameter server that is not there, as the error that says so."""
+        if self.recovery is not None and (error := self.recovery.error) is not None:
+            return error
         for index, reason in self._absent.items():
             task = self.ps[index]
             return PSUnavailableError(task.name, reason, task.gone)
@@ -192,7 +207,11 @@ class Cluster:
                 self.dispatcher.ready(task)
             return
         self._absent.pop(task.index, None)
-        if self.dispatcher is not None and not self._absent:
+        if self.recovery is not None:
+            self.recovery.returned()
+            if not self._absent:
+                self.recovery.mended()
+        if self.dispatcher is not None and self.broken is None:
             self.dispatcher.engine.mend()
             self.dispatcher.turn_soon()
 
@@ -204,7 +223,9 @@ class Cluster:
                 self.dispatcher.lost(task, reason)
             return
         self._absent[task.index] = reason
-        if self.dispatcher is not None and (broken := self.broken) is not None:
+        if self.recovery is not None:
+            self.recovery.lost()
+        elif self.dispatcher is not None and (broken := self.broken) is not None:
             self.dispatcher.engine.fail(broken, lasting=True)
 
     def heard(self, task: TaskSession, message: Message) -> None:
@@ -214,10 +235,75 @@ class Cluster:
     def attach(self, dispatcher: Dispatcher) -> None:
         """From now on the dispatcher is told about workers."""
         self.dispatcher = dispatcher
+        dispatcher.enter(self._worker_session)
+        if self.recovery is not None and self.recovery.is_under_way:
+            self.suspend()
         dispatcher.start()
         self.rest.attach(dispatcher)
+        if dispatcher.queue.suspended:
+            return
         if (broken := self.broken) is not None:
             dispatcher.engine.fail(broken, lasting=True)
+
+    # ---- parameter servers that are filled again -------------------------------------
+
+    def recover(self, patience: float) -> None:
+        """From now on parameter servers that come back empty are filled again, if they
+        come back within ``patience`` seconds."""
+        assert not self.is_shared, "what other programs hold is not ours to replace"
+        filling = patience + self._timeouts.request
+        self.recovery = Recovery(self, patience, filling)
+        if self._absent:
+            self.recovery.lost()
+
+    @property
+    def cut(self) -> Cut:
+        """The steps that have ended."""
+        return Cut() if self.dispatcher is None else cut_of(self.dispatcher.queue)
+
+    def suspend(self) -> None:
+        """Nothing is handed out to workers any more."""
+        if self.dispatcher is not None:
+            self.dispatcher.suspend(True)
+
+    def resume(self) -> None:
+        """All goes on."""
+        if self.dispatcher is not None:
+            self.dispatcher.suspend(False)
+
+    def fail(self, error: PSUnavailableError) -> None:
+        """Whoever schedules or joins is told."""
+        if self.dispatcher is not None:
+            self.dispatcher.engine.fail(error, lasting=True)
+        self.resume()
+
+    def begin_anew(self) -> None:
+        """Has all parameter servers enter another session, in which they are empty.
+        What is sent for this one is refused from then on."""
+        self._past.append(CloseSession(self.session, False))
+        self.session = new_incarnation()
+        self.client.enter(self.session)
+        self.fences.enter(self.session)
+        for task in self.ps:
+            task.renew(self.session, self._past)
+
+    async def close_ended(self) -> None:
+        """Tells the servers which steps have ended.
+
+        Raises:
+            PSUnavailableError, DeadlineExceededError: One does not answer.
+        """
+        cut = self.cut
+        await self.fences.up_to(cut.end, cut.besides)
+
+    def follow(self) -> None:
+        """Has the workers enter the session of the servers; what they work on runs
+        again."""
+        self._worker_session = self.session
+        if self.dispatcher is not None:
+            self.dispatcher.enter(self.session)
+        for task in self.workers:
+            task.renew(self.session, self._past)
 
     # ---- private ---------------------------------------------------------------------
 

@@ -206,6 +206,9 @@ class ClusterCoordinator:
         in the last ten seconds, or since the first one ended if that is less, but at
         least in one second; 0 when none has ended for so long. ``fetches`` is how often
         a value was fetched (`fetch`, `get`, ``await``), each of a structure for itself.
+        With ``on_ps_loss="restore"`` ``ps_restores`` is how often the parameter servers
+        were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
+        or with an error, and are not in the values any more.
         """
         return self._core.metrics()
 

@@ -178,6 +178,7 @@ class CoordinatorCore:
             }
             for member in dispatcher.members.members
         }
+        recovery = self.session.cluster.recovery
         return {
             "queued_closures": queue.queued,
             "inflight_closures": queue.running,
@@ -189,6 +190,8 @@ class CoordinatorCore:
             "turns": dispatcher.turns,
             "dispatches": dispatcher.dispatches,
             "stale_completions": dispatcher.outcomes.stale,
+            "ps_restores": 0 if recovery is None else recovery.restores,
+            "steps_lost": 0 if recovery is None else recovery.steps_lost,
             "recoverable_worker_failures": sum(
                 member.losses for member in dispatcher.members.members
             ),

@@ -154,6 +154,21 @@ class Dispatcher:
             self.queue.held = False
         self.turn_soon()
 
+    def suspend(self, yes: bool) -> None:
+        """Nothing is handed out, not even what may have begun; or all goes on."""
+        with self.engine.lock:
+            self.queue.suspended = yes
+        if yes:
+            self.cancel_running()
+        self.turn_soon()
+
+    def enter(self, session: int) -> None:
+        """The workers are in another session, or enter it now."""
+        self._session = session
+        self._marking.enter(session)
+        for channel in self.channels:
+            channel.session = session
+
     def fence(self, end: int, doubtful: list[int]) -> None:
         """Has all steps below ``end`` be over on the parameter servers, and tells the
         engine which of the doubtful ones were applied."""
@@ -195,7 +210,7 @@ class Dispatcher:
     def lost(self, task: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
         now, channel = self._now(), self.channels[task.index]
-        orphans = self.members.lost(task.index, reason, now)
+        orphans = self.members.lost(task.index, reason, now, counts=not task.is_moved)
         if self._stopped:
             return
         with self.engine.lock:
@@ -209,7 +224,7 @@ class Dispatcher:
                     )
             self.builder.abort(channel, reason)
             self.engine.notify()
-        if orphans:
+        if orphans and not task.is_moved:
             log.warning(
                 "%s had %d closures in flight: others run them", task.name, len(orphans)
             )
@@ -255,7 +270,8 @@ class Dispatcher:
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.notify()
-        self._marking.tell(low_water, now)
+        if not queue.suspended:
+            self._marking.tell(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()

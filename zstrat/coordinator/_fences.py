@@ -64,6 +64,10 @@ class Fences:
         self._patience = patience
         self._raising: set[asyncio.Task[None]] = set()
 
+    def enter(self, session: int) -> None:
+        """The servers are in another session, in which nothing was pushed."""
+        self._session = session
+
     def raise_to(
         self,
         end: int,
@@ -207,6 +211,10 @@ class Marking:
     def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
         self._session, self._tasks = session, tasks
         self._next_at = 0.0
+
+    def enter(self, session: int) -> None:
+        """As `Fences.enter`."""
+        self._session = session
 
     def tell(self, low_water: int, now: float) -> None:
         """All closures below are over. A word that is lost is made good by the next."""

@@ -245,14 +245,20 @@ class Members:
             member.state, member.reason = MemberState.LEAVING, reason
             self._missing(member, now)
 
-    def lost(self, index: int, reason: str, now: float) -> list[Closure]:
-        """The worker is gone; returns what it had in flight, in order of dispatch."""
+    def lost(
+        self, index: int, reason: str, now: float, *, counts: bool = True
+    ) -> list[Closure]:
+        """The worker is gone; returns what it had in flight, in order of dispatch.
+
+        Args:
+            counts: It is a loss of the worker's own.
+        """
         member = self.members[index]
         if member.state in (MemberState.CONNECTING, MemberState.LOST):
             member.reason = reason
             return []
         member.state, member.reason = MemberState.LOST, reason
-        member.losses += 1
+        member.losses += counts
         member.building, member.alone = 0, False
         orphans = list(member.in_flight.values())
         member.in_flight.clear()

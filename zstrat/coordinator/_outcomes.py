@@ -209,6 +209,10 @@ class Outcomes:
         it second-hand may be a hiccup between them, and is no use to try only if all
         workers that are there say it. One that is busy is not gone: it gets more time.
         """
+        if self._engine.queue.suspended and isinstance(
+            error, PSUnavailableError | StaleSessionError
+        ):
+            return 0.0  # it runs again when the servers are there, whoever saw it first
         match error:
             case PSUnavailableError(task=task):
                 pass

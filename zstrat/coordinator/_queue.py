@@ -162,6 +162,8 @@ class Queue:
         self._doubtful: list[Closure] = []
         self.held = False
         """Nothing begins but what may have begun already (`is_at_rest`)."""
+        self.suspended = False
+        """Nothing is handed out: a lost parameter server is awaited, or filled."""
 
     # ---- what the user does ----------------------------------------------------------
 
@@ -299,7 +301,7 @@ class Queue:
 
     def ready(self, now: float) -> tuple[int, int]:
         """How many ordinary closures and how many suspects may go to a worker now."""
-        if not self.runs:
+        if not self.runs or self.suspended:
             return 0, 0
         fresh = 0 if self.held else _due(self._returned, now) + self._reachable
         return _due(self._retries, now) + fresh, _due(self._suspects, now)

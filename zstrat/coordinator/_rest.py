@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ._dispatch import Dispatcher
     from ._fences import Fences
+    from ._queue import Queue
 
 T = TypeVar("T")
 
@@ -34,6 +35,12 @@ class Cut:
 
     end: int = 1
     besides: tuple[StepRun, ...] = ()
+
+
+def cut_of(queue: Queue) -> Cut:
+    """The steps that have ended."""
+    steps = queue.steps
+    return Cut(steps.low_water, tuple(StepRun(*run) for run in steps.above))
 
 
 class Gate:
@@ -117,8 +124,7 @@ class Rest:
         dispatcher.hold()
         await dispatcher.engine.rest_async()
         await self.gate.close()
-        steps = dispatcher.queue.steps
-        cut = Cut(steps.low_water, tuple(StepRun(*run) for run in steps.above))
+        cut = cut_of(dispatcher.queue)
         await self._fences.up_to(cut.end, cut.besides)
         return cut
 

@@ -2,7 +2,7 @@
 
 The translation from specs to requests, in one place: a spec says where a variable is.
 Law of the file: nothing is asked once a parameter server of the session is lost, as the
-model is broken then.
+model is broken then; or it is asked when that was filled again (`recovery/`).
 
 A program that joins asks a parameter server for the session that another one holds.
 """
@@ -27,11 +27,12 @@ from zstrat.wire import (
     SessionOpened,
     StoreEntry,
     UpdateOp,
-    VariableEntry,
 )
 
+from .recovery import entry_of, steady
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from ._cluster import Cluster
     from ._task_session import MakeTaskLink
+    from .recovery import Inventory, Recovery
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, what is done to it, the optimizer (0 for none) and the operands."""
@@ -72,6 +74,17 @@ class ParameterServers:
         self._patience: Final = patience
 
     @property
+    def recovery(self) -> Recovery | None:
+        """What fills lost servers again, if that is wished."""
+        return self._cluster.recovery
+
+    @property
+    def _inventory(self) -> Inventory | None:
+        """Where it is noted what there is, if somebody may need it."""
+        recovery = self._cluster.recovery
+        return None if recovery is None else recovery.inventory
+
+    @property
     def client(self) -> PsClient:
         """The client of the session, unless a parameter server is lost.
 
@@ -83,6 +96,7 @@ class ParameterServers:
             raise broken
         return self._cluster.client
 
+    @steady
     async def create_variables(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
@@ -91,16 +105,11 @@ class ParameterServers:
             await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
         await self.client.create(
-            [
-                (
-                    spec.ps,
-                    VariableEntry(spec.key, spec.name, spec.trainable, _is_part(spec)),
-                    array,
-                )
-                for spec, array in variables
-            ]
+            [(spec.ps, entry_of(spec), array) for spec, array in variables]
         )
+        self._created([spec for spec, _ in variables])
 
+    @steady
     async def initialize_variables(
         self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
     ) -> None:
@@ -118,6 +127,7 @@ class ParameterServers:
         deadline = asyncio.get_running_loop().time() + timeout
         places = [(spec.ps, entry) for spec, entry in entries]
         await self.client.initialize(places, code, deadline=deadline)
+        self._created([spec for spec, _ in entries])
 
     def creation_timeout(
         self, entries: Sequence[tuple[VariableSpec, InitialEntry]] = ()
@@ -129,14 +139,29 @@ class ParameterServers:
         # missing: the caller must not give up before that answer is here.
         return timeout + 2 * ANSWERING if self._cluster.joins else timeout
 
+    async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
+        """These variables were created just now, and cannot be saved: they begin anew
+        when a lost server is filled again."""
+        if self._inventory is not None:
+            values = await self.read(specs)
+            self._inventory.begin_anew(specs, values)
+
     async def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
         """Frees the variables."""
-        await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
 
+        async def delete() -> None:
+            await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
+            if self._inventory is not None:
+                self._inventory.deleted(specs)
+
+        await self._once(delete)
+
+    @steady
     async def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
         """The values, in order; read-only arrays. One request per server."""
         return await self.client.pull([Ref(spec.ps, spec.key) for spec in specs])
 
+    @steady
     async def read_rows(
         self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> list[np.ndarray]:
@@ -160,9 +185,20 @@ class ParameterServers:
             PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
             for spec, op, optimizer, arrays in updates
         ]
-        gate = self._cluster.rest.gate
-        await gate.through(lambda: self.client.update(pushed))
+        gate, recovery = self._cluster.rest.gate, self.recovery
+        if recovery is None:
+            await gate.through(lambda: self.client.update(pushed))
+            return
 
+        async def update() -> None:
+            # Over a line that is cut it waits for as long as its server may be away.
+            waits = self._patience + recovery.patience
+            deadline = asyncio.get_running_loop().time() + waits
+            await gate.through(lambda: self.client.update(pushed, deadline=deadline))
+
+        await recovery.through(update, again=False)
+
+    @steady
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
         if self._cluster.joins:
@@ -171,7 +207,10 @@ class ParameterServers:
             )
             return
         await self.client.create_optimizer(optimizer, name, code)
+        if self._inventory is not None:
+            self._inventory.registered(optimizer, name, code)
 
+    @steady
     async def read_slots(
         self, optimizer: int, specs: Sequence[VariableSpec]
     ) -> list[dict[str, np.ndarray]]:
@@ -196,6 +235,7 @@ class ParameterServers:
             await client.release(number)
         return [found[spec.key] for spec in specs]
 
+    @steady
     async def write_slot(
         self, optimizer: int, spec: VariableSpec, name: str, value: np.ndarray
     ) -> None:
@@ -203,6 +243,7 @@ class ParameterServers:
         entry = StoreEntry(spec.key, optimizer, name, 0)
         await self.client.store(spec.ps, [entry], [value])
 
+    @steady
     async def bind_optimizer(
         self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
     ) -> None:
@@ -210,7 +251,10 @@ class ParameterServers:
         ``data`` is `zstrat.optimizers.Binding.encoded`. The same again is fine. Every
         program that applies gradients tells the tree, before its first gradient."""
         await self.client.bind(optimizer, data, servers)
+        if self._inventory is not None:
+            self._inventory.bound(optimizer, data)
 
+    @steady
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
@@ -219,6 +263,20 @@ class ParameterServers:
         if not self._cluster.joins:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
             await self.client.withdraw(refs, optimizers)
+            if self._inventory is not None:
+                self._inventory.deleted(specs)
+                self._inventory.withdrawn(optimizers)
+
+    def _created(self, specs: Sequence[VariableSpec]) -> None:
+        if self._inventory is not None:
+            self._inventory.created(specs)
+
+    async def _once(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What must not be done twice is done again behind a restore alone."""
+        if self.recovery is None:
+            await work()
+        else:
+            await self.recovery.through(work, again=False)
 
     async def _wait_for(
         self,
@@ -262,10 +320,6 @@ def initializing_timeout(
 def _pieces(nbytes: int) -> list[tuple[int, int]]:
     """Offsets and sizes of what is read of a tensor in one message each."""
     return [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
-
-
-def _is_part(spec: VariableSpec) -> bool:
-    return spec.part is not None
 
 
 async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:

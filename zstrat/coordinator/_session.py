@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from zstrat.errors import BusyError, ClosedError
+from zstrat.errors import BusyError, ClosedError, PSUnavailableError
 from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
@@ -22,7 +23,14 @@ from ._open_sessions import hail, open_sessions
 from ._servers import ParameterServers, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import (
+        AsyncIterator,
+        Callable,
+        Coroutine,
+        Iterable,
+        Mapping,
+        Sequence,
+    )
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from ._open_sessions import Place, SessionClaim
     from ._rest import Cut
     from ._task_session import MakeTaskLink
+    from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -211,6 +220,10 @@ class ClusterSession:
         """
         if timeout is None:
             timeout = self.settings.timeouts.request
+        if self.cluster.recovery is not None:
+            # Nobody knows how long filling a server takes; what is asked of the servers
+            # has deadlines, and so has waiting for one.
+            timeout = math.inf
         return self.portal.run(work, timeout, what)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
@@ -242,10 +255,83 @@ class ClusterSession:
             yield None
             return
         rest, holder = self.cluster.rest, object()
+        before = self.restores
         try:
             yield await self.run_async(rest.begin(holder), "waiting for steps to end")
+            self.require_unrestored(before)
         finally:
             self.portal.call_soon(rest.end, holder)
+
+    # ---- parameter servers that are filled again -------------------------------------
+
+    def recover(self, patience: float) -> None:
+        """From now on parameter servers that come back empty are filled from the last
+        checkpoint that `remember` was told of.
+
+        Args:
+            patience: Seconds that one has to come back.
+        """
+
+        async def begin() -> None:
+            self.cluster.recover(patience)
+
+        self.run(begin(), "watching over the parameter servers")
+
+    @property
+    def recovers(self) -> bool:
+        """Whether `recover` was called."""
+        return self.cluster.recovery is not None
+
+    @property
+    def restores(self) -> int:
+        """How often the parameter servers were filled again."""
+        recovery = self.cluster.recovery
+        return 0 if recovery is None else recovery.restores
+
+    def require_unrestored(self, since: int) -> None:
+        """
+        Raises:
+            PSUnavailableError: The servers have got other values since so many
+                `restores`.
+        """
+        if self.restores != since:
+            raise PSUnavailableError(
+                self.cluster.ps[0].name, "the servers were filled again meanwhile"
+            )
+
+    async def settled(self, since: int) -> bool:
+        """Waits until no parameter server is awaited or filled; returns whether that
+        was so now, or since so many `restores`: what failed may be tried again.
+
+        Raises:
+            PSUnavailableError: One did not come back, or could not be filled.
+        """
+        recovery = self.cluster.recovery
+        if recovery is None:
+            return False
+        work = recovery.settled(since)
+        return await self.run_async(work, "waiting for parameter servers")
+
+    async def remember(
+        self, point: RestorePoint, cut: Cut, restores: int
+    ) -> Sequence[str]:
+        """The checkpoint is whole, or was restored.
+
+        Args:
+            cut: The steps that are in it.
+            restores: As they were at the moment of the cut.
+
+        Returns:
+            What it lacks to fill servers from it, in words.
+        """
+        recovery = self.cluster.recovery
+        if recovery is None:
+            return []
+
+        async def tell() -> list[str]:
+            return recovery.remember(point, cut, restores)
+
+        return await self.run_async(tell(), "noting a checkpoint")
 
     # ---- the end ---------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from zstrat.ps import ServerLine
 
@@ -149,11 +149,15 @@ class TaskSession:
         """What the task held of ours is lost for certain."""
         self.lives_on = False
         """The task was lost to its connection alone: the process is the same."""
+        self.is_moved = False
+        """It leaves because it enters another session of ours: `renew`."""
         self._opening, self._events, self._one_life = opening, events, one_life
         # Who was in the session need not wait for it: it is there, or gone for good.
         self._reopening = opening
         if isinstance(opening, JoinSession):
             self._reopening = replace(opening, patience=0.0)
+        self._farewells: Sequence[Message] = ()
+        """What the task is told before it is asked in."""
         self._grace = grace
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
@@ -221,6 +225,28 @@ class TaskSession:
             self._leave(reason)
             self._ask()
 
+    def renew(self, session: int, farewells: Sequence[Message]) -> None:
+        """Enters another session of ours, in which the task has nothing yet, whatever
+        it had, and whichever process it is.
+
+        Args:
+            farewells: Close the sessions before.
+        """
+        if self._closed:
+            return
+        self._stop_asking()
+        self._stop_absence()
+        if self.is_ready:
+            self.gone, self.lives_on = self._one_life, not self._one_life
+            self.is_moved = True
+            self._leave("it enters another session of the program", logging.INFO)
+        self.gone = self.lives_on = self.is_moved = self._emptied = False
+        self._life, self.refusal, self._pause = None, None, FIRST_PAUSE
+        self._opening = self._reopening = replace(self._opening, session=session)
+        self._farewells = farewells
+        if self.link.is_open:
+            self._ask()
+
     def leave(self) -> None:
         """We go: nothing is told any more."""
         self._closed = True
@@ -282,6 +308,9 @@ class TaskSession:
     def _ask(self) -> None:
         self._stop_asking()
         opening = self._reopening if self.is_ready else self._opening
+        if not self.is_ready:
+            for farewell in self._farewells:
+                self.link.submit(farewell).add_done_callback(_unheeded)
         self._asked = self.link.submit(opening)
         self._asked.add_done_callback(self._answered)
 
@@ -370,3 +399,9 @@ class TaskSession:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _unheeded(answer: asyncio.Future[Message]) -> None:
+    """A task that serves no such session any more says so."""
+    if not answer.cancelled():
+        answer.exception()

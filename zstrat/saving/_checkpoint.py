@@ -99,7 +99,8 @@ class Checkpoint(Tracked):
         Raises:
             CollectiveTimeoutError, PeerLostError: Another process did not save such a
                 variable; names both.
-            PSUnavailableError: A parameter server is gone.
+            PSUnavailableError: A parameter server is gone. ``on_ps_loss="restore"``: it
+                waits, and saves when all are there again.
             UnavailableError: No worker is there to end a step whose worker was lost.
             BusyError: Another program saves to the same folder; says which.
             ResourceExhaustedError: A disk is full.

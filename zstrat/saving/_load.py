@@ -24,7 +24,7 @@ from zstrat.variables import Beside, InProcess
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._progress import ProgressBar
-from ._servers import cluster_of
+from ._servers import ClusterMoment, cluster_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ._blocking import FileThread
     from ._match import Load
-    from ._servers import ServerConnection
+    from ._servers import AskedCluster, ServerConnection
 
 PIECE: Final = 4 * 2**20
 """Bytes sent to a server in one message, or one row if that is larger."""
@@ -43,10 +43,9 @@ ENTRIES: Final = 256
 
 
 @dataclass(slots=True)
-class _Server:
+class LoadingServer:
     """What one parameter server is to read."""
 
-    cluster: ServerConnection
     ps: int
     entries: list[LoadEntry] = field(default_factory=list)
     resets: list[LoadEntry] = field(default_factory=list)
@@ -64,19 +63,49 @@ async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
         await disk(verify, folder, manifest, on_bytes=progress.add)
 
 
-async def load(folder: str, loads: Sequence[Load], disk: FileThread) -> None:
+async def load(
+    folder: str, loads: Sequence[Load], disk: FileThread
+) -> list[ClusterMoment]:
     """Carries out what a matching found, between two steps of each cluster: a step is
     over before, or begins behind it.
 
+    Returns:
+        When that was, of each cluster.
+
     Raises:
-        PSUnavailableError: A server is gone.
+        PSUnavailableError: A server is gone, or was filled again meanwhile.
         DataLossError, OSError: A file changed or cannot be read.
         InvalidArgumentError: A server does not keep such a slot.
 
     Cancellation, and all errors: some of the variables may have been restored.
     """
+    local, servers = sorted_loads(folder, loads)
+    files = CheckpointFiles(folder)
+    moments = []
+    try:
+        async with contextlib.AsyncExitStack() as resting:
+            for cluster in {id(cluster): cluster for cluster, _ in servers}.values():
+                restores = cluster.restores
+                cut = await resting.enter_async_context(cluster.at_rest())
+                moments.append(ClusterMoment(cluster, cut, restores))
+            await disk(_load_local, local, files)
+            await _all(load_server(*each, files, disk) for each in servers)
+            for moment in moments:
+                moment.cluster.require_unrestored(moment.restores)
+    finally:
+        await disk(files.close)
+    return moments
+
+
+def sorted_loads(
+    folder: str, loads: Sequence[Load]
+) -> tuple[
+    list[tuple[VariableHandle, Load, int]], list[tuple[ServerConnection, LoadingServer]]
+]:
+    """What is loaded in this process, each with its first row, and what each server of
+    each cluster is to read."""
     local: list[tuple[VariableHandle, Load, int]] = []
-    servers: dict[tuple[int, int], _Server] = {}
+    servers: dict[tuple[int, int], tuple[ServerConnection, LoadingServer]] = {}
     for each in loads:
         start = 0
         for component in each.variable.components:
@@ -85,20 +114,11 @@ async def load(folder: str, loads: Sequence[Load], disk: FileThread) -> None:
                 local.append((component, each, start))
             else:
                 ps = component.spec.ps
-                mine = servers.setdefault((id(cluster), ps), _Server(cluster, ps))
+                new = cluster, LoadingServer(ps)
+                _, mine = servers.setdefault((id(cluster), ps), new)
                 _ask(mine, folder, component, each, start)
             start += component.shape[0] if component.shape else 0
-    files = CheckpointFiles(folder)
-    try:
-        async with contextlib.AsyncExitStack() as resting:
-            for cluster in {
-                id(s.cluster): s.cluster for s in servers.values()
-            }.values():
-                await resting.enter_async_context(cluster.at_rest())
-            await disk(_load_local, local, files)
-            await _all(_load_server(server, files, disk) for server in servers.values())
-    finally:
-        await disk(files.close)
+    return local, list(servers.values())
 
 
 async def _all(works: Iterable[Any]) -> None:
@@ -112,7 +132,11 @@ async def _all(works: Iterable[Any]) -> None:
 
 
 def _ask(
-    server: _Server, folder: str, component: VariableHandle, load: Load, start: int
+    server: LoadingServer,
+    folder: str,
+    component: VariableHandle,
+    load: Load,
+    start: int,
 ) -> None:
     optimizer = 0 if load.optimizer is None else load.optimizer.id
     key, tensor = component.spec.key, load.tensor
@@ -134,11 +158,18 @@ def _ask(
         )
 
 
-async def _load_server(
-    server: _Server, files: CheckpointFiles, disk: FileThread
+async def load_server(
+    cluster: AskedCluster,
+    server: LoadingServer,
+    files: CheckpointFiles,
+    disk: FileThread,
 ) -> None:
-    client, run = server.cluster.client, server.cluster.run_async
-    if server.resets and (resets := await _existing(server)):
+    """Has a server read what it can, and gives it what is read here.
+
+    Raises: As `load`.
+    """
+    client, run = cluster.client, cluster.run_async
+    if server.resets and (resets := await _existing(cluster, server)):
         await run(client.load(server.ps, resets), "resetting optimizers")
     if not server.entries:
         return
@@ -153,9 +184,9 @@ async def _load_server(
         await run(client.store(server.ps, *batch), "restoring variables")
 
 
-async def _existing(server: _Server) -> list[LoadEntry]:
+async def _existing(cluster: AskedCluster, server: LoadingServer) -> list[LoadEntry]:
     """Those of the resets whose slots are there at all."""
-    client, run = server.cluster.client, server.cluster.run_async
+    client, run = cluster.client, cluster.run_async
     keys = dict.fromkeys(entry.key for entry in server.resets)
     optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
     number = secrets.randbits(62)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from zstrat.checkpoint import StoredTensor
+    from zstrat.variables import VariableHandle
 
     from ._tensors import StoredNode
 
@@ -48,6 +49,18 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     """What both have, and differently."""
     loads: list[Load] = field(default_factory=list)
+
+    @property
+    def components(self) -> list[VariableHandle]:
+        """The variables that get something, part by part."""
+        return [part for each in self.loads for part in each.variable.components]
+
+    def add(self, other: Found) -> None:
+        """What was found later."""
+        self.pairs += other.pairs
+        self.missing += other.missing
+        self.wrong += other.wrong
+        self.loads += other.loads
 
     def require_right(self, path: str) -> None:
         """Raises:

@@ -16,13 +16,15 @@ from zstrat.variables import unwatch, watch
 from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, is_trackable
 from ._load import check, load
-from ._match import Matching
+from ._match import Found, Matching
+from ._restore_point import remember
+from ._servers import steadily
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
     from zstrat.variables import Module
 
-    from ._match import Found
+    from ._servers import ClusterMoment
 
 
 class Restore:
@@ -40,6 +42,8 @@ class Restore:
         self._root, self.is_partial = root, is_partial
         self._skips_counter = skips_counter
         self._matching: Matching | None = None
+        self._taken = Found()
+        self._moments: list[ClusterMoment] = []
         self._watched: list[Module] = []
 
     async def begin(self) -> None:
@@ -63,7 +67,7 @@ class Restore:
             found = matching.find(self._root, 0)
             self._require(found)
             await check(self.path, manifest, disk)
-            await load(self.path, found.loads, disk)
+        await steadily(found.components, lambda: self._load(found))
         self._matching = matching
         self._accept(found)
 
@@ -112,7 +116,10 @@ class Restore:
 
     async def _load(self, found: Found) -> None:
         async with FileThread() as disk:
-            await load(self.path, found.loads, disk)
+            moments = await load(self.path, found.loads, disk)
+        self._moments = self._moments or moments
+        self._taken.add(found)
+        await remember(self.path, self._taken, self._moments)
 
     def _accept(self, found: Found) -> None:
         if self._matching is not None:

@@ -73,10 +73,14 @@ class CheckpointManager:
         step_counter: A variable (or a callable) that says which step the program is at.
         checkpoint_interval: Steps between two checkpoints; `save` does nothing before.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+        checkpoint_interval_s: Seconds between two checkpoints; `save` does nothing
+            before, so that it may be called in each round of a loop. With
+            ``checkpoint_interval``, too, it saves when either has passed.
         clock: Seconds since 1970.
 
     Raises:
-        ValueError: ``max_to_keep`` is below 1, or there is an interval and no counter.
+        ValueError: ``max_to_keep`` is below 1, there is an interval of steps and no
+            counter, or one of seconds that is not above 0.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class CheckpointManager:
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], object] | None = None,
         *,
+        checkpoint_interval_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if max_to_keep is not None and max_to_keep <= 0:
@@ -98,6 +103,11 @@ class CheckpointManager:
             raise ValueError(
                 "step_counter should be passed if checkpoint_interval is not None"
             )
+        if checkpoint_interval_s is not None and not checkpoint_interval_s > 0:
+            raise ValueError(
+                f"checkpoint_interval_s={checkpoint_interval_s}: expected seconds "
+                "above 0, or None"
+            )
         if not checkpoint_name or "/" in checkpoint_name:
             raise ValueError(f"checkpoint_name={checkpoint_name!r}: a name, not a path")
         self._checkpoint = checkpoint
@@ -105,8 +115,10 @@ class CheckpointManager:
         self._keep, self._hours = max_to_keep, keep_checkpoint_every_n_hours
         self._name, self._clock = checkpoint_name, clock
         self._counter, self._interval = step_counter, checkpoint_interval
+        self._interval_s = checkpoint_interval_s
         self._init_fn = init_fn
         self._last_step: int | None = None
+        self._last_at: float | None = None
         self._lock: FolderLock | None = None
         self._damaged: set[str] = set()
         self._began = clock()
@@ -174,7 +186,7 @@ class CheckpointManager:
             path = os.path.join(self._directory, name)
             note = _StepNote(step, None if callable(self._counter) else self._step)
             await self._checkpoint._write(path, count, note)
-            self._last_step = note.step
+            self._last_step, self._last_at = note.step, self._clock()
             self._damaged.discard(name)
             await disk(self._rotate, name)
         return path
@@ -185,9 +197,17 @@ class CheckpointManager:
         return int(self._counter() if callable(self._counter) else self._counter)
 
     def _is_due(self, step: int | None) -> bool:
-        if self._interval is None or self._last_step is None or step is None:
-            return True
-        return step - self._last_step >= self._interval
+        passed: list[bool] = []
+        if self._interval is not None:
+            last = self._last_step
+            if last is None or step is None:
+                return True
+            passed.append(step - last >= self._interval)
+        if self._interval_s is not None:
+            if self._last_at is None:
+                return True
+            passed.append(self._clock() - self._last_at >= self._interval_s)
+        return any(passed) or not passed
 
     def _rotate(self, name: str) -> None:
         """Puts the newest into the list, and deletes what is in it no more."""
@@ -248,6 +268,7 @@ class CheckpointManager:
                 continue
             if self._interval is not None:
                 self._last_step = self._step()
+            self._last_at = self._clock()
             return path
         if first is not None:
             raise first

@@ -17,6 +17,8 @@ from zstrat.checkpoint import CheckpointFolder, Manifest
 
 from ._blocking import FileThread
 from ._progress import ProgressBar
+from ._restore_point import remember_saved
+from ._servers import steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import WrittenPlace, logical_tensors, plain_graph
 
@@ -69,10 +71,19 @@ async def save(
 
     Cancellation, and all errors: the folder is what it was.
     """
+    variables = components_of(graph)
+    await steadily(variables, lambda: _save(graph, variables, path, metadata))
+
+
+async def _save(
+    graph: Graph,
+    components: Sequence[Variable],
+    path: str,
+    metadata: Callable[[], Mapping[str, Any]],
+) -> None:
     async with FileThread() as disk:
         folder = await disk.make(CheckpointFolder.close, CheckpointFolder, path)
         try:
-            components = components_of(graph)
             optimizers = [node.value for node in graph.optimizers]
             about: dict[str, Any] = {}
 
@@ -81,11 +92,16 @@ async def save(
 
             snapshot = PinnedSnapshot(components, optimizers, note)
             async with snapshot as pinned:
-                about["steps"] = [_plain_cut(cut) for cut in snapshot.cuts]
-                if None in snapshot.cuts:
+                cuts = [moment.cut for moment in snapshot.moments]
+                about["steps"] = [_plain_cut(cut) for cut in cuts]
+                if None in cuts:
                     log.warning(_NO_CUT, path)
                 manifest = await _write(graph, pinned, folder, disk, about)
+            for moment in snapshot.moments:
+                moment.cluster.require_unrestored(moment.restores)
             await disk(folder.commit, manifest)
+            root = graph.nodes[0].value
+            await remember_saved(root, path, manifest, snapshot.moments)
         finally:
             await disk(folder.close)
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
+from zstrat.errors import ZstratError
 from zstrat.strategy import ServerVariables
 from zstrat.variables import InProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     import numpy as np
 
+    from zstrat.coordinator import RestorePoint
     from zstrat.ps import PinnedTensor, Ref
     from zstrat.variables import VariableHandle
     from zstrat.wire import LoadEntry, SnapshotWritten, StoreEntry
@@ -78,9 +87,8 @@ class SessionCut(Protocol):
     def besides(self) -> Sequence[tuple[int, int]]: ...
 
 
-@runtime_checkable
-class ServerConnection(Protocol):
-    """A connection to parameter servers (`zstrat.coordinator.ClusterSession`)."""
+class AskedCluster(Protocol):
+    """Whoever asks parameter servers."""
 
     @property
     def client(self) -> SnapshotServers:
@@ -94,10 +102,49 @@ class ServerConnection(Protocol):
         """
         ...
 
+
+@runtime_checkable
+class ServerConnection(AskedCluster, Protocol):
+    """A connection to parameter servers (`zstrat.coordinator.ClusterSession`)."""
+
+    @property
+    def recovers(self) -> bool:
+        """Whether servers that come back empty are filled again."""
+        ...
+
+    @property
+    def restores(self) -> int:
+        """How often that was done."""
+        ...
+
+    def require_unrestored(self, since: int) -> None:
+        """Raises `PSUnavailableError` if it was done since so many `restores`."""
+        ...
+
+    async def settled(self, since: int) -> bool:
+        """Waits while it is done; whether it was since so many `restores`."""
+        ...
+
+    async def remember(
+        self, point: RestorePoint, cut: SessionCut, restores: int
+    ) -> Sequence[str]:
+        """What they may be filled from, with the steps that are in it; returns what it
+        lacks for that."""
+        ...
+
     def at_rest(self) -> AbstractAsyncContextManager[SessionCut | None]:
         """Holds the cluster between two steps. None: other programs change what is
         there, too, and go on."""
         ...
+
+
+class ClusterMoment(NamedTuple):
+    """When the values of a cluster were saved or loaded: between which steps, and
+    behind how many restores of its servers."""
+
+    cluster: ServerConnection
+    cut: SessionCut | None
+    restores: int
 
 
 def cluster_of(variable: VariableHandle) -> ServerConnection | None:
@@ -115,3 +162,23 @@ def cluster_of(variable: VariableHandle) -> ServerConnection | None:
         f"{variable.spec} at {variable.device} cannot be saved or restored from here: "
         "this handle came from another task; checkpoints are written by the coordinator"
     )
+
+
+async def steadily(
+    variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
+) -> T:
+    """Carries out what may be done twice; again if it failed because a parameter server
+    was lost that was filled again, or came back, meanwhile.
+
+    Raises:
+        PSUnavailableError: One did not come back, or could not be filled.
+    """
+    found = {id(at): at for each in variables if (at := cluster_of(each)) is not None}
+    while True:
+        since = [(cluster, cluster.restores) for cluster in found.values()]
+        try:
+            return await work()
+        except ZstratError:
+            again = [await cluster.settled(before) for cluster, before in since]
+            if not any(again):
+                raise

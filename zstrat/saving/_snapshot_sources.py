@@ -20,7 +20,7 @@ from zstrat.strategy import SyncOnReadVariable
 from zstrat.variables import InProcess
 from zstrat.wire import TensorEntry, raw
 
-from ._servers import cluster_of
+from ._servers import ClusterMoment, cluster_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._blocking import FileThread
-    from ._servers import ServerConnection, SessionCut
+    from ._servers import ServerConnection
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""
@@ -179,8 +179,8 @@ class PinnedSnapshot:
         self._variables, self._optimizers, self._note = variables, optimizers, note
         self._number = secrets.randbits(62)
         self._clusters: list[ServerConnection] = []
-        self.cuts: list[SessionCut | None] = []
-        """Which steps are in it, of each cluster; None: `ServerConnection.at_rest`."""
+        self.moments: list[ClusterMoment] = []
+        """Which steps are in it, of each cluster."""
 
     async def __aenter__(self) -> list[SourceTensor]:
         clusters: dict[int, ServerConnection] = {}
@@ -197,8 +197,9 @@ class PinnedSnapshot:
         try:
             async with contextlib.AsyncExitStack() as resting:
                 for cluster in clusters.values():
+                    restores = cluster.restores
                     cut = await resting.enter_async_context(cluster.at_rest())
-                    self.cuts.append(cut)
+                    self.moments.append(ClusterMoment(cluster, cut, restores))
                 pinned = LocalSnapshotSource().pin(local, self._optimizers)
                 for number, cluster in clusters.items():
                     pinned += await self._pin(cluster, refs[number])

@@ -67,8 +67,15 @@ class PsClient(VariableCalls, SnapshotCalls):
         super().__init__(links, session, request_timeout)
         self._links = tuple(links)
         self._own = OwnUpdates(writer)
+        self._memory = memory
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self._links)
+
+    def enter(self, session: int) -> None:
+        """From now on another session is open on all servers, with other values. What
+        is still read in the one before is not remembered."""
+        self.session = session
+        self._known = Known(self._memory)
 
     # ---- values ------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ without a connection.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -15,7 +16,7 @@ import jax
 
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
-from zstrat.coordinator import ClusterSession, CoordinatedStrategy
+from zstrat.coordinator import PS_WAIT, ClusterSession, CoordinatedStrategy
 from zstrat.program import hide_frames, worker_context
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.input._unbuilt import UnbuiltDataset
@@ -67,6 +68,20 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         output: "program": what steps and dataset functions print on workers is shown
             here, too, each line behind the name of its worker. "files": it is in the
             logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
+        on_ps_loss: What follows when a parameter server is lost. "raise": calls raise
+            `PSUnavailableError`; the program is started again by hand. "restore": the
+            program waits for it, and if it comes back empty, all ps are filled from the
+            last whole checkpoint that this program has saved or restored, and training
+            goes on. Steps that ended after that checkpoint are lost, and what the
+            program itself assigned since; steps under way run again, each with one
+            effect on the restored values. A warning of logging says which checkpoint
+            and how many steps, and so does ``coordinator.metrics()``. Results that
+            were fetched stay; large ones that were not are gone, and datasets of the
+            workers begin anew. Variables of this process are left as they are. The
+            checkpoint must have all variables and optimizers of the scope, else
+            `PSUnavailableError` names what it lacks.
+        ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
+            before calls raise `PSUnavailableError`. Default: 600.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -86,6 +101,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         placement: str = "round_robin",
         prefetch: int | None = None,
         output: str | None = None,
+        on_ps_loss: str = "raise",
+        ps_wait_timeout: float | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
@@ -111,6 +128,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                     f"output={output!r}: expected one of {', '.join(OUTPUTS)}"
                 )
             settings = replace(settings, output=output)
+        patience = _ps_patience(on_ps_loss, ps_wait_timeout)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         try:
@@ -118,6 +136,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
+        if patience is not None:
+            self._session.recover(patience)
         self._ps_count = spec.num_tasks("ps")
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
@@ -253,6 +273,24 @@ def _rule(placement: str) -> PlacementRule:
     if placement not in known:
         raise ValueError(f"placement={placement!r}: expected one of {known}")
     return PlacementRule(placement)
+
+
+def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
+    """Seconds to wait for a lost ps; None: calls raise at once."""
+    if on_ps_loss not in ("raise", "restore"):
+        raise ValueError(f"on_ps_loss={on_ps_loss!r}: expected 'raise' or 'restore'")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ValueError(
+            f"ps_wait_timeout={timeout!r}: expected a finite number of seconds above 0"
+        )
+    if on_ps_loss == "raise":
+        if timeout is not None:
+            raise ValueError(
+                f"ps_wait_timeout={timeout!r} is for on_ps_loss='restore': without it "
+                "nothing waits for a lost ps"
+            )
+        return None
+    return PS_WAIT if timeout is None else float(timeout)
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:

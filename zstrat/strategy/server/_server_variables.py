@@ -174,6 +174,9 @@ class ServerVariables(StrategyCreator):
             for number in range(self._workers)
         ]
         made: list[Any] = self.create_variables(asked)
+        if self._session.recovers:
+            work = self._servers.keep_initial(_specs(made))
+            self._session.run(work, "reading first values")
         return PerWorkerVariable(request.name, made)
 
     def delete_variables(self, variables: Sequence[VariableHandle]) -> None:

@@ -1,0 +1,170 @@
+"""What parameter servers hold that empty ones can be given again, and from where.
+
+The law of this file: data alone. Handles would keep the strategy alive that owns the
+connection, and a restore must go on while the program drops some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol, final
+
+from zstrat.initializers import constant
+from zstrat.program import dump_code
+from zstrat.wire import InitialEntry, VariableEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+
+    from zstrat.ps import PsClient
+    from zstrat.variables import VariableSpec
+
+
+class RestorePoint(Protocol):
+    """A whole checkpoint, as far as it is about the servers of one session."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def variables(self) -> frozenset[int]:
+        """Keys of the variables whose values are in it."""
+        ...
+
+    @property
+    def optimizers(self) -> frozenset[int]:
+        """Numbers of the optimizers whose slots are in it."""
+        ...
+
+    @property
+    def lacks(self) -> Sequence[str]:
+        """What else it misses, in words."""
+        ...
+
+    async def check(self) -> None:
+        """Reads all of it.
+
+        Raises:
+            DataLossError: It is damaged.
+            NotFoundError, OSError: It is not there any more.
+        """
+        ...
+
+    async def fill(self, client: PsClient) -> None:
+        """Has all servers load it. The variables are there. On the client's loop.
+
+        Raises:
+            PSUnavailableError: A server is lost.
+            ZstratError, OSError: As `zstrat.Checkpoint.restore`.
+        """
+        ...
+
+
+@final
+class Inventory:
+    """Variables, optimizers and their trees, as one session has created them. On the
+    loop."""
+
+    def __init__(self) -> None:
+        self._variables: dict[int, VariableSpec] = {}
+        self._optimizers: dict[int, tuple[str, bytes]] = {}
+        self._trees: dict[tuple[int, bytes], None] = {}
+        """Of optimizers, as this program has told them. Workers tell those of their
+        steps in each session, before the first gradient."""
+        self._initial: dict[int, np.ndarray] = {}
+        """First values of variables that no checkpoint has, by key."""
+
+    # ---- what becomes of them --------------------------------------------------------
+
+    def created(self, specs: Iterable[VariableSpec]) -> None:
+        self._variables.update((spec.key, spec) for spec in specs)
+
+    def deleted(self, specs: Iterable[VariableSpec]) -> None:
+        for spec in specs:
+            self._variables.pop(spec.key, None)
+            self._initial.pop(spec.key, None)
+
+    def begin_anew(
+        self, specs: Iterable[VariableSpec], values: Iterable[np.ndarray]
+    ) -> None:
+        """These get their first values again, as they cannot be saved."""
+        keys = [spec.key for spec in specs]
+        self._initial.update(zip(keys, values, strict=True))
+
+    def registered(self, optimizer: int, name: str, code: bytes) -> None:
+        self._optimizers[optimizer] = name, code
+
+    def bound(self, optimizer: int, tree: bytes) -> None:
+        self._trees[optimizer, tree] = None
+
+    def withdrawn(self, optimizers: Iterable[int]) -> None:
+        gone = set(optimizers)
+        for number in gone:
+            self._optimizers.pop(number, None)
+        for at in [at for at in self._trees if at[0] in gone]:
+            del self._trees[at]
+
+    # ---- again -----------------------------------------------------------------------
+
+    def missing_in(self, point: RestorePoint) -> list[str]:
+        """What would have no value if the servers were filled from there, in words."""
+        variables = [
+            f"variable {spec.name!r}"
+            for key, spec in self._variables.items()
+            if key not in point.variables and key not in self._initial
+        ]
+        optimizers = [
+            f"optimizer {name!r}"
+            for number, (name, _) in self._optimizers.items()
+            if number not in point.optimizers
+        ]
+        return list(dict.fromkeys((*variables, *optimizers, *point.lacks)))
+
+    async def create_again(self, client: PsClient, patience: float) -> None:
+        """Creates all of it on servers that are empty; the variables are zero, or as at
+        first.
+
+        Args:
+            patience: Seconds for making the variables.
+
+        Raises:
+            PSUnavailableError: A server is lost.
+        """
+        specs, initial = self._variables.values(), self._initial
+        entries = [(spec.ps, _zeros(spec)) for spec in specs if spec.key not in initial]
+        await client.create(
+            [
+                (spec.ps, entry_of(spec), initial[spec.key])
+                for spec in specs
+                if spec.key in initial
+            ]
+        )
+        if entries:
+            deadline = asyncio.get_running_loop().time() + patience
+            code = dump_code(constant(0))
+            await client.initialize(entries, code, deadline=deadline)
+        for number, (name, code) in self._optimizers.items():
+            await client.create_optimizer(number, name, code)
+        for number, tree in self._trees:
+            await client.bind(number, tree, None)
+
+
+def entry_of(spec: VariableSpec) -> VariableEntry:
+    """What a server is told of a variable whose value travels."""
+    return VariableEntry(spec.key, spec.name, spec.trainable, spec.part is not None)
+
+
+def _zeros(spec: VariableSpec) -> InitialEntry:
+    shape = list(spec.shape)
+    return InitialEntry(
+        spec.key,
+        spec.name,
+        spec.trainable,
+        spec.part is not None,
+        spec.dtype,
+        shape,
+        shape,
+        [0] * len(shape),
+    )

@@ -1,0 +1,430 @@
+"""A parameter server that came back empty is filled from the last checkpoint.
+
+A checkpoint is of one moment of all servers. So when one of them has lost what it held,
+all of them begin a *session anew*, under another number: with empty ledgers, the same
+keys, and the values of the checkpoint. What was sent for the session before is refused
+from then on, whoever sends it, and however late; so a closure that runs again has its
+effect once on top of the restored values, and one that had ended before is lost with
+what it did.
+
+    WHOLE ──a ps is lost──▶ WAITING ──all are back, with all they held──▶ WHOLE
+                            │    ▲ └──one is empty──▶ FILLING ──▶ workers anew ──▶ WHOLE
+                            │    └─────another loss──────┘
+                            └── nobody came in time, or no checkpoint ──▶ FAILED
+
+Until all is WHOLE nothing is handed out to workers, and requests of the program wait.
+The law of this file: each recovery ends, and whoever waits is told how. On the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    final,
+)
+
+from zstrat.errors import DataLossError, NotFoundError, PSUnavailableError, ZstratError
+
+from ._inventory import Inventory
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from zstrat.coordinator._rest import Cut
+    from zstrat.coordinator._task_session import TaskSession
+    from zstrat.ps import PsClient
+
+    from ._inventory import RestorePoint
+
+log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+PS_WAIT: Final = 600.0
+"""Seconds that a lost parameter server has to come back: to boot a machine."""
+ATTEMPTS: Final = 5
+"""So often the servers are filled, before one says that it does not work; more often
+if they are lost again and again, within their patience."""
+POINTS: Final = 4
+"""Checkpoints that are remembered: the newest may be damaged, or deleted."""
+
+
+class RecoveringCluster(Protocol):
+    """What a recovery does with the tasks of a session (`Cluster`)."""
+
+    @property
+    def ps(self) -> Sequence[TaskSession]: ...
+
+    @property
+    def client(self) -> PsClient: ...
+
+    def suspend(self) -> None:
+        """Nothing is handed out to workers any more."""
+        ...
+
+    def resume(self) -> None:
+        """All goes on."""
+        ...
+
+    def fail(self, error: PSUnavailableError) -> None:
+        """Whoever schedules or joins is told."""
+        ...
+
+    def begin_anew(self) -> None:
+        """Has all parameter servers enter another session, in which they are empty."""
+        ...
+
+    async def close_ended(self) -> None:
+        """Tells the servers which steps have ended."""
+        ...
+
+    @property
+    def cut(self) -> Cut:
+        """The steps that have ended."""
+        ...
+
+    def follow(self) -> None:
+        """Has the workers enter the session of the servers; what they work on runs
+        again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """A checkpoint, and how many steps are in its values."""
+
+    point: RestorePoint
+    steps: int
+
+
+@final
+class Recovery:
+    """That of one session.
+
+    Args:
+        patience: Seconds that a lost server has to come back.
+        filling: Seconds that the servers have to make the variables.
+    """
+
+    def __init__(
+        self, cluster: RecoveringCluster, patience: float, filling: float
+    ) -> None:
+        self.patience: Final = patience
+        self.inventory: Final = Inventory()
+        self.restores = 0
+        """How often the servers were filled again."""
+        self.steps_lost = 0
+        """Steps that had ended and are not in the values any more."""
+        self.failure: PSUnavailableError | None = None
+        self._cluster, self._filling = cluster, filling
+        self._points: list[_Remembered] = []
+        self._is_torn = False
+        """The servers are in a session that was not filled to its end."""
+        self._over, self._news = asyncio.Event(), asyncio.Event()
+        self._over.set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return not self._over.is_set()
+
+    @property
+    def error(self) -> PSUnavailableError | None:
+        """What is raised now by what needs the servers."""
+        if self.is_under_way:
+            return PSUnavailableError(
+                self._lost_task.name, "the program waits for it, or fills it again"
+            )
+        return None if self.failure is None else _copy(self.failure)
+
+    # ---- told by the cluster ---------------------------------------------------------
+
+    def lost(self) -> None:
+        """A server is lost, for a while or for good."""
+        self._news.set()
+        if self._over.is_set() and self.failure is None:
+            self._over.clear()
+            self._cluster.suspend()
+            loop = asyncio.get_running_loop()
+            self._task = loop.create_task(self._recover(), name="recovery")  # see stop
+
+    def returned(self) -> None:
+        """A server is in the session."""
+        self._news.set()
+
+    def mended(self) -> None:
+        """All are, with all that they held."""
+        if not self._is_torn:
+            self.failure = None
+
+    async def stop(self) -> None:
+        """Gives up; nobody asks any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # ---- asked on behalf of the program ----------------------------------------------
+
+    def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:
+        """The checkpoint is whole, or its values were loaded.
+
+        Args:
+            cut: The steps of that moment.
+            restores: So often the servers had been filled again at that moment.
+
+        Returns:
+            What it lacks to be of use here, in words.
+        """
+        if restores != self.restores:
+            return []  # its steps are not those that are counted now
+        known = [each for each in self._points if each.point.path != point.path]
+        steps = count(cut) - self.steps_lost
+        self._points = [*known[1 - POINTS :], _Remembered(point, steps)]
+        return self.inventory.missing_in(point)
+
+    async def over(self) -> None:
+        """Waits while a server is awaited or filled.
+
+        Raises:
+            PSUnavailableError: That has failed.
+        """
+        await self._over.wait()
+        if self.failure is not None:
+            raise _copy(self.failure)
+
+    async def through(
+        self, work: Callable[[], Awaitable[T]], *, again: bool = True
+    ) -> T:
+        """Carries a request out when all servers are there, and once more if it failed
+        because one was not.
+
+        Args:
+            again: It may be made twice; if not, it is only behind a restore, which
+                leaves nothing of it.
+        """
+        while True:
+            await self.over()
+            before = self.restores
+            try:
+                return await work()
+            except ZstratError:
+                settled = await self.settled(before)
+                if not settled or (self.restores == before and not again):
+                    raise
+
+    async def settled(self, since: int) -> bool:
+        """Waits as `over`; returns whether something was away now, or was restored
+        since so many restores."""
+        waited = self.is_under_way
+        if not waited and not all(task.link.is_open for task in self._cluster.ps):
+            waited = True
+            # Their lines have them wait until it is known who came back.
+            with contextlib.suppress(ZstratError):
+                await self._cluster.client.statistics()
+        await self.over()
+        return waited or self.restores != since
+
+    # ---- the recovery ----------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        try:
+            await self._bring_back()
+        except PSUnavailableError as error:
+            self._fail(error)
+        except Exception as error:  # goes to whoever needs the servers
+            log.exception("filling the parameter servers again")
+            words = f"filling it again failed: {type(error).__name__}: {error}"
+            self._fail(PSUnavailableError(self._lost_task.name, words, lost=True))
+
+    async def _bring_back(self) -> None:
+        loop = asyncio.get_running_loop()
+        failures, patient_until = 0, loop.time() + self.patience
+        while True:
+            await self._all_back()
+            if not self._is_torn and all(task.is_ready for task in self._cluster.ps):
+                self._end()  # with all that they held
+                return
+            chosen = await self._chosen()
+            try:
+                await self._fill(chosen.point)
+            except (ZstratError, OSError) as error:
+                failures += 1
+                log.warning(
+                    "filling the parameter servers from %s did not work: %s: %s",
+                    chosen.point.path,
+                    type(error).__name__,
+                    error,
+                )
+                # Another loss may be bad luck, or what comes of being filled.
+                lost = not all(task.is_ready for task in self._cluster.ps)
+                if failures >= ATTEMPTS and not (lost and loop.time() < patient_until):
+                    words = f"filling it again failed {failures} times, at last with "
+                    raise PSUnavailableError(
+                        self._lost_task.name, f"{words}{error}", lost=True
+                    ) from error
+                continue
+            self._restored(chosen)
+            return
+
+    async def _all_back(self) -> None:
+        """Waits until each server is in the session, or there and empty.
+
+        Raises:
+            PSUnavailableError: One did not come.
+        """
+        tasks = self._cluster.ps
+        try:
+            async with asyncio.timeout(self.patience):
+                while away := [task for task in tasks if not _is_back(task)]:
+                    names = ", ".join(task.name for task in away)
+                    log.warning(
+                        "%s is away: all waits up to %g s for it "
+                        "(on_ps_loss='restore')",
+                        names,
+                        self.patience,
+                    )
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            away = [task for task in tasks if not _is_back(task)] or list(tasks)
+            raise PSUnavailableError(
+                away[0].name,
+                f"it did not come back within ps_wait_timeout={self.patience:g} s "
+                f"({away[0].state})",
+                away[0].gone,
+            ) from None
+
+    async def _chosen(self) -> _Remembered:
+        """The newest checkpoint that has all, and is whole.
+
+        Raises:
+            PSUnavailableError: There is none; says why.
+        """
+        reasons = []
+        for each in reversed(self._points):
+            path = each.point.path
+            if missing := self.inventory.missing_in(each.point):
+                reasons.append(f"{path} lacks {', '.join(missing)}")
+                continue
+            try:
+                await each.point.check()
+            except (DataLossError, NotFoundError, OSError) as error:
+                log.warning("checkpoint %s is left out: %s", path, error)
+                reasons.append(f"{path}: {error}")
+                continue
+            return each
+        if not reasons:
+            reasons = ["none was saved or restored by this program"]
+        raise PSUnavailableError(
+            self._lost_task.name,
+            "it came back empty, and there is no checkpoint to fill it from "
+            f"({'; '.join(reasons)}): with on_ps_loss='restore' save one of all "
+            "variables and optimizers when they are made, and again from time to time "
+            "(CheckpointManager.save, with checkpoint_interval_s= in each round)",
+            lost=True,
+        )
+
+    async def _fill(self, point: RestorePoint) -> None:
+        """All servers get what is in the checkpoint.
+
+        Raises:
+            ZstratError, OSError: They did not.
+        """
+        cluster, loop = self._cluster, asyncio.get_running_loop()
+        self._is_torn = True
+        cluster.begin_anew()
+        deadline = loop.time() + self.patience
+        await asyncio.gather(*(task.wait_ready(deadline) for task in cluster.ps))
+        await self.inventory.create_again(cluster.client, self._filling)
+        await point.fill(cluster.client)
+        await cluster.close_ended()
+        for task in cluster.ps:
+            if not task.is_ready:
+                raise PSUnavailableError(task.name, "it was lost again")
+
+    def _restored(self, chosen: _Remembered) -> None:
+        """Nothing has been awaited since all servers were found filled."""
+        lost = count(self._cluster.cut) - self.steps_lost - chosen.steps
+        # What is newer tells of steps that are lost now.
+        self._points = self._points[: self._points.index(chosen) + 1]
+        self.steps_lost += lost
+        self.restores += 1
+        self._is_torn = False
+        self._cluster.follow()
+        log.warning(
+            "a parameter server came back empty: all of them were filled from %s. %d "
+            "steps that had ended after it are lost (those that failed or were "
+            "cancelled count among them), and so is what the program itself assigned "
+            "since then; steps that were under way run again, and the datasets of the "
+            "workers begin anew",
+            chosen.point.path,
+            lost,
+        )
+        self._end()
+
+    def _end(self) -> None:
+        self._task = None
+        self._over.set()
+        self._cluster.resume()
+
+    def _fail(self, error: PSUnavailableError) -> None:
+        self.failure, self._task = error, None
+        self._over.set()
+        self._cluster.fail(error)
+
+    @property
+    def _lost_task(self) -> TaskSession:
+        """The first that is not there, for words."""
+        tasks = self._cluster.ps
+        return next((task for task in tasks if not task.is_ready), tasks[0])
+
+
+def count(cut: Cut) -> int:
+    """How many steps are in it."""
+    return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
+
+
+class Recovered(Protocol):
+    """Who asks parameter servers that may be filled again; None: they are not."""
+
+    @property
+    def recovery(self) -> Recovery | None: ...
+
+
+S = TypeVar("S", bound=Recovered)
+
+
+def steady(
+    method: Callable[Concatenate[S, P], Awaitable[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Has a request that may be made twice go `Recovery.through`."""
+
+    @wraps(method)
+    async def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        recovery = self.recovery
+        if recovery is None:
+            return await method(self, *args, **kwargs)
+        return await recovery.through(partial(method, self, *args, **kwargs))
+
+    return asked
+
+
+def _is_back(task: TaskSession) -> bool:
+    return task.is_ready or (task.gone and task.link.is_open)
+
+
+def _copy(error: PSUnavailableError) -> PSUnavailableError:
+    """An exception that is raised twice collects tracebacks."""
+    return PSUnavailableError(error.task, error.reason, error.lost)
