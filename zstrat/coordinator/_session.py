@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import Link, Portal, Security, hello, new_incarnation
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ._task_session import MakeTaskLink
 
 log = logging.getLogger("zstrat.coordinator")
+
+_CLOSED: Final = "the strategy was closed: make a new one, and what is of its scope"
 
 T = TypeVar("T")
 
@@ -257,7 +259,7 @@ class ClusterSession:
         """
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
-        self.portal.close()
+        self.portal.close(self.taken_over or _CLOSED)
 
     def give_way(self, made_at: str, newer: str) -> None:
         """Closes, for a newer session of this program.
