@@ -7,6 +7,7 @@ loads. Every public name is fetched from its package when it is first used.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Final
 
 __version__ = "0.1.0"
@@ -198,7 +199,8 @@ def __getattr__(name: str) -> object:
     elif name in _EXPORTS:
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
     else:
-        raise AttributeError(f"module 'zstrat' has no attribute {name!r}")
+        words = f"module 'zstrat' has no attribute {name!r}"
+        raise AttributeError(words, name=name, obj=sys.modules[__name__])
     globals()[name] = value
     return value
 

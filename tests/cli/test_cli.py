@@ -99,7 +99,7 @@ def test_status_names_who_does_not_answer(cluster, tmp_path):
     ran = zstrat("status", "--cluster", str(file), "--timeout", "0.5")
     assert ran.exit_code == 1
     *_, last = ran.output.splitlines()
-    assert last.startswith("task=worker:1 address=127.0.0.1:9 incarnation=unreachable:")
+    assert last.startswith("task=worker:1 address=127.0.0.1:9 unreachable:")
 
 
 def test_status_of_what():
@@ -161,7 +161,7 @@ def test_status_of_a_cluster_with_keys(tmp_path):
         assert "secret of chief, worker, ps, evaluator, observer" in healthy.output
         stranger = zstrat("status", *command, "1")
     assert stranger.exit_code == 1
-    assert stranger.output.count("incarnation=unreachable: ") == 2
+    assert stranger.output.count("unreachable: ") == 2
 
 
 def test_units(tmp_path):
@@ -251,7 +251,7 @@ def test_table_and_lines_say_the_same():
     assert lines(seen) == [
         "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "
         "variables=2 held=6.0 KiB",
-        "task=worker:0 address=h:2 incarnation=unreachable: nothing answers",
+        "task=worker:0 address=h:2 unreachable: nothing answers",
     ]
     assert table(seen).row_count == 2
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import DeadlineExceededError, UnavailableError
+from zstrat.errors import ClosedError, DeadlineExceededError, UnavailableError
 from zstrat.launch import LocalCluster, observe
 from zstrat.transport import run
 
@@ -87,6 +87,8 @@ def test_a_cluster(lane, cores, each, monkeypatch):
         assert "ready at" in cluster.log("worker:1")
         assert "running" in repr(cluster)
     assert "stopped" in repr(cluster)
+    with pytest.raises(ClosedError, match="make a new LocalCluster"):
+        _ = cluster.resolver  # a strategy would look for its daemons for a minute
     assert not folder.exists()
     cluster.stop()
     assert not any(cluster.is_running(task) for task in cluster.tasks)

@@ -25,7 +25,7 @@ _COUNT = click.IntRange(min=1)
 def keygen(
     directory: Path, per_task: bool, ps: int | None, workers: int | None
 ) -> None:
-    """Make the keys of a cluster: one pair per role, in DIRECTORY (mode 0700).
+    """Make the keys of a cluster. One pair per role, in DIRECTORY (mode 0700).
 
     With --per-task a key also says which task its holder is, so that nobody who has the
     key of one worker can pass for another.
@@ -51,7 +51,7 @@ def keygen(
 @click.option("--to", type=Path, default=Path("/etc/systemd/system"), show_default=True)
 @click.option("--config", type=Path, default=Path("/etc/zstrat"), show_default=True)
 def units(bindir: Path, to: Path, config: Path) -> None:
-    """Write the systemd units, for programs in BINDIR and a cluster file in CONFIG."""
+    """Write the systemd units. For programs in BINDIR, a cluster file in CONFIG."""
     try:
         for path in write_units(bindir, to, config):
             click.echo(path)

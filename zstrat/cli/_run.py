@@ -41,7 +41,7 @@ _WORDS: Final = 2.0
 def run(
     workers: int, lane: str, restarts: int, script: str, arguments: tuple[str, ...]
 ) -> None:
-    """Run copies of SCRIPT, each a worker of one cluster on this machine.
+    """Run copies of SCRIPT here. Each is a worker of one cluster on this machine.
 
     Each finds itself and the others in TF_CONFIG, as MultiWorkerMirroredStrategy and
     zs.collectives.Group read it. The first that fails ends all, once the others have

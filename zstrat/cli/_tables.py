@@ -20,12 +20,13 @@ COLUMNS: Final = (
     "variables",
     "held",
 )
+_UNREACHABLE: Final = "unreachable: "
 
 
 def row(status: TaskStatus) -> list[str]:
     """The cells of one task, as people read them."""
     if status.problem:
-        problem = f"unreachable: {status.problem}"
+        problem = f"{_UNREACHABLE}{status.problem}"
         return [status.task, status.address, problem, *[""] * 4]
     number = status.number
     variables = held = ""
@@ -58,7 +59,9 @@ def lines(seen: Sequence[TaskStatus]) -> list[str]:
     rows = [row(status) for status in seen]
     return [
         " ".join(
-            f"{name}={cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell
+            cell if cell.startswith(_UNREACHABLE) else f"{name}={cell}"
+            for name, cell in zip(COLUMNS, cells, strict=True)
+            if cell
         )
         for cells in rows
     ]

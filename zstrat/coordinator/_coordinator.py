@@ -83,6 +83,11 @@ class ClusterCoordinator:
                 core.session.coordinators["blocking"] = made
             return made
 
+    def __repr__(self) -> str:
+        queue = self._core.engine.queue
+        counts = f"{queue.running} closures run, {queue.queued} wait"
+        return f"<zstrat.ClusterCoordinator: {counts}>"
+
     @property
     def strategy(self) -> CoordinatedStrategy:
         """The strategy that it schedules for."""

@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
 from zstrat.transport import Link, Portal, Security, hello, new_incarnation
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")
+
+_CLOSED: Final = "the strategy was closed: make a new one, and what is of its scope"
 
 T = TypeVar("T")
 
@@ -343,7 +345,7 @@ class ClusterSession:
         """
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
-        self.portal.close()
+        self.portal.close(self.taken_over or _CLOSED)
 
     def give_way(self, made_at: str, newer: str) -> None:
         """Closes, for a newer session of this program.

@@ -213,7 +213,8 @@ class TaskSession:
         except TimeoutError:
             raise self.refusal or DeadlineExceededError(
                 f"{self.name} at {self.address} is connected, but did not open a "
-                "session in time; look at its log"
+                "session in time: a step of an earlier one may run there without end; "
+                "look at its log, and start it again"
             ) from None
         if self.opened is None:
             raise self.refusal or PeerLostError(self.name, "lost while it was opened")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import environment, settings_from
-from zstrat.errors import DeadlineExceededError
+from zstrat.errors import ClosedError, DeadlineExceededError
 
 from ._child import Child, KeptLogs, wait_ready
 from ._runtime_dir import RuntimeDir, daemon_environment, share, virtual
@@ -172,7 +172,15 @@ class LocalCluster:
         """What a strategy is given to reach this cluster.
 
         It names no task: the program that coordinates is not among the tasks.
+
+        Raises:
+            ClosedError: The cluster was closed.
         """
+        if not self._end.alive:
+            raise ClosedError(
+                f"{self!r}: it was closed, and its daemons have ended; make a new "
+                "LocalCluster"
+            )
         return SimpleClusterResolver(self.spec)
 
     @property

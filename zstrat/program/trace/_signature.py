@@ -153,8 +153,9 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):
             raise TypeError(
                 f"{place} is an iterator ({type(leaf).__name__}) that a step cannot "
-                "draw from: use the iterator of create_per_worker_dataset(...), or in "
-                "this process zs.StepIterator(iterator)"
+                "draw from here: one of a per-worker dataset is for "
+                "coordinator.schedule(step, args=(iterator,)); for a step of this "
+                "process write zs.StepIterator(iterator)"
             )
         if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSUmM":
             raise TypeError(
