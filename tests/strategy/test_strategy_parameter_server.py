@@ -141,6 +141,25 @@ def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
         ParameterServerStrategy(resolver, prefetch=bad, connect=refuse_to_connect)
 
 
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (
+            {"on_ps_loss": "ignore"},
+            "on_ps_loss='ignore': expected 'raise' or 'restore'",
+        ),
+        (
+            {"on_ps_loss": "restore", "ps_wait_timeout": 0},
+            "ps_wait_timeout=0: expected",
+        ),
+        ({"ps_wait_timeout": 5}, "ps_wait_timeout=5 is for on_ps_loss='restore'"),
+    ],
+)
+def test_what_follows_a_lost_ps_is_checked_before_it_connects(resolver, bad, words):
+    with pytest.raises(ValueError, match=words):
+        ParameterServerStrategy(resolver, connect=refuse_to_connect, **bad)
+
+
 def refuse_to_connect(spec, settings):
     raise AssertionError("connected although an argument is wrong")
 
