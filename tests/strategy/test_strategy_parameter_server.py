@@ -142,22 +142,14 @@ def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        (
-            {"on_ps_loss": "ignore"},
-            "on_ps_loss='ignore': expected 'raise' or 'restore'",
-        ),
-        (
-            {"on_ps_loss": "restore", "ps_wait_timeout": 0},
-            "ps_wait_timeout=0: expected",
-        ),
-        ({"ps_wait_timeout": 5}, "ps_wait_timeout=5 is for on_ps_loss='restore'"),
-    ],
+    ("loss", "wait", "words"),
+    [("ignore", None, "on_ps_loss"), ("restore", 0, "=0: exp"), ("raise", 5, "=5 is")],
 )
-def test_what_follows_a_lost_ps_is_checked_before_it_connects(resolver, bad, words):
+def test_what_follows_a_lost_ps_is_checked_before_connecting(loss, wait, words):
+    options = {"on_ps_loss": loss, "ps_wait_timeout": wait}
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
     with pytest.raises(ValueError, match=words):
-        ParameterServerStrategy(resolver, connect=refuse_to_connect, **bad)
+        ParameterServerStrategy(resolver, connect=refuse_to_connect, **options)
 
 
 def refuse_to_connect(spec, settings):
