@@ -141,6 +141,17 @@ def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
         ParameterServerStrategy(resolver, prefetch=bad, connect=refuse_to_connect)
 
 
+@pytest.mark.parametrize(
+    ("loss", "wait", "words"),
+    [("ignore", None, "on_ps_loss"), ("restore", 0, "=0: exp"), ("raise", 5, "=5 is")],
+)
+def test_what_follows_a_lost_ps_is_checked_before_connecting(loss, wait, words):
+    options = {"on_ps_loss": loss, "ps_wait_timeout": wait}
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
+    with pytest.raises(ValueError, match=words):
+        ParameterServerStrategy(resolver, connect=refuse_to_connect, **options)
+
+
 def refuse_to_connect(spec, settings):
     raise AssertionError("connected although an argument is wrong")
 
