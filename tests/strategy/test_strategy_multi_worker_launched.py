@@ -53,7 +53,7 @@ def test_dynamic_workers_do_not_train_alone(monkeypatch):
     task = '"task": {"type": "worker", "index": 1}'
     sparse = '{"sparseCluster": {"worker": {"1": "h:1"}, "ps": ["p:1"]}'
     monkeypatch.setenv("TF_CONFIG", f"{sparse}, {task}}}")
-    with pytest.raises(ValueError, match="sparseCluster.*enableDynamicWorker"):
+    with pytest.raises(ValueError, match=r"sparseCluster.*enableDynamicWorker"):
         zs.MultiWorkerMirroredStrategy()
 
 
