@@ -268,7 +268,6 @@ SMALL = {
     "zstrat.strategy._one_device": "a file for each strategy",
     "zstrat.transport._identity": "the door says who this process is",
     "zstrat.daemons.ps": "started by name",
-    "zstrat.daemons._parent_watch": "the only code that ends a process from within",
     "zstrat.daemons._notify": "systemd's protocol",
 }
 """Files of 60 lines or less that one file imports; in `contrib`, `compat` and
