@@ -266,7 +266,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def _listen_to_signals(
     loop: asyncio.AbstractEventLoop, end: Callable[[str], None]
 ) -> None:
-    signals = _SIGNALS
+    signals: tuple[signal.Signals, ...] = _SIGNALS
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup
         signals = tuple(each for each in signals if each != signal.SIGHUP)
 
