@@ -21,9 +21,11 @@ import numpy as np
 
 from zstrat.cluster import id_in_cluster, normalize_cluster_spec
 from zstrat.collectives import Group
+from zstrat.coordinator import ClusterSession
 from zstrat.errors import InvalidArgumentError, NotFoundError
 
 from ._checkpoint import Checkpoint, local_counter
+from ._graph import graph_of
 from ._rotation import CheckpointManager
 from ._termination import Countdown, TerminationConfig, Wish
 
@@ -60,6 +62,9 @@ class PreemptionCheckpointHandler:
     checkpoint is saved, and ``sys.exit(75)`` ends the program. A second SIGTERM ends it
     at once. What is not in a `run`, nor followed by `save_checkpoint_if_preempted`,
     goes on as if nothing had been announced.
+
+    What a run has scheduled on workers ends before the checkpoint is saved, so schedule
+    no more in one than fits into the time that is left.
 
     Args:
         cluster_resolver: ``strategy.cluster_resolver``; None: the program is alone.
@@ -195,6 +200,8 @@ class PreemptionCheckpointHandler:
         return Wish(int(self._group.all_reduce(np.array(mine), "max")))
 
     def _save(self) -> None:
+        for session in _sessions(self._manager.checkpoint):
+            session.finish()  # so that what is counted is in it
         self._runs.assign(np.int64(self._total))
         if self._config.save_fn is not None:
             self._config.save_fn()
@@ -269,6 +276,14 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
             "process is: give it task_type and task_id"
         )
     return id_in_cluster(spec, job, index), "ps" not in spec.jobs
+
+
+def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
+    """Those of coordinators, of what is saved."""
+    variables = [node.value for node in graph_of(checkpoint).variables]
+    parts = (part for each in variables for part in each.components)
+    found = (part.home.session for part in parts if hasattr(part.home, "session"))
+    return list({id(x): x for x in found if isinstance(x, ClusterSession)}.values())
 
 
 def _counter(checkpoint: Checkpoint) -> Any:
