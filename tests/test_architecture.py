@@ -39,12 +39,12 @@ FLOORS = {
     "zstrat.worker": 5,
     "zstrat.coordinator": 6,
     "zstrat.strategy": 7,
-    "zstrat.experimental": 8,
     "zstrat.launch": 8,
     "zstrat.saving": 8,
     "zstrat.compat": 8,
     "zstrat.contrib": 8,
     "zstrat.cli": 9,
+    "zstrat.experimental": 9,
     "zstrat.testing": 9,
     "zstrat.daemons": 10,
 }

@@ -27,6 +27,7 @@ from zstrat.errors import InvalidArgumentError, NotFoundError
 from ._checkpoint import Checkpoint, local_counter
 from ._graph import graph_of
 from ._rotation import CheckpointManager
+from ._servers import cluster_of
 from ._termination import Countdown, TerminationConfig, Wish
 
 if TYPE_CHECKING:
@@ -281,15 +282,14 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
     """Those of coordinators, of what is saved."""
     variables = [node.value for node in graph_of(checkpoint).variables]
-    parts = (part for each in variables for part in each.components)
-    found = (part.home.session for part in parts if hasattr(part.home, "session"))
+    found = [cluster_of(part) for each in variables for part in each.components]
     return list({id(x): x for x in found if isinstance(x, ClusterSession)}.values())
 
 
 def _counter(checkpoint: Checkpoint) -> Any:
     """The count of runs, with the value of the checkpoint that was restored: set behind
     that, as one that was saved without a handler has no count."""
-    if not hasattr(checkpoint, _RUNS):
+    if _RUNS not in checkpoint.tracked:
         with contextlib.suppress(NotFoundError):
             setattr(checkpoint, _RUNS, local_counter(_RUNS))
-    return getattr(checkpoint, _RUNS)
+    return checkpoint.tracked[_RUNS]
