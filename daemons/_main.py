@@ -4,7 +4,8 @@ Law: only this package knows signals, logging set-up, the service manager and ex
 codes; what a worker prints is heard by its session, too (`ProcessOutput`). The first
 SIGTERM, SIGINT or SIGHUP drains what was accepted, within ``timeouts.drain``; a second
 one ends the process at once, as the kernel does it, but for SIGHUP, which a shell and
-its terminal may both send. Where SIGHUP is ignored from the start (``nohup``), it is.
+its terminal may both send. Where SIGHUP is ignored from the start (``nohup``), it is;
+SIGUSR1 always is.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
 address), trying again will not help; 75 trying again may help: ended before all that
@@ -279,6 +280,9 @@ def _listen_to_signals(
 
     for each in signals:
         loop.add_signal_handler(each, first, each)
+    # Engines send it to all tasks before they end a job; it is meant for the program,
+    # which saves what is here.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:

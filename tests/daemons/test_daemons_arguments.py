@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from zstrat.daemons import worker
-from zstrat.daemons._arguments import order, parser
+from zstrat.daemons import order, parser, worker
 
 CLUSTER = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
 

@@ -41,6 +41,7 @@ def test_ready_watched_and_drained(start, job):
 def test_the_terminal_ends_it(start, number):
     daemon = start("ps", *LOCAL)
     daemon.hear("READY=1")
+    daemon.process.send_signal(signal.SIGUSR1)  # meant for programs: ignored
     daemon.process.send_signal(number)
     assert number.name in daemon.hear("STOPPING=1")
     assert daemon.process.wait(30) == 0

@@ -22,7 +22,7 @@ _DEFAULT: Final = {"worker": ("job-name=tensorflow",)}
 _PATIENCE: Final = 30.0
 """Seconds for one answer: it is one list of some pods."""
 _NAMES: Final = ("POD_NAME", "HOSTNAME")
-"""Of this pod: by a variable that it may be given, else as Kubernetes calls its host."""
+"""Of this pod: a variable that it may be given, else what Kubernetes calls its host."""
 _SERVICE: Final = "KUBERNETES_SERVICE_HOST"
 """Set by Kubernetes in every container."""
 
