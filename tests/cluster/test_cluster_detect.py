@@ -14,6 +14,7 @@ from zstrat.cluster import (
     TFConfigClusterResolver,
     detect,
     launch_in,
+    launched_together,
     resolver_of,
 )
 
@@ -102,6 +103,18 @@ def test_whoever_knows_the_addresses_goes_before_who_does_not() -> None:
     assert hosts({**far, **SKY})[1] == ["10.0.0.1", "10.0.0.2"]
 
 
+def test_srun_goes_before_the_mpi_that_it_speaks() -> None:
+    mpi = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "PMI_JOBID": "7.0"}
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    for started, by in (
+        ({**mpi, **step}, "SLURM_STEP_NUM_TASKS"),
+        ({**OPEN_MPI, **step, "SLURM_PROCID": "0"}, "OMPI_COMM_WORLD_SIZE"),
+    ):
+        launch = launch_in(started)
+        assert launch is not None
+        assert launch.said_by == by
+
+
 @pytest.mark.parametrize(
     ("env", "host", "words"),
     [
@@ -136,6 +149,7 @@ def test_several_that_cannot_find_each_other(
 )
 def test_one_alone(env: dict[str, str]) -> None:
     assert launch_in(env) is None
+    assert launched_together(env) is None
 
 
 def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

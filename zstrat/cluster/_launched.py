@@ -36,6 +36,8 @@ _COUNTS: Final = {
 MPI, of MPICH and its kin, of Slurm's ``srun``, of Kubeflow's jobs for JAX, of SkyPilot.
 MPI first: its processes may have been started by one task of Slurm on each node."""
 
+_COMMON: Final = "NUM_PROCESSES"
+"""Too common a name to mean anything without the number of the process."""
 _INDEX: Final = "JOB_COMPLETION_INDEX"
 """Which pod of an indexed Job this is; Kubernetes does not say of how many."""
 
@@ -66,6 +68,8 @@ def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
     """The variable that says that several processes were started together, how many,
     and the variable with the number of this one; None: no variable says so."""
     for name, rank in _COUNTS.items():
+        if name == _COMMON and rank not in env:
+            continue
         text = env.get(name, "")
         if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1:
             return name, int(text), rank
@@ -84,6 +88,9 @@ def launch_in(env: Mapping[str, str], host: str = "") -> Launch | None:
         ValueError: A variable has a value that it cannot have; names it.
     """
     found = list(_launches(env, host))
+    for each in found:  # srun may speak MPI's languages, too, and knows more
+        if each.is_slurm and (each.size, each.rank) == (found[0].size, found[0].rank):
+            return each
     known = (each for each in found if each.addresses is not None or each.is_slurm)
     return next(known, next(iter(found), None))
 
@@ -94,10 +101,11 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         if size is None or size < 2:
             continue
         if rank_name == "SLURM_PROCID":  # its resolver reads the rest, and complains
-            yield Launch(name, rank_name, size, 0)
+            rank = env.get(rank_name, "")
+            yield Launch(name, rank_name, size, int(rank) if rank.isdecimal() else 0)
             continue
-        if name == "NUM_PROCESSES" and rank_name not in env:
-            continue  # too common a name to mean anything by itself
+        if name == _COMMON and rank_name not in env:
+            continue
         rank = _count(env, rank_name)
         if rank is None or rank >= size:
             raise ValueError(
