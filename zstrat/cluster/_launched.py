@@ -101,8 +101,8 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
         if size is None or size < 2:
             continue
         if rank_name == "SLURM_PROCID":  # its resolver reads the rest, and complains
-            rank = env.get(rank_name, "")
-            yield Launch(name, rank_name, size, int(rank) if rank.isdecimal() else 0)
+            text = env.get(rank_name, "")
+            yield Launch(name, rank_name, size, int(text) if text.isdecimal() else 0)
             continue
         if name == _COMMON and rank_name not in env:
             continue
