@@ -4,3 +4,7 @@ Each is a short file: read the arguments, say which task this is, and hand over 
 `_main`, the only place that knows signals, logging set-up, exit codes and the service
 manager.
 """
+
+from ._arguments import jobs_of as jobs_of
+from ._arguments import order as order
+from ._arguments import parser as parser

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zstrat import __version__
-from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
+from zstrat.cluster import (
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    TomlClusterResolver,
+    detect,
+)
 from zstrat.config import environment, settings_from
 from zstrat.launch import TaskPlace
 
@@ -22,10 +27,14 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
 
+RESOLVERS = ("auto", "slurm", "tf_config")
+
+
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
     """The arguments that every daemon takes; fewer of one that binds no address."""
     sources = (
-        "TF_CONFIG, or by --cluster and --index, or by --bind and --index alone."
+        "TF_CONFIG, or by --cluster and --index, or by --bind and --index alone, or "
+        "by what started it: --resolver and --jobs."
         if binds
         else "TF_CONFIG, or by --index; the first one otherwise."
     )
@@ -40,11 +49,30 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
         return made
     add("--cluster", metavar="FILE.toml", help="cluster file; TF_CONFIG is not read")
     add("--job", default=job, help=f"default: {job}")
+    add(
+        "--resolver",
+        choices=RESOLVERS,
+        help="what says who is in the cluster; auto: TF_CONFIG, Slurm, MPI, an indexed "
+        "Job, whichever started this process",
+    )
+    add(
+        "--jobs",
+        metavar="JOB=N,...",
+        help="for --resolver: how many tasks of which job were started, as in "
+        "chief=1,ps=2,worker=4; they get ranks in the order of their names",
+    )
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
     add("--insecure", action="store_true", help="serve other machines without keys")
-    # For LocalCluster: who must not be outlived, and where the address is reported.
-    add("--parent", type=int, default=0, help=argparse.SUPPRESS)
+    add(
+        "--parent",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="drain and end when that process does, as in: ssh HOST "
+        f"'zstrat-{job} --parent $PPID ...'",
+    )
+    # For LocalCluster, whose parent is its own: where the address is reported.
     add("--report", type=int, default=-1, help=argparse.SUPPRESS)
     return made
 
@@ -75,11 +103,19 @@ def _settings(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
 
 
 def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskPlace:
+    resolver: ClusterResolver
     if parsed.job != job:
         raise ValueError(f"--job {parsed.job}: zstrat-{job} runs tasks of job {job!r}")
-    if parsed.cluster is not None:
+    if parsed.jobs is not None and parsed.resolver is None:
+        raise ValueError("--jobs: expected together with --resolver, as in auto")
+    if parsed.resolver is not None:
+        if parsed.cluster is not None:
+            raise ValueError("--resolver and --cluster: expected one of them")
+        source, resolver = f"--resolver {parsed.resolver}", _resolver(parsed)
+        _check_job(resolver, job, source)
+    elif parsed.cluster is not None:
         source = str(parsed.cluster)
-        resolver: ClusterResolver = TomlClusterResolver(parsed.cluster)
+        resolver = TomlClusterResolver(parsed.cluster)
         _check_job(resolver, job, source)
     elif parsed.bind is not None and parsed.index is not None:
         return TaskPlace(job, index_of(parsed.index), parsed.bind)
@@ -89,7 +125,8 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Task
     else:
         raise ValueError(
             "which task is this? Set TF_CONFIG, or give --cluster FILE.toml --index N, "
-            "or --bind HOST:PORT --index N"
+            "or --bind HOST:PORT --index N; or of tasks that Slurm, MPI or an indexed "
+            "Job has started: --resolver auto --jobs ps=1,worker=3"
         )
     spec = resolver.cluster_spec()
     if job not in spec.jobs:
@@ -101,6 +138,34 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Task
     if index not in indices:
         raise ValueError(f"{source}: job {job!r} has tasks {indices}, none is {index}")
     return TaskPlace(job, index, parsed.bind or spec.task_address(job, index))
+
+
+def _resolver(parsed: argparse.Namespace) -> ClusterResolver:
+    jobs = None if parsed.jobs is None else jobs_of(parsed.jobs)
+    try:
+        match parsed.resolver:
+            case "slurm":
+                return SlurmClusterResolver(jobs)
+            case "tf_config":
+                return TFConfigClusterResolver()
+        return detect(jobs)
+    except RuntimeError as error:  # of Slurm: something else than srun started it
+        raise ValueError(f"--resolver {parsed.resolver}: {error}") from None
+
+
+def jobs_of(text: str) -> dict[str, int]:
+    """Job -> number of tasks, of ``ps=1,worker=3``.
+
+    Raises:
+        ValueError: It is written otherwise, or a job is there twice.
+    """
+    pairs = [part.partition("=") for part in text.split(",")]
+    jobs = {job: int(n) for job, _, n in pairs if job and n.isdecimal() and int(n)}
+    if len(jobs) != len(pairs):
+        raise ValueError(
+            f"--jobs {text!r:.80}: expected JOB=N,..., as in ps=1,worker=3"
+        )
+    return jobs
 
 
 def _check_job(resolver: ClusterResolver, job: str, source: str) -> None:

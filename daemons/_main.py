@@ -2,12 +2,15 @@
 
 Law: only this package knows signals, logging set-up, the service manager and exit
 codes; what a worker prints is heard by its session, too (`ProcessOutput`). The first
-SIGTERM or SIGINT drains what was accepted, within ``timeouts.drain``; the second one
-ends the process at once, as the kernel does it.
+SIGTERM, SIGINT or SIGHUP drains what was accepted, within ``timeouts.drain``; a second
+one ends the process at once, as the kernel does it, but for SIGHUP, which a shell and
+its terminal may both send. Where SIGHUP is ignored from the start (``nohup``), it is;
+SIGUSR1 always is.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
 address), trying again will not help; 75 trying again may help: ended before all that
-was accepted was done, or this machine does not have the address (yet).
+was accepted was done, or this machine does not have the address (yet), or nobody knows
+its name (yet).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from zstrat.wire import Job
 
 from ._log import start_logging
 from ._notify import Notifier
-from ._parent_watch import die_with, watch_parent
+from ._parent_watch import die_with, is_there, watch_parent, watch_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +61,9 @@ class Order:
     """All that the arguments of a daemon say.
 
     ``parent`` is the process that it must not outlive, 0 for none; ``report`` is the
-    descriptor that the bound address is written to, -1 for none.
+    descriptor that the bound address is written to, -1 for none. With a report the
+    parent is the program that started it, and the daemon is killed with it; else any
+    process, and the daemon drains.
     """
 
     place: TaskPlace
@@ -71,8 +76,9 @@ def run(order: Order) -> int:
     """Serves the task of the order until it is told to end; returns the exit code."""
     incarnation = new_incarnation()
     start_logging(order.place.task, incarnation, as_json=order.settings.log_json)
-    if order.parent and not die_with(order.parent):
-        log.error("the program that started me is gone already")
+    tie = die_with if order.report >= 0 else is_there
+    if order.parent and not tie(order.parent):
+        log.error("the process %d, which started me, is gone already", order.parent)
         return CRASHED
     _take_descriptors()
     notifier = Notifier(environment())
@@ -177,8 +183,10 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     _listen_to_signals(loop, task.end)
-    if order.parent:
+    if order.parent and order.report >= 0:
         watch_parent(loop, lambda: task.end("the program that started me is gone"))
+    elif order.parent:
+        watch_process(loop, order.parent, task.end)
     _settle()
     _report(order.report, task)
     log.info("ready at %s, pid %d", task.address, os.getpid())
@@ -253,24 +261,33 @@ def _take_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
 
 
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def _listen_to_signals(
     loop: asyncio.AbstractEventLoop, end: Callable[[str], None]
 ) -> None:
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals: tuple[signal.Signals, ...] = _SIGNALS
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # started with nohup
+        signals = tuple(each for each in signals if each != signal.SIGHUP)
 
     def first(number: signal.Signals) -> None:
         for each in signals:
             loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_DFL)
+            again = each != signal.SIGHUP
+            signal.signal(each, signal.SIG_DFL if again else signal.SIG_IGN)
         end(f"{number.name} (once more ends at once)")
 
     for each in signals:
         loop.add_signal_handler(each, first, each)
+    # Engines send it to all tasks before they end a job; it is meant for the program,
+    # which saves what is here.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
     """All is done: a signal now must not turn the exit code into a failure."""
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in _SIGNALS:
         loop.remove_signal_handler(each)
         signal.signal(each, signal.SIG_IGN)
 

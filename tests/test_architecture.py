@@ -39,12 +39,12 @@ FLOORS = {
     "zstrat.worker": 5,
     "zstrat.coordinator": 6,
     "zstrat.strategy": 7,
-    "zstrat.experimental": 8,
     "zstrat.launch": 8,
     "zstrat.saving": 8,
     "zstrat.compat": 8,
     "zstrat.contrib": 8,
     "zstrat.cli": 9,
+    "zstrat.experimental": 9,
     "zstrat.testing": 9,
     "zstrat.daemons": 10,
 }
@@ -269,7 +269,6 @@ SMALL = {
     "zstrat.strategy._one_device": "a file for each strategy",
     "zstrat.transport._identity": "the door says who this process is",
     "zstrat.daemons.ps": "started by name",
-    "zstrat.daemons._parent_watch": "the only code that ends a process from within",
     "zstrat.daemons._notify": "systemd's protocol",
 }
 """Files of 60 lines or less that one file imports; in `contrib`, `compat` and

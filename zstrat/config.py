@@ -32,6 +32,9 @@ class Timeouts:
     handshake: float = 5.0
     connect: float = 60.0
     """How long a program waits for the tasks of its cluster when it starts."""
+    turn: float = 6.0
+    """How long a program waits while another one holds its cluster: a bit longer than
+    it takes to miss one that is gone, so whoever still holds it then is alive."""
     request: float = 120.0
     """Deadline of a request that was given none: longer than the longest compile."""
     drain: float = 10.0
@@ -134,6 +137,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         timeouts=Timeouts(
             patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
             connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
+            turn=_seconds(env, "ZSTRAT_TURN", _turn(env, default)),
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
         ),
         lane=_one_of(env, "ZSTRAT_LANE", LANES),
@@ -145,6 +149,12 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
         choices=Path(choices) if choices else None,
     )
+
+
+def _turn(env: Mapping[str, str], default: Timeouts) -> float:
+    """Longer than the patience that was asked for."""
+    patience = _seconds(env, "ZSTRAT_PATIENCE", default.patience)
+    return default.turn - default.patience + patience
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PODS = "/api/v1/pods"
 
 
-def pod(name: str, host_ip: str, phase: str = "Running") -> dict[str, Any]:
+def pod(name: str, ip: str, phase: str = "Running") -> dict[str, Any]:
     """A pod of a Job, as `GET /api/v1/pods` shows it (shortened)."""
     status: dict[str, Any] = {
         "phase": phase,
@@ -38,10 +38,10 @@ def pod(name: str, host_ip: str, phase: str = "Running") -> dict[str, Any]:
     }
     if phase != "Pending":
         status |= {
-            "hostIP": host_ip,
-            "hostIPs": [{"ip": host_ip}],
-            "podIP": "10.244.1.7",
-            "podIPs": [{"ip": "10.244.1.7"}],
+            "hostIP": "172.18.0.3",
+            "hostIPs": [{"ip": "172.18.0.3"}],
+            "podIP": ip,
+            "podIPs": [{"ip": ip}],
             "startTime": "2024-05-02T09:14:27Z",
         }
     return {
@@ -155,6 +155,36 @@ def test_the_client_of_this_place(web: Web, kubeconfig: Callable[..., None]) -> 
         resolver.master("worker", 3)
 
 
+def test_pods_know_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(name: str, ip: str) -> Any:
+        status = SimpleNamespace(phase="Running", pod_ip=ip, host_ip="172.18.0.3")
+        return SimpleNamespace(metadata=SimpleNamespace(name=name), status=status)
+
+    class Double:
+        def list_pod_for_all_namespaces(self, label_selector: str) -> Any:
+            pods = [seen(f"w-{n}", f"10.0.0.{n}") for n in (10, 9, 2)]
+            return SimpleNamespace(items=[*pods, seen("w-0", "fd00::7")])
+
+    def resolver(**given: Any) -> KubernetesClusterResolver:
+        within = ExecutableLocation.WITHIN_CLUSTER
+        return KubernetesClusterResolver(
+            override_client=Double(), executable_location=within, **given
+        )
+
+    monkeypatch.delenv("POD_NAME", raising=False)
+    monkeypatch.setenv("HOSTNAME", "w-9")
+    found = resolver()
+    assert (found.task_type, found.task_id) == ("worker", 2)
+    assert found.master() == "grpc://10.0.0.9:8470"
+    assert found.master("worker", 3) == "grpc://10.0.0.10:8470"
+    assert found.master("worker", 0) == "grpc://[fd00::7]:8470"
+    monkeypatch.setenv("POD_NAME", "another")  # with hostNetwork, HOSTNAME is the host
+    assert (found.task_type, found.task_id) == (None, None)
+    assert resolver(address="host").master("worker", 1) == "grpc://172.18.0.3:8470"
+    with pytest.raises(ValueError, match="expected 'pod' or 'host'"):
+        resolver(address="node")
+
+
 @pytest.mark.parametrize("phase", ["Pending", "Succeeded", "Failed", "Unknown"])
 def test_a_pod_that_does_not_run(
     web: Web, kubeconfig: Callable[..., None], phase: str
@@ -238,7 +268,7 @@ def test_a_client_of_ones_own_needs_no_library(monkeypatch: pytest.MonkeyPatch) 
     class Double:
         def list_pod_for_all_namespaces(self, label_selector: str) -> Any:
             assert label_selector == "job-name=tensorflow"
-            status = SimpleNamespace(phase="Running", host_ip="10.0.0.2")
+            status = SimpleNamespace(phase="Running", pod_ip="10.0.0.2")
             named = SimpleNamespace(name="tf-0")
             return SimpleNamespace(
                 items=[SimpleNamespace(metadata=named, status=status)]

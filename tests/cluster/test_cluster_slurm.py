@@ -113,13 +113,32 @@ def test_tasks_per_node_may_be_given(srun: Callable[..., None], tasks: Any) -> N
     assert spec.job_tasks("worker")[2] == "t02n41:8888"
 
 
-def test_variables_of_the_job_do_where_there_is_no_step(
+def test_variables_of_the_job_do_where_the_step_has_none(
     srun: Callable[..., None],
 ) -> None:
-    srun(SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
+    srun(SLURM_STEP_ID=0, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
     srun(SLURM_TASKS_PER_NODE="2,1")
     spec = SlurmClusterResolver().cluster_spec()
     assert spec.as_dict() == {"worker": ["n1:8888", "n1:8889", "n2:8888"]}
+
+
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": 2**32 - 5}])
+def test_a_batch_script_is_no_task(srun: Callable[..., None], step: Any) -> None:
+    srun(step, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
+    srun(SLURM_TASKS_PER_NODE="2,1")
+    with pytest.raises(RuntimeError, match=r"not one of the 3 tasks.*with srun"):
+        SlurmClusterResolver({"ps": 1, "worker": 2})
+
+
+def test_two_jobs_on_a_node_have_ports_of_their_own(srun: Callable[..., None]) -> None:
+    def ports(job: int, step: int) -> set[str]:
+        srun(FOUR, SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+        return set(map(str, SlurmClusterResolver().cluster_spec().job_tasks("worker")))
+
+    seen = [ports(job, step) for job in range(4_999_990, 5_000_010) for step in (0, 1)]
+    assert len(set.union(*seen)) == sum(map(len, seen))
+    for address in set.union(*seen):
+        assert 10_240 <= int(address.rpartition(":")[2]) < 32_768
 
 
 @pytest.mark.parametrize("missing", FOUR)

@@ -13,6 +13,11 @@ def test_nothing_said_is_the_default() -> None:
     assert settings_from({}) == Settings()
 
 
+def test_a_program_waits_for_another_one_longer_than_for_one_that_is_gone() -> None:
+    timeouts = settings_from({"ZSTRAT_PATIENCE": "30"}).timeouts
+    assert timeouts.turn > timeouts.patience
+
+
 @pytest.mark.parametrize("lane", LANES)
 def test_lanes(lane: str) -> None:
     assert settings_from({"ZSTRAT_LANE": lane}).lane == lane
@@ -29,6 +34,7 @@ def test_everything_said() -> None:
             "ZSTRAT_OUTPUT": "files",
             "ZSTRAT_PATIENCE": "2.5",
             "ZSTRAT_CONNECT_TIMEOUT": "9",
+            "ZSTRAT_TURN": "4.5",
             "ZSTRAT_DRAIN": "1e1",
             "ZSTRAT_PREFETCH": "1",
             "ZSTRAT_CHOICES": "/etc/zstrat/choices.toml",
@@ -36,7 +42,7 @@ def test_everything_said() -> None:
         }
     )
     assert settings == Settings(
-        timeouts=Timeouts(patience=2.5, connect=9.0, drain=10.0),
+        timeouts=Timeouts(patience=2.5, connect=9.0, turn=4.5, drain=10.0),
         lane="tcp",
         prefetch=1,
         keys=Path("/etc/zstrat/keys"),

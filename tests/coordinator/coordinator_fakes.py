@@ -316,8 +316,10 @@ class World:
             task.link = link
         return link
 
-    def connect(self, connect=30.0, prefetch=None):
-        timeouts = Timeouts(connect=connect, request=20.0, reconnect=self.reconnect)
+    def connect(self, connect=30.0, prefetch=None, turn=20.0):
+        timeouts = Timeouts(
+            connect=connect, request=20.0, reconnect=self.reconnect, turn=turn
+        )
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = ClusterSession.connect(
             self.spec, settings, make_link=self.make_link

@@ -138,6 +138,15 @@ def test_a_cluster_of_another_coordinator_is_busy(make_world):
         world.connect(connect=0.05)
 
 
+def test_whoever_waits_for_another_program_hears_of_it_before_the_time_is_up(
+    make_world,
+):
+    world = make_world()
+    world.ps[0].busy = True
+    with pytest.raises(BusyError, match="taken"):
+        world.connect(connect=1e6, turn=0.0)
+
+
 def test_a_cluster_that_becomes_free_is_taken(make_world):
     world = make_world()
     (ps,) = world.ps

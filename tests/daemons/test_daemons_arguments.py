@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from zstrat.daemons import worker
-from zstrat.daemons._arguments import order, parser
+from zstrat.daemons import order, parser, worker
 
 CLUSTER = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
 
@@ -55,6 +54,38 @@ def test_cluster_file(tmp_path):
 def test_address_alone():
     place = told("--index", "3", "--bind", "127.0.0.1:0").place
     assert (place.job, place.index, place.bind) == ("ps", 3, "127.0.0.1:0")
+
+
+STEP = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}
+
+
+@pytest.mark.parametrize("how", ["auto", "slurm"])
+def test_what_started_it(monkeypatch, how):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    place = told("--resolver", how, "--jobs", "chief=1,ps=2").place
+    assert (place.job, place.index, place.bind) == ("ps", 0, "n2:8888")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--resolver", "auto"), "has no job 'ps'"),
+        (("--resolver", "slurm"), "SLURM_PROCID not found.*with srun"),
+        (("--jobs", "ps=1"), "expected together with --resolver"),
+        (("--resolver", "auto", "--jobs", "ps:1"), "expected JOB=N"),
+        (("--resolver", "auto", "--jobs", "ps=1,worker=1"), "nothing says that this"),
+        (("--resolver", "auto", "--cluster", "c.toml"), "expected one of them"),
+    ],
+)
+def test_nothing_that_is_known_started_it(argv, words):
+    with pytest.raises(ValueError, match=words):
+        told(*argv)
 
 
 def test_settings(monkeypatch):

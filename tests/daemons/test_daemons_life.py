@@ -91,9 +91,20 @@ def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
 
 
 def test_a_parent_that_is_gone_already(start):
-    daemon = start("ps", *LOCAL, "--parent", "1")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    daemon = start("ps", *LOCAL, "--parent", str(gone.pid))
     assert daemon.process.wait(30) == 1
     assert "gone already" in daemon.words()
+
+
+def test_it_drains_when_the_process_that_it_was_told_ends(start):
+    """As under ssh: that is no child's parent, and standard input says nothing."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as shell:
+        daemon = start("ps", *LOCAL, "--parent", str(shell.pid))
+        daemon.hear("READY=1")
+    assert f"{shell.pid} of --parent is gone" in daemon.hear("STOPPING=1")
+    assert daemon.process.wait(30) == 0
 
 
 def test_a_ps_does_without_jax_logs_json_and_ends_by_an_interrupt(start):
@@ -133,6 +144,13 @@ def test_an_address_that_the_machine_may_get_yet(start):
     daemon = start("ps", "--index", "0", "--bind", nowhere, "--insecure")
     assert daemon.process.wait(30) == 75
     assert f"cannot bind {nowhere}" in daemon.words()
+
+
+def test_a_name_that_is_not_known_yet(start):
+    """As in Kubernetes, where a pod starts before its name is in DNS."""
+    daemon = start("ps", "--index", "0", "--bind", "ps-0.ps.invalid:7")
+    assert daemon.process.wait(30) == 75
+    assert "nobody knows the name 'ps-0.ps.invalid'" in daemon.words()
 
 
 def test_other_machines_need_keys(start):

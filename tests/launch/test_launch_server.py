@@ -37,6 +37,38 @@ def test_serves_until_it_is_stopped():
     server.stop()
 
 
+ENDED = """
+import os, signal, sys
+from zstrat.launch import Server
+
+server = Server({"ps": ["127.0.0.1:0"]})
+stop = server.stop
+server.stop = lambda: (stop(), print("drained", flush=True))
+if sys.argv[2] == "joins":
+    # As a signal that comes while it waits: the handler runs in the main thread.
+    server._thread.join = lambda join=server._thread.join: (
+        os.kill(os.getpid(), getattr(signal, sys.argv[1])), join())
+    server.join()
+    print("behind")
+else:
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "then", "code", "words"),
+    [
+        ("SIGHUP", "works", -1, "drained\n"),
+        ("SIGTERM", "joins", 0, "behind\ndrained\n"),
+    ],
+)
+def test_signals_drain_it(number, then, code, words):
+    program = [sys.executable, "-c", ENDED, number, then]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, words)
+
+
 def test_starts_later():
     server = Server(ONE, start=False)
     assert server.target == "tcp://127.0.0.1:0"

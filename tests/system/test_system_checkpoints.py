@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -62,6 +64,28 @@ class Training:
     def values(self):
         iterations = self.optimizer.iterations.numpy()
         return self.table.numpy(), self.bias.numpy(), iterations
+
+
+def test_what_a_run_has_scheduled_is_in_the_checkpoint_of_its_end(world, tmp_path):
+    with world.scope(1):
+        v = zs.Variable(np.float32(0))
+
+    @zs.function
+    def step():
+        v.assign_add(1.0)
+
+    def run():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for _ in range(30):
+            world.coordinator.schedule(step)
+
+    manager = zs.CheckpointManager(zs.Checkpoint(v=v), tmp_path, 1)
+    handler = zs.PreemptionHandler(manager, world.coordinator.strategy)
+    with pytest.raises(SystemExit, match="75"):
+        handler.run(run)
+    v.assign(0.0)
+    with zs.PreemptionHandler(manager, world.coordinator.strategy) as handler:
+        assert (handler.total_run_calls, v.numpy()) == (1, 30.0)
 
 
 def test_training_goes_on_with_other_servers_as_if_nothing_had_been(world, tmp_path):

@@ -111,7 +111,8 @@ def test_what_eager_steps_hold_stays_until_they_have_run(world, trainer):
     world.coordinator.join()
     assert sum(float(value.fetch()) == 0 for value in drawn) in (1, 2)  # per worker
     with pytest.raises(zs.errors.NotFoundError, match="its iterator was dropped"):
-        schedule(trainer.draw_eagerly).fetch()
+        while True:  # until the workers have heard that nobody needs it
+            schedule(trainer.draw_eagerly).fetch()
     with pytest.raises(zs.errors.NotFoundError):
         world.coordinator.join()
 

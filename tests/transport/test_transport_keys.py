@@ -1,14 +1,18 @@
 """Keys and roles: who is let in, who is not, and that the next honest one always is."""
 
 import asyncio
+import grp
+import os
+import pwd
 import socket
 import stat
+from types import SimpleNamespace
 
 import pytest
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError
-from zstrat.transport import Security, _dial, _opening, generate_keys
+from zstrat.transport import Secrecy, Security, _dial, _opening, generate_keys
 from zstrat.wire import Done, Inspect, Job, Pull, Read, Statistics
 
 PS = ("ps", 0)
@@ -286,6 +290,56 @@ def test_each_task_needs_its_own_secret_alone(per_task):
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "folder", "read_only", "own", "fine"),
+    [
+        (0o600, 0o700, False, False, True),
+        (0o400, 0o1777, True, False, True),  # a Secret with defaultMode 0400
+        (0o440, 0o1777, True, True, True),  # ... and with an fsGroup
+        (0o440, 0o1777, True, False, False),
+        (0o440, 0o700, False, True, False),
+        (0o400, 0o1777, False, True, False),  # anybody could add a key
+        (0o644, 0o755, True, True, False),  # what Kubernetes does if nothing is said
+        (0o460, 0o700, True, True, False),
+    ],
+)
+def test_who_can_read_a_secret_or_add_one(mode, folder, read_only, own, fine):
+    seen = Secrecy(mode, folder, read_only, own)
+    assert (seen.file_is_private and seen.folder_is_private) is fine
+
+
+def test_keys_as_kubernetes_lays_them_out(folder, tmp_path, monkeypatch):
+    """Links into a hidden folder, in one that everybody could enter; read-only, which
+    takes a mount that a test may not make."""
+    secret, now = tmp_path / "secret", tmp_path / "secret" / "..2026"
+    secret.mkdir()
+    secret.chmod(0o1777)
+    folder.rename(now)
+    (secret / "..data").symlink_to("..2026")
+    for file in now.iterdir():
+        file.chmod(0o440)
+        (secret / file.name).symlink_to(f"..data/{file.name}")
+    with pytest.raises(PermissionDeniedError, match=r"mode 0440.*chmod 600"):
+        Security.load(secret, "ps")
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY)
+    )
+    monkeypatch.setattr(grp, "getgrgid", {}.__getitem__)  # a number without a name
+    monkeypatch.setattr(pwd, "getpwall", list)
+    Security.load(secret, "ps")
+    fellow = SimpleNamespace(pw_gid=now.stat().st_gid, pw_uid=os.geteuid() + 1)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [fellow])
+    with pytest.raises(PermissionDeniedError, match="an fsGroup that nobody else"):
+        Security.load(secret, "ps")
+    for file in now.iterdir():
+        file.chmod(0o644)
+    with pytest.raises(PermissionDeniedError, match="defaultMode: 0400"):
+        Security.load(secret, "ps")
+    for file in now.iterdir():
+        file.chmod(0o400)
+    Security.load(secret, "ps")
 
 
 def test_keys_are_made_once_with_tight_modes(folder):

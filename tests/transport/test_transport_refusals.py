@@ -88,6 +88,19 @@ async def test_garbage_bytes_are_counted_and_the_endpoint_goes_on(net, brittle):
         assert counts["greetings"] == 1
 
 
+async def test_a_probe_of_the_port_is_none_that_was_refused(net, swift):
+    """As load balancers and engines look whether somebody listens."""
+    endpoint, address, _ = await net.serve(settings=swift)
+    host, port = address.split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await writer.wait_closed()
+    while not endpoint.statistics()["counts"]["probes"]:
+        await net.open(address)
+    counts = endpoint.statistics()["counts"]
+    assert (counts["probes"], counts["refused"]) == (1, 0)
+
+
 async def test_an_oversized_frame_drops_its_sender_alone(net, brittle):
     _, address, service = await net.serve(settings=brittle)
     link, _ = await net.open(address)

@@ -1,10 +1,15 @@
 """Who is in a cluster, and where a process learns it."""
 
+from ._detect import detect as detect
+from ._detect import resolver_of as resolver_of
 from ._gce import GCEClusterResolver as GCEClusterResolver
 from ._hostlist import expand_hostlist as expand_hostlist
 from ._hostlist import expand_tasks_per_node as expand_tasks_per_node
 from ._kubernetes import ExecutableLocation as ExecutableLocation
 from ._kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+from ._launched import Launch as Launch
+from ._launched import launch_in as launch_in
+from ._launched import launched_together as launched_together
 from ._ports import free_ports as free_ports
 from ._resolver import ClusterResolver as ClusterResolver
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver
@@ -13,7 +18,6 @@ from ._roles import coordination_leader as coordination_leader
 from ._roles import has_worker as has_worker
 from ._roles import id_in_cluster as id_in_cluster
 from ._roles import is_chief as is_chief
-from ._roles import launched_together as launched_together
 from ._roles import should_load_checkpoint as should_load_checkpoint
 from ._roles import should_save_checkpoint as should_save_checkpoint
 from ._roles import should_save_summary as should_save_summary

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat import config
 
+from ._hostlist import natural_order
 from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _DEFAULT: Final = {"worker": ("job-name=tensorflow",)}
 _PATIENCE: Final = 30.0
 """Seconds for one answer: it is one list of some pods."""
+_NAMES: Final = ("POD_NAME", "HOSTNAME")
+"""Of this pod: a variable that it may be given, else what Kubernetes calls its host."""
 _SERVICE: Final = "KUBERNETES_SERVICE_HOST"
 """Set by Kubernetes in every container."""
 
@@ -37,10 +40,11 @@ class ExecutableLocation(enum.Enum):
 class KubernetesClusterResolver(SourceResolver):
     """Asks Kubernetes for the pods with given labels, in all namespaces.
 
-    The address of a task is that of the *host* of its pod, so pods need
-    ``hostNetwork`` or a ``hostPort``. Tasks are in the order of the selectors, then of
-    the names of their pods. Which task this process is Kubernetes does not say: set
-    ``task_type`` and ``task_id``.
+    The address of a task is that of its pod; with ``address="host"`` that of the host,
+    as in TensorFlow, which then needs a ``hostPort``. Tasks are in the order of the
+    selectors, then of the names of their pods, worker-2 before worker-10. In a pod,
+    this process is the task of the pod of its name (POD_NAME, else HOSTNAME); where
+    there is none it is not known, and ``task_type`` and ``task_id`` may be set.
 
     Args:
         job_to_label_mapping: Job -> label selectors, each as ``kubectl -l`` takes it.
@@ -50,6 +54,10 @@ class KubernetesClusterResolver(SourceResolver):
             then. None: one for this place.
         executable_location: None: within the cluster where Kubernetes has set its
             variables, else off it.
+        address: "pod" or "host".
+
+    Raises:
+        ValueError: ``address`` is neither.
     """
 
     def __init__(
@@ -59,8 +67,13 @@ class KubernetesClusterResolver(SourceResolver):
         rpc_layer: str | None = "grpc",
         override_client: Any = None,
         executable_location: ExecutableLocation | None = None,
+        *,
+        address: str = "pod",
     ) -> None:
         super().__init__(rpc_layer=rpc_layer)
+        if address not in ("pod", "host"):
+            raise ValueError(f"address={address!r}: expected 'pod' or 'host'")
+        self._address = f"{address}_ip"
         self._selectors = dict(job_to_label_mapping or _DEFAULT)
         self._port, self._client = tf_server_port, override_client
         if executable_location is None:
@@ -76,28 +89,55 @@ class KubernetesClusterResolver(SourceResolver):
                 not let this program ask.
             ImportError: The client library is not installed.
         """
+        return ClusterSpec(
+            {
+                job: [self._address_of(pod) for pod in pods]
+                for job, pods in self._pods().items()
+            }
+        )
+
+    def _pods(self) -> dict[str, list[Any]]:
         if self._client is None:
             self._client = _Client(self._location)
-        cluster: dict[str, list[str]] = {}
-        for job, selectors in self._selectors.items():
-            cluster[job] = []
-            for selector in selectors:
-                pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
-                cluster[job] += _addresses(pods.items, self._port)
-        return ClusterSpec(cluster)
+        ask = self._client.list_pod_for_all_namespaces
+        return {
+            job: [
+                pod for each in selectors for pod in _sorted(ask(label_selector=each))
+            ]
+            for job, selectors in self._selectors.items()
+        }
 
-
-def _addresses(pods: Sequence[Any], port: int) -> list[str]:
-    addresses = []
-    # Kubernetes promises no order, and all tasks have to number each other alike.
-    for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+    def _address_of(self, pod: Any) -> str:
         if pod.status.phase != "Running":
             raise RuntimeError(
                 f'Pod "{pod.metadata.name}" is not running; phase: '
                 f'"{pod.status.phase}". Ask again when it runs, or narrow the labels'
             )
-        addresses.append(f"{pod.status.host_ip}:{port}")
-    return addresses
+        host = str(getattr(pod.status, self._address))
+        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+
+    def _found_task_type(self) -> str | None:
+        return self._own_task()[0]
+
+    def _found_task_id(self) -> int | None:
+        return self._own_task()[1]
+
+    def _own_task(self) -> tuple[str | None, int | None]:
+        """The task of the pod that this process is in."""
+        env = config.environment()
+        mine = next((env[name] for name in _NAMES if env.get(name)), None)
+        if mine is None or self._location is ExecutableLocation.OFF_CLUSTER:
+            return None, None
+        for job, pods in self._pods().items():
+            for index, pod in enumerate(pods):
+                if pod.metadata.name == mine:
+                    return job, index
+        return None, None
+
+
+def _sorted(pods: Any) -> list[Any]:
+    """Kubernetes promises no order, and all tasks have to number each other alike."""
+    return sorted(pods.items, key=lambda pod: natural_order(pod.metadata.name))
 
 
 @final

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import random
 import socket
 from pathlib import Path
@@ -50,6 +51,23 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             except OSError as error:
                 raise _refusal(error, host) from error
         return list(found)
+
+
+def agreed_port(run: str, tasks: int) -> int:
+    """The first of so many ports that all processes of a run derive from its name
+    alike, below those that Linux chooses by itself. Two runs may meet, seldom: then the
+    second cannot bind, and says so.
+
+    Raises:
+        ValueError: There are not so many ports.
+    """
+    room = _USUAL - _LOWEST - tasks
+    if room < 1:
+        raise ValueError(
+            f"{tasks} tasks of one host: expected less than {room + tasks}"
+        )
+    digest = hashlib.blake2b(run.encode(), digest_size=8).digest()
+    return _LOWEST + int.from_bytes(digest) % room
 
 
 def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:

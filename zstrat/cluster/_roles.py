@@ -1,23 +1,16 @@
-"""What a task is among others, and whether its process was started as one of several.
+"""What a task is among others.
 
 TensorFlow asks some questions of roles about the task that asks; here every function is
-told the task. A process may also have been started as one of several by somebody who
-does not say who they are.
-
-Law of the file: what counts is how many processes were started together (the step),
-never how many there could be (the allocation): one program that runs by itself in an
-allocation of many tasks is alone.
+told the task.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ._spec import normalize_cluster_spec, task_count, validate_cluster_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ._spec import ClusterSpec
 
 
@@ -154,23 +147,3 @@ def _acts(cluster_spec: object, task_type: str | None, task_id: int | None) -> b
         return False
     spec = normalize_cluster_spec(cluster_spec)
     return "worker" in spec.jobs and id_in_cluster(spec, task_type, task_id) == 0
-
-
-_COUNTS: Final = {
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-}
-"""By the variable of the number of processes, that of a process's own number: of Open
-MPI, of MPICH and its kin, of Slurm's ``srun``. MPI first: its processes may have been
-started by one task of Slurm on each node."""
-
-
-def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
-    """The variable that says that several processes were started together, how many,
-    and the variable with the number of this one; None: no variable says so."""
-    for name, rank in _COUNTS.items():
-        text = env.get(name, "")
-        if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1:
-            return name, int(text), rank
-    return None

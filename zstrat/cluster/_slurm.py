@@ -28,6 +28,15 @@ _TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NUM_TASKS", "SLURM_NTASKS")
 _NODES: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 """Names of one fact each: that of the step first, then that of the whole job."""
+_STEP: Final = ("SLURM_STEP_ID", "SLURM_STEPID")
+_LAST_STEP: Final = 2**32 - 16
+"""Steps above it are none of ``srun``: the batch script, for one."""
+_JOB: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
+_USUAL_PORT: Final = 8888
+"""TensorFlow's, for a Slurm that does not number its jobs."""
+_FIRST_PORT, _PORTS, _OF_A_JOB = 10_240, 22_528, 64
+"""Below those that Linux and jax choose; ports of one job on a node, so that 352 jobs
+that follow each other have different ones."""
 _GPUS: Final = "SLURM_GPUS_ON_NODE"
 """GPUs of the step on this node, however few of them a task sees."""
 
@@ -51,6 +60,8 @@ class SlurmClusterResolver(SourceResolver):
     Args:
         jobs: Job -> number of its tasks. None: all are workers.
         port_base: Port of the first task of a host; the next ones take the next ports.
+            None: by the number of the job, so that two jobs on a node do not meet;
+            8888, as in TensorFlow, where Slurm does not number it.
         gpus_per_node: None: by Slurm, else by CUDA_VISIBLE_DEVICES, else by nvidia-smi.
         gpus_per_task: None: an equal share of the GPUs of a node.
         tasks_per_node: One number for all nodes, or host -> number. None: by Slurm.
@@ -60,16 +71,17 @@ class SlurmClusterResolver(SourceResolver):
             A second resolver in the same process finds the same share.
 
     Raises:
-        RuntimeError: A variable of Slurm is missing; more GPUs are asked for than there
-            are; the jobs have another number of tasks than the step; Slurm put this
-            task elsewhere than the order above says.
+        RuntimeError: A variable of Slurm is missing; this is the batch script and no
+            task of a step; more GPUs are asked for than there are; the jobs have
+            another number of tasks than the step; Slurm put this task elsewhere than
+            the order above says.
         ValueError: A variable of Slurm cannot be read; says which and why.
     """
 
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
-        port_base: int = 8888,
+        port_base: int | None = None,
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
         tasks_per_node: Mapping[str, int] | int | None = None,
@@ -79,6 +91,7 @@ class SlurmClusterResolver(SourceResolver):
         env = before_shares(config.environment())
         rank = _number(env, _RANK)
         jobs = {"worker": _number(env, _TASKS)} if jobs is None else jobs
+        _require_step(env, sum(jobs.values()))
         layout = _layout(env, tasks_per_node)
         largest = max(layout.values(), default=0)
         per_node = _gpus_on_node(env) if gpus_per_node is None else gpus_per_node
@@ -90,7 +103,7 @@ class SlurmClusterResolver(SourceResolver):
                 f"{largest} tasks with {self._gpus_per_task} each, of {per_node}"
             )
         slots = _slots(layout)
-        self._spec, names = _cluster(jobs, slots, port_base)
+        self._spec, names = _cluster(jobs, slots, _port(env, port_base))
         if rank >= len(slots):
             raise RuntimeError(
                 f"SLURM_PROCID={rank}, and there are {len(slots)} tasks: expected a "
@@ -128,6 +141,30 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
     return int(text)
+
+
+def _require_step(env: Mapping[str, str], tasks: int) -> None:
+    """A batch script has the variables of rank 0, and is no task of the step."""
+    step = next((env[name] for name in _STEP if name in env), "")
+    by_srun = step.isdecimal() and int(step) < _LAST_STEP
+    has_step = _TASKS[0] in env or _NODES[0] in env
+    if tasks > 1 and not by_srun and not has_step:
+        raise RuntimeError(
+            f"this process is not one of the {tasks} tasks: it is the batch script of "
+            "the job, or runs in it, and has the variables of rank 0 without being it. "
+            "Start the program with srun in the script: srun python train.py"
+        )
+
+
+def _port(env: Mapping[str, str], given: int | None) -> int:
+    if given is not None:
+        return given
+    if not any(name in env for name in _JOB):
+        return _USUAL_PORT
+    step = next((env[name] for name in _STEP if name in env), "0")
+    # Steps of one job may share a node, too: 89 is prime to the number of places.
+    place = _number(env, _JOB) + 89 * (int(step) if step.isdecimal() else 0)
+    return _FIRST_PORT + place * _OF_A_JOB % _PORTS
 
 
 def _gpus_on_node(env: Mapping[str, str]) -> int:

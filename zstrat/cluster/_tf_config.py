@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._spec import ClusterSpec
 
 VARIABLE: Final = "TF_CONFIG"
+_SPARSE: Final = "sparseCluster"
 
 
 @final
@@ -29,6 +30,8 @@ class TFConfigClusterResolver(SourceResolver):
     "environment".
 
     A job may also be ``{"3": address}`` where a task need not know all the others.
+    "sparseCluster", which Kubeflow writes for dynamic workers instead of "cluster", is
+    read as such: of a ps it names that one alone, without its index.
     Every answer raises ValueError when TF_CONFIG is not what it should be, and says
     which key is wrong, what was expected there and what was found.
     """
@@ -36,7 +39,10 @@ class TFConfigClusterResolver(SourceResolver):
     _empty_layer_counts = True
 
     def cluster_spec(self) -> ClusterSpec:
-        return spec_from(_read().get("cluster", {}), VARIABLE)
+        config = _read()
+        if self.is_sparse:
+            return spec_from(self._sparse(config[_SPARSE]), VARIABLE)
+        return spec_from(config.get("cluster", {}), VARIABLE)
 
     def master(
         self,
@@ -61,6 +67,19 @@ class TFConfigClusterResolver(SourceResolver):
             missing = "task.type" if job is None else "task.index"
             raise ValueError(f"{VARIABLE}: {missing} is missing: who is this process?")
         return self._with_layer(spec.task_address(job, index), rpc_layer)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether TF_CONFIG leaves out tasks that this one need not know."""
+        config = _read()
+        return "cluster" not in config and _SPARSE in config
+
+    def _sparse(self, cluster: Any) -> Any:
+        index = self.task_id
+        match cluster:
+            case {"ps": [address]} if self.task_type == "ps" and index:
+                return {**cluster, "ps": {str(index): address}}
+        return cluster
 
     def _found_task_type(self) -> str | None:
         task = _task()

@@ -116,6 +116,7 @@ class Cluster:
                 self,
                 one_life=job == "ps",
                 grace=timeouts.reconnect,
+                turn=timeouts.request if joins else timeouts.turn,
             )
 
         self.ps = [session_with("ps", index, index, at) for index, at in enumerate(ps)]
@@ -145,7 +146,7 @@ class Cluster:
 
         Raises:
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
-            BusyError: They belong to another coordinator, all that time.
+            BusyError: They belong to another coordinator, for ``timeouts.turn``.
             VersionMismatchError, PermissionDeniedError: At once.
             ValueError: The workers that are there differ in their number of devices.
         """

@@ -75,6 +75,16 @@ class ClusterSession:
         portal.at_close(partial(cluster.close, False))
         weakref.finalize(self, portal.retire).atexit = False
 
+    def finish(self) -> None:
+        """Blocks until all that was scheduled in this session has ended.
+
+        Raises: As `ClusterCoordinator.join`.
+        """
+        with self.lock:
+            core = self.coordinators.get("core")
+        if core is not None:
+            core.engine.join(None)
+
     @staticmethod
     def connect(
         spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -118,6 +119,8 @@ class TaskSession:
             coordinator, has lost what makes it ours (a parameter server its variables),
             and is not taken back.
         grace: Seconds that a task with one life has to return after its link lost it.
+        turn: Seconds after which `wait_ready` gives up while another coordinator has
+            the task; it is asked further on.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class TaskSession:
         *,
         one_life: bool = False,
         grace: float = 0.0,
+        turn: float = math.inf,
     ) -> None:
         self.index, self.address = index, address
         self.name = f"/job:{job}/task:{task}"
@@ -158,7 +162,8 @@ class TaskSession:
             self._reopening = replace(opening, patience=0.0)
         self._farewells: Sequence[Message] = ()
         """What the task is told before it is asked in."""
-        self._grace = grace
+        self._grace, self._turn = grace, turn
+        self._held_since: float | None = None
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
         """The incarnation that has something of ours."""
@@ -335,6 +340,7 @@ class TaskSession:
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             loop = asyncio.get_running_loop()
+            self._held(isinstance(error, BusyError), loop.time())
             self._timer = loop.call_later(self._pause, self._ask)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         else:
@@ -342,6 +348,15 @@ class TaskSession:
             self._refused(
                 error if isinstance(error, ZstratError) else ZstratError(words)
             )
+            self._entered.set()
+
+    def _held(self, by_another: bool, now: float) -> None:
+        """Whoever waits need wait no longer, once it is clear that the other lives."""
+        if not by_another:
+            self._held_since = None
+        elif self._held_since is None:
+            self._held_since = now
+        elif now - self._held_since >= self._turn:
             self._entered.set()
 
     def _enter(self, answer: Message) -> None:
@@ -352,6 +367,7 @@ class TaskSession:
             self._leave("it served another coordinator, and what it held is gone")
             return
         resumed, self.opened, self.refusal = self.is_ready, answer, None
+        self._held_since = None
         self._warned = ""
         self.gone = False
         if self.line is not None:

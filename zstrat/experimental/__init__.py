@@ -3,6 +3,8 @@
 Law of the package: nothing is defined here. Each name is the one of `zstrat` itself.
 """
 
+from zstrat.saving import PreemptionCheckpointHandler as PreemptionCheckpointHandler
+from zstrat.saving import TerminationConfig as TerminationConfig
 from zstrat.strategy import CentralStorageStrategy as CentralStorageStrategy
 from zstrat.strategy import CommunicationImplementation as CommunicationImplementation
 from zstrat.strategy import CommunicationOptions as CommunicationOptions

@@ -13,6 +13,7 @@ from zstrat.config import environment, settings_from
 from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
 
+from ._server_signals import Departure
 from ._task import TaskPlace, serve
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class ServerDef:
 class Server:
     """Serves one ps or worker from this process until it is stopped, or the program
     ends.
+
+    SIGTERM and SIGHUP drain it, if it was started on the main thread and the program
+    has no handlers of its own: `join` returns, or else the program ends by the signal
+    behind the drain. A second SIGTERM ends it at once.
 
     Args:
         server_or_cluster_def: A `ServerDef`, a `ClusterSpec` or what makes one.
@@ -108,6 +113,7 @@ class Server:
             self._thread.start()
         self._ready.result()
         _running.add(self)
+        _departure.listen()
 
     def join(self) -> None:
         """Blocks until the server is stopped: by `stop`, or by its coordinator.
@@ -116,7 +122,8 @@ class Server:
         """
         if self._thread is None:
             raise RuntimeError("this server was not started: call start() first")
-        self._thread.join()
+        with _departure:
+            self._thread.join()
 
     def stop(self) -> None:
         """Finishes what was accepted, closes, lets `join` return. May be repeated."""
@@ -126,6 +133,8 @@ class Server:
         task.end_soon("stopped by its program")
         self._thread.join()
         _running.discard(self)
+        if not _running:
+            _departure.leave()
 
     def __enter__(self) -> Server:
         self.start()
@@ -182,6 +191,19 @@ def _define(
 
 
 _running: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
+
+
+def _ask_all(reason: str) -> None:
+    for server in list(_running):
+        server._ready.result().end_soon(reason)
+
+
+def _wait_for_all() -> None:
+    for server in list(_running):
+        server.stop()
+
+
+_departure: Final = Departure(_ask_all, _wait_for_all)
 
 
 def _end_all() -> None:

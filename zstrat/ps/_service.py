@@ -311,7 +311,7 @@ class PsService:
 
     def _open(self, session: int, remote: Caller) -> SessionOpened:
         self._require_open()
-        new = self._ownership.open(session, remote, remote.hello)
+        new = self._ownership.open(session, remote, remote.hello, time.time())
         if new:
             self._clear()
         self._joining.look()

@@ -46,7 +46,7 @@ class Checkpoint(Tracked):
     """How often `save` was called; int64, in this process."""
 
     def __init__(self, root: Any = None, **trackables: Any) -> None:
-        counter = _local_counter()
+        counter = local_counter(SAVE_COUNTER)
         self.__dict__.update(
             _tracked={SAVE_COUNTER: counter}, _restore=None, save_counter=counter
         )
@@ -261,10 +261,10 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(path)
 
 
-def _local_counter() -> Variable:
-    """In this process, whatever scope the program is in."""
+def local_counter(name: str) -> Variable:
+    """A count of this process, whatever scope the program is in."""
     token = creator.set(None)
     try:
-        return Variable(np.int64(0), trainable=False, name=SAVE_COUNTER)
+        return Variable(np.int64(0), trainable=False, name=name)
     finally:
         creator.reset(token)

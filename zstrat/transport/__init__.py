@@ -21,5 +21,6 @@ from ._loop import run as run
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._remote import Remote as Remote
+from ._secrecy import Secrecy as Secrecy
 from ._shared import Arena as Arena
 from ._shared import Mapping as Mapping

@@ -55,6 +55,38 @@ def parse(text: str) -> Address:
     return Address("tcp", host, number)
 
 
+async def check_known(address: Address, task: str) -> None:
+    """Whether the host is one that can be bound at all: a number, an interface, or a
+    name that is known.
+
+    Raises:
+        OSError: EADDRNOTAVAIL: nobody knows the name, so far.
+    """
+    if address.scheme == "ipc" or address.host == "*" or _is_number(address.host):
+        return
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        if address.host in (name for _, name in socket.if_nameindex()):
+            return
+        raise OSError(
+            errno.EADDRNOTAVAIL,
+            f"{task} cannot bind {address.host}:{address.port}: nobody knows the name "
+            f"{address.host!r} ({error.strerror}): it may not be in DNS yet, then try "
+            "again; or bind 0.0.0.0, with --bind, if peers reach this machine by a "
+            "name that it does not know itself",
+        ) from error
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 async def is_local(address: Address) -> bool:
     """Whether nothing outside this machine can reach a socket bound there."""
     if address.scheme == "ipc":

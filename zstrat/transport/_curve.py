@@ -14,16 +14,15 @@ enforce their domain.
 *Threats.* Everybody who reaches a port may try to talk: CURVE proves who has which
 secret, the authenticator admits exactly the public keys of the folder, and the role of
 a connection is that of its key, whatever its HELLO says. Whoever reads a secret has its
-role: a folder that others can enter is refused. CURVE without an authenticator admits
-every key, and one whose domain is not enforced admits all when it dies; `arm_server`
-sets both, before the socket is bound.
+role: a folder that others can enter is refused (`Secrecy`). CURVE without an
+authenticator admits every key, and one whose domain is not enforced admits all when it
+dies; `arm_server` sets both, before the socket is bound.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -35,6 +34,7 @@ from zstrat.errors import PermissionDeniedError
 from zstrat.wire import Job
 
 from ._pump import Pump
+from ._secrecy import check_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,7 +90,7 @@ class Security:
         secret_file = folder / f"{name}.secret"
         secret = _read(secret_file)
         if not guarded:
-            _check_private(secret_file)
+            check_private(secret_file)
         public = zmq.curve_public(secret.encode()).decode()
         if public != publics[name]:
             raise ValueError(
@@ -203,16 +203,6 @@ def _read(file: Path) -> str:
     if len(key) != _KEY_LENGTH:
         raise ValueError(f"{file} is no key: expected {_KEY_LENGTH} characters of Z85")
     return key
-
-
-def _check_private(file: Path) -> None:
-    for each in (file, file.parent):
-        mode = stat.S_IMODE(each.stat().st_mode)
-        if mode & 0o077:
-            raise PermissionDeniedError(
-                f"{each} has mode {mode:04o}: whoever reads the secret can act as this "
-                f"task; run `chmod {'700' if each.is_dir() else '600'} {each}`"
-            )
 
 
 _ADDRESS: Final = "inproc://zeromq.zap.01"

@@ -33,7 +33,7 @@ from zstrat.wire.connection import (
     task_name,
 )
 
-from ._address import SocketFile, parse, socket_file
+from ._address import SocketFile, check_known, parse, socket_file
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
 from ._curve import Authenticator
@@ -110,7 +110,7 @@ class Endpoint:
             random.randrange,
             in_all=min(IN_ALL, allowed() // 4),
         )
-        self._impostors = 0
+        self._impostors = self._probes = 0
         self._pump: Pump | None = None
         self._file: SocketFile | None = None
         self._authenticator: Authenticator | None = None
@@ -129,12 +129,14 @@ class Endpoint:
             ValueError: It is no address.
             PermissionDeniedError: It can be reached from other machines, and there are
                 neither keys nor ``settings.insecure``.
-            OSError: The address is taken or not one of this machine's, or others than
-                the owner may enter the directory of an ipc address.
+            OSError: The address is taken or not one of this machine's, or nobody knows
+                its name (EADDRNOTAVAIL: that may change), or others than the owner may
+                enter the directory of an ipc address.
         """
         if self._closed or self._pump is not None:
             raise ClosedError(f"{task_name(self._me)}: bind an endpoint once")
         where = parse(address)
+        await check_known(where, task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
         self._loop = asyncio.get_running_loop()
         self._context = new_context()
@@ -201,6 +203,7 @@ class Endpoint:
                 "refused": self._complaints.count,
                 "impostors": self._impostors,
                 "newcomers": len(self._newcomers),
+                "probes": self._probes,
             },
             "pool": POOL.statistics(),
         }
@@ -310,6 +313,10 @@ class Endpoint:
                 for connection in self._connections.values():
                     if connection.accepted.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
+            case (
+                Happening.FAILED
+            ):  # a load balancer or an engine that looks who listens
+                self._probes += 1
             case _:
                 self._complaints.add(_WITHOUT if self._security is None else _WITH)
 

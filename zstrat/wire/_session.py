@@ -9,7 +9,8 @@ Only this file changes who the owner is; ps and worker ask it before they act.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zstrat.errors import BusyError, StaleSessionError
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The coordinator that holds a task; ``peer`` is its connection, by identity."""
+    """The coordinator that holds a task; ``peer`` is its connection, by identity;
+    ``since`` is when it took it, in seconds since 1970, None if nobody said that."""
 
     session: int
     peer: object
     hello: Hello
+    since: float | None = None
     alive: bool = True
 
     def __str__(self) -> str:
@@ -39,9 +42,13 @@ class Owner:
                 "another strategy of your own program, made before: call "
                 "strategy.close() on that one, or use it"
             )
+        began = "before you"
+        if self.since is not None:
+            began = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(self.since))
         return (
-            f"the coordinator {self} since before you: stop that program, or wait "
-            "until it ends"
+            f"the coordinator {self} since {began}: stop that "
+            "program, or wait until it ends (ZSTRAT_TURN seconds, and no longer than "
+            "ZSTRAT_CONNECT_TIMEOUT)"
         )
 
 
@@ -61,8 +68,13 @@ class Ownership:
     def owner(self) -> Owner | None:
         return self._owner
 
-    def open(self, session: int, peer: object, hello: Hello) -> bool:
+    def open(
+        self, session: int, peer: object, hello: Hello, since: float | None = None
+    ) -> bool:
         """Gives the task to a coordinator.
+
+        Args:
+            since: What the time is, in seconds since 1970; messages say it.
 
         Returns:
             True if the session is new: what belongs to an older one is to be dropped.
@@ -74,7 +86,9 @@ class Ownership:
         owner = self._owner
         if owner is not None and owner.session != session and owner.alive:
             raise BusyError(f"{self._task} serves {owner.to(hello)}")
-        self._owner = Owner(session, peer, hello)
+        if owner is not None and owner.session == session:
+            since = owner.since
+        self._owner = Owner(session, peer, hello, since)
         return owner is None or owner.session != session
 
     def lost(self, peer: object) -> bool:
@@ -82,7 +96,7 @@ class Ownership:
         owner = self._owner
         if owner is None or owner.peer is not peer:
             return False  # a connection that the owner has replaced may die late
-        self._owner = Owner(owner.session, peer, owner.hello, alive=False)
+        self._owner = replace(owner, alive=False)
         return True
 
     def close(self, session: int) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zstrat.cluster import TFConfigClusterResolver
+from zstrat.cluster import TFConfigClusterResolver, detect
 from zstrat.collectives.schedules._choice import Choices, read_choices
 from zstrat.config import LANES, environment, settings_from
 
 from ._forming import FormingRequest, own_seat, seats_of
-from ._runtime import runtime_for
+from ._runtime import only_daemon, runtime_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,7 +122,7 @@ def invitation_of(
             a number or the lane cannot be.
     """
     settings = settings or settings_from(environment())
-    resolver = resolver or TFConfigClusterResolver()
+    resolver = resolver or _found()
     not_negative("bytes_per_pack", bytes_per_pack)
     seats = seats_of(resolver, tasks)
     seat = own_seat(resolver, seats)
@@ -140,6 +140,11 @@ def invitation_of(
         seat.address if bind is None else bind,
         settings,
     )
+
+
+def _found() -> ClusterResolver:
+    """For a program that gives no resolver. A daemon knows which task it is."""
+    return TFConfigClusterResolver() if only_daemon() else detect()
 
 
 def positive(name: str, given: float | None, default: float) -> float:

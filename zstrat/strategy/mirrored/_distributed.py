@@ -4,6 +4,9 @@ Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its own 
 in the cluster and tells the others through the group. What listens there asks nobody
 who he is, so the address must be one that the world does not reach.
 
+Where the program has brought jax together by itself, jax tells the processes of each
+other, and they need no other cluster.
+
 Law of the file: jax is brought together once in a process, before its first use of any
 device; it cannot be taken apart and formed anew while the process lives.
 """
@@ -16,19 +19,65 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from zstrat.cluster import free_ports
+from zstrat.cluster import Launch, free_ports, resolver_of
 from zstrat.program.stages import PROCESS
 from zstrat.strategy.replica._collective import AXIS
 
 if TYPE_CHECKING:
+    from zstrat.cluster import ClusterResolver
     from zstrat.program.stages import Collective
 
 _LONGEST: Final = 1024
 """Bytes of what rank 0 tells: more than an address, or why there is none, has."""
+_NOWHERE: Final = "192.0.2.1"
+"""An address that nobody has: the way there begins as the way to the others does."""
 _REFUSAL: Final = "!"
 """What no address begins with: why there is none."""
+
+
+def is_joined() -> bool:
+    """Whether jax has brought this process together with others."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def resolver_of_jax() -> ClusterResolver:
+    """The cluster of the processes that jax has brought together: all are workers, in
+    the order of jax. Each takes a free port and tells the others; all have to call it.
+    """
+    host, (port,) = _own_address(), free_ports(1, "0.0.0.0")
+    gathered = multihost_utils.process_allgather(
+        _sent(f"{socket.gethostname()} {host} {port}")
+    )
+    told = [_received(row).split() for row in np.asarray(gathered)]
+    if len({(name, host) for name, host, _ in told}) == 1:
+        told = [[name, "127.0.0.1", port] for name, _, port in told]
+    addresses = tuple(f"{host}:{port}" for _, host, port in told)
+    count, index = jax.process_count(), jax.process_index()
+    return resolver_of(Launch("jax.process_count()", "", count, index, addresses))
+
+
+def _own_address() -> str:
+    """Where others reach this host: the address that it sends from. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_NOWHERE, 9))
+        except OSError:  # no way out of this host
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _sent(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    sent = np.zeros(_LONGEST, np.uint8)
+    raw = text.encode()[:_LONGEST]
+    sent[: len(raw)] = np.frombuffer(raw, np.uint8)
+    return sent
+
+
+def _received(row: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    return row.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def joined(collective: Collective, host: str, timeout: float) -> Mesh:
@@ -89,13 +138,10 @@ def _broadcast_address(collective: Collective, host: str) -> str:
             text = _address(host)
         except (ValueError, OSError) as error:
             refused, text = error, f"{_REFUSAL}{error}"
-    sent = np.zeros(_LONGEST, np.uint8)
-    raw = text.encode()[:_LONGEST]
-    sent[: len(raw)] = np.frombuffer(raw, np.uint8)
-    received = np.asarray(collective.broadcast([sent], 0)[0])
+    received = np.asarray(collective.broadcast([_sent(text)], 0)[0])
     if refused is not None:
         raise refused
-    found = received.tobytes().rstrip(b"\0").decode(errors="replace")
+    found = _received(received)
     if found.startswith(_REFUSAL):
         raise ValueError(f"rank 0 formed no job of XLA: {found[len(_REFUSAL) :]}")
     return found

@@ -15,6 +15,7 @@ import numpy as np
 
 from zstrat.cluster import (
     TFConfigClusterResolver,
+    detect,
     id_in_cluster,
     launched_together,
     normalize_cluster_spec,
@@ -30,7 +31,7 @@ from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy.replica._collective import Team
 
-from ._distributed import joined
+from ._distributed import is_joined, joined, resolver_of_jax
 from ._mirrored_store import MirroredVariables
 
 if TYPE_CHECKING:
@@ -112,15 +113,16 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     Args:
         cluster_resolver: Tells the tasks of the cluster and which one this is. Left
-            out: TF_CONFIG does. An empty cluster is this process alone: without
-            TF_CONFIG, if it was started alone.
+            out: TF_CONFIG does; else jax, if `jax.distributed.initialize` was called;
+            else whoever started the processes (`zs.cluster_resolver.detect`). An empty
+            cluster is this process alone.
         communication_options: How the processes exchange what they reduce.
         group: Brings the processes together; another one in tests.
 
     Raises:
-        ValueError: The cluster does not know this task, or it trains nothing; or there
-            is no TF_CONFIG, and this process is one of several that were started
-            together.
+        ValueError: The cluster does not know this task, or it trains nothing; or this
+            process is one of several that were started together, and nothing says
+            where the others are.
         CollectiveTimeoutError: A process does not come; names it.
     """
 
@@ -131,11 +133,12 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         *,
         group: Callable[[ClusterResolver, CommunicationOptions], Collective] = _group,
     ) -> None:
-        resolver = cluster_resolver or TFConfigClusterResolver()
+        resolver = cluster_resolver or _found()
         options = communication_options or CommunicationOptions()
         spec = normalize_cluster_spec(resolver.cluster_spec())
         if not spec and isinstance(resolver, TFConfigClusterResolver):
             _require_alone(environment())
+        _require_all(resolver)
         task, saves = _task(resolver)
         self._resolver = resolver
         self._options = options
@@ -265,6 +268,13 @@ def _host(address: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
+def _found() -> ClusterResolver:
+    """For a program that gives no resolver."""
+    if is_joined() and not environment().get("TF_CONFIG", "").strip():
+        return resolver_of_jax()
+    return detect()
+
+
 def _require_alone(env: Mapping[str, str]) -> None:
     """Refuses to train alone for want of TF_CONFIG where several processes would.
 
@@ -275,23 +285,30 @@ def _require_alone(env: Mapping[str, str]) -> None:
         return  # it says that there is no cluster
     found = launched_together(env)
     if found is not None:
-        name, count, rank = found
-        seen, number = f"{name}={count}", f"int(os.environ[{rank!r}])"
-    elif jax.distributed.is_initialized() and jax.process_count() > 1:
+        seen = f"{found[0]}={found[1]}"
+    elif is_joined():
         seen = f"jax.distributed.initialize has brought {jax.process_count()} together"
-        number = "jax.process_index()"
     else:
         return
     raise ValueError(
-        "MultiWorkerMirroredStrategy finds no TF_CONFIG, so this process would train "
-        f"alone, and it was started as one of several: {seen}. Say who they are: "
-        "under srun give "
-        "MultiWorkerMirroredStrategy(zs.cluster_resolver.SlurmClusterResolver()); "
-        "elsewhere set TF_CONFIG in each process, or give a "
-        "zs.cluster_resolver.SimpleClusterResolver of the addresses of all, with "
-        f"task_type='worker' and task_id={number}. If each is to train alone, give a "
-        "SimpleClusterResolver of an empty ClusterSpec({}), or set TF_CONFIG='{}'"
+        "the TFConfigClusterResolver finds no TF_CONFIG, so this process would train "
+        f"alone, and it was started as one of several: {seen}. Give no resolver, then "
+        "zs.cluster_resolver.detect() finds the others; or set TF_CONFIG in each "
+        "process. If each is to train alone, set TF_CONFIG='{}'"
     )
+
+
+def _require_all(resolver: ClusterResolver) -> None:
+    """
+    Raises:
+        ValueError: The source leaves out processes that would train with this one.
+    """
+    if isinstance(resolver, TFConfigClusterResolver) and resolver.is_sparse:
+        raise ValueError(
+            "TF_CONFIG has a sparseCluster, which names no other worker, so this "
+            "process would train alone: take enableDynamicWorker out of the TFJob, or "
+            "train with a ParameterServerStrategy"
+        )
 
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:

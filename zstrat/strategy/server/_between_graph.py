@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, final
 import jax
 
 from zstrat.cluster import (
-    TFConfigClusterResolver,
+    detect,
     id_in_cluster,
     normalize_cluster_spec,
     task_count,
@@ -123,7 +123,7 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
 
     Args:
         cluster_resolver: Tells the tasks of the cluster, and which one this program is.
-            Left out: TF_CONFIG does.
+            Left out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first.
         devices: The replicas of this program; left out: all of its devices.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
@@ -143,7 +143,7 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         settings: Settings | None = None,
         connect: Connect = _connect,
     ) -> None:
-        resolver = cluster_resolver or TFConfigClusterResolver()
+        resolver = cluster_resolver or detect()
         spec, job, index = _task(resolver)
         settings = settings_from(environment()) if settings is None else settings
         number = id_in_cluster(spec, job, index)
@@ -196,7 +196,9 @@ def _task(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
         )
     if not task_count(spec, "ps"):
         raise ValueError(
-            f"The cluster spec needs to have `ps` jobs, and has {spec.jobs}"
+            f"The cluster spec needs to have `ps` jobs, and has {spec.jobs}; "
+            "of processes that a launcher started, cluster_resolver="
+            "zs.cluster_resolver.detect({'ps': 1, 'worker': 3}) makes some ps"
         )
     if job not in ("chief", "worker"):
         raise ValueError(

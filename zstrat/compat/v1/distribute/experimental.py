@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import zstrat
-from zstrat.cluster import TFConfigClusterResolver, normalize_cluster_spec
+from zstrat.cluster import detect, normalize_cluster_spec
 from zstrat.strategy import (
     BetweenGraphStrategy,
     CommunicationImplementation,
@@ -66,7 +66,7 @@ def ParameterServerStrategy(  # a class of TF
 ) -> Strategy:
     """`zstrat.BetweenGraphStrategy`, or `zstrat.CentralStorageStrategy` where there is
     no cluster."""
-    resolver = cluster_resolver or TFConfigClusterResolver()
+    resolver = cluster_resolver or detect()
     if normalize_cluster_spec(resolver.cluster_spec()):
         return BetweenGraphStrategy(resolver)
     local: Any = zstrat.CentralStorageStrategy

@@ -1,0 +1,296 @@
+"""``zs.PreemptionCheckpointHandler``: a program that is about to be ended saves first.
+
+All processes of a synchronous strategy save after the same run: after each one they
+tell each other what they want, in one small collective. Whoever coordinates workers
+saves alone, and so does the chief of programs that share parameter servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+
+import numpy as np
+
+from zstrat.cluster import id_in_cluster, normalize_cluster_spec
+from zstrat.collectives import Group
+from zstrat.coordinator import ClusterSession
+from zstrat.errors import InvalidArgumentError, NotFoundError
+
+from ._checkpoint import Checkpoint, local_counter
+from ._graph import graph_of
+from ._rotation import CheckpointManager
+from ._servers import cluster_of
+from ._termination import Countdown, TerminationConfig, Wish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from zstrat.cluster import ClusterResolver
+
+T = TypeVar("T")
+
+TRY_AGAIN: Final = 75
+"""EX_TEMPFAIL: not done, and nothing is wrong."""
+
+_RUNS: Final = "checkpointed_runs"
+"""TensorFlow's name of the count in checkpoints."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_A_DAY: Final = 86_400.0
+"""Seconds that one process may wait for the run of another: who is gone is missed much
+earlier than that."""
+_PAUSE: Final = 1.0
+"""Seconds between two questions to a termination_watcher_fn."""
+
+log = logging.getLogger("zstrat.saving")
+
+
+@final
+class PreemptionCheckpointHandler:
+    """Saves when the end of the program is announced, and ends it with 75; made anew it
+    restores.
+
+    SIGTERM or SIGUSR1 announce it (``termination_config`` says otherwise): the run that
+    is under way ends, in all processes of a synchronous strategy the same one, a
+    checkpoint is saved, and ``sys.exit(75)`` ends the program. A second SIGTERM ends it
+    at once. What is not in a `run`, nor followed by `save_checkpoint_if_preempted`,
+    goes on as if nothing had been announced.
+
+    What a run has scheduled on workers ends before the checkpoint is saved, so schedule
+    no more in one than fits into the time that is left.
+
+    Args:
+        cluster_resolver: ``strategy.cluster_resolver``; None: the program is alone.
+        checkpoint_or_checkpoint_manager: What is saved: a `zs.CheckpointManager`, or a
+            `zs.Checkpoint`, of which the last one is kept in ``checkpoint_dir``.
+        checkpoint_dir: Of a `zs.Checkpoint`; the same for all processes.
+        termination_config: A `zs.TerminationConfig`.
+
+    Raises:
+        InvalidArgumentError: A `zs.Checkpoint` without a folder, or a manager with
+            another one.
+        ValueError: This is not the main thread, so no signal would be heard; or this
+            process trains nothing.
+        Else as `zs.CheckpointManager.restore_or_initialize`, and as
+        `zs.collectives.Group`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        config = termination_config or TerminationConfig()
+        self._config = config
+        self._countdown = Countdown(config.grace_period or 0.0)
+        self._asked_at = -_PAUSE
+        self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._rank, self._trains_in_sync = _part(cluster_resolver)
+        self._group: Group | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._manager.restore_or_initialize()
+        self._runs = _counter(self._manager.checkpoint)
+        self._total = int(self._runs.numpy())
+        if config.termination_watcher_fn is None:
+            self._listen()
+        if self._trains_in_sync:
+            self._group = Group(cluster_resolver, name="preemption", timeout=_A_DAY)
+
+    @property
+    def total_run_calls(self) -> int:
+        """Calls of `run`, with those before the checkpoint that was restored."""
+        return self._total
+
+    def run(
+        self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any
+    ) -> T:
+        """Calls the function, counts it, and saves and ends the program if the end is
+        announced. In synchronous training all processes call it equally often.
+
+        Raises:
+            SystemExit: The program is to end; nothing may hold it up.
+            PeerLostError, CollectiveTimeoutError: Another process did not end this run.
+                After `strategy.reform` go on.
+            Else what the function raises; then it is not counted.
+        """
+        began = time.monotonic()
+        result = distributed_train_function(*args, **kwargs)
+        self._countdown.ran(time.monotonic() - began)
+        self._total += 1
+        self.save_checkpoint_if_preempted()
+        return result
+
+    def save_checkpoint_if_preempted(self) -> None:
+        """Saves and ends the program if the end is announced, without a `run`. In
+        synchronous training all processes call it at the same place.
+
+        Raises: As `run`.
+        """
+        agreed = self._agreed()
+        if self._countdown.is_due(agreed):
+            began = time.monotonic()
+            self._save()
+            self._countdown.saved(time.monotonic() - began)
+        if agreed is Wish.LEAVE:
+            log.warning("the end was announced: saved after run %d", self._total)
+            self.close()
+            (self._config.exit_fn or _try_again)()
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """At the end of the block, if it raises nothing, as
+        `save_checkpoint_if_preempted`: for steps that are not given to `run`."""
+        yield
+        self.save_checkpoint_if_preempted()
+
+    def close(self) -> None:
+        """Hears no signal any more, and leaves the other processes. Closing twice is
+        fine; ``with`` closes at its end."""
+        if self._group is not None:
+            self._group.close()
+        for number, handler in self._before.items():
+            if signal.getsignal(number) in (self._told, signal.SIG_DFL):
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "PreemptionCheckpointHandler: only the main thread hears signals: make "
+                "it there, or give a TerminationConfig with a termination_watcher_fn"
+            )
+        for each in _SIGNALS:
+            self._before[each] = signal.signal(each, self._told)
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self._countdown.announced(time.monotonic())
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)  # once more ends at once
+
+    def _agreed(self) -> Wish:
+        """What all processes do."""
+        now = time.monotonic()
+        watch = self._config.termination_watcher_fn
+        if watch is not None and now - self._asked_at >= _PAUSE:
+            self._asked_at = now
+            if watch():
+                self._countdown.announced(now)
+        mine = self._countdown.wish(now)
+        if self._group is None:
+            return mine
+        if self._group.is_broken:  # the strategy has formed anew
+            self._group.reform()
+        return Wish(int(self._group.all_reduce(np.array(mine), "max")))
+
+    def _save(self) -> None:
+        for session in _sessions(self._manager.checkpoint):
+            session.finish()  # so that what is counted is in it
+        self._runs.assign(np.int64(self._total))
+        if self._config.save_fn is not None:
+            self._config.save_fn()
+        elif self._rank == 0:
+            self._manager.save(check_interval=False)
+        elif self._trains_in_sync:
+            self._take_part()
+        if self._group is not None:  # who ends first may have all others ended
+            self._group.barrier()
+
+    def _take_part(self) -> None:
+        """To save a metric of all processes is a collective; what this one writes is
+        not kept."""
+        folder = f"{self._manager.directory}.worker-{self._rank}"
+        try:
+            self._manager.checkpoint.write(os.path.join(folder, "ckpt"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def PreemptionHandler(  # as a class of TF's is called
+    manager: CheckpointManager,
+    strategy: Any = None,
+    termination_config: TerminationConfig | None = None,
+) -> PreemptionCheckpointHandler:
+    """A `PreemptionCheckpointHandler` in few words.
+
+    Args:
+        manager: What is saved, and where.
+        strategy: Of the program; None: one of this process alone.
+    """
+    resolver = None if strategy is None else strategy.cluster_resolver
+    return PreemptionCheckpointHandler(
+        resolver, manager, termination_config=termination_config
+    )
+
+
+def _try_again() -> None:
+    sys.exit(TRY_AGAIN)
+
+
+def _manager(
+    given: Checkpoint | CheckpointManager, folder: str | os.PathLike[str] | None
+) -> CheckpointManager:
+    if isinstance(given, Checkpoint):
+        if not folder:
+            raise InvalidArgumentError(
+                "When a checkpoint is passed, a checkpoint_dir must be passed as well."
+            )
+        return CheckpointManager(given, folder, max_to_keep=1)
+    if folder and os.path.abspath(folder) != given.directory:
+        raise InvalidArgumentError(
+            f"checkpoint_dir={os.fspath(folder)!r}, and the CheckpointManager saves to "
+            f"{given.directory!r}: leave checkpoint_dir out"
+        )
+    return given
+
+
+def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
+    """The number of this process, of which 0 saves, and whether all go in step."""
+    if resolver is None:
+        return 0, False
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    job, index = resolver.task_type, resolver.task_id
+    if "ps" in spec.jobs and (job is None or index is None):
+        return 0, False  # who coordinates need not say who it is
+    if not spec or job == "evaluator":
+        return 0, False
+    if job is None or index is None:
+        raise ValueError(
+            "PreemptionCheckpointHandler: the resolver does not say which task this "
+            "process is: give it task_type and task_id"
+        )
+    return id_in_cluster(spec, job, index), "ps" not in spec.jobs
+
+
+def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
+    """Those of coordinators, of what is saved."""
+    variables = [node.value for node in graph_of(checkpoint).variables]
+    clusters = [cluster_of(part) for each in variables for part in each.components]
+    found = [each for each in clusters if isinstance(each, ClusterSession)]
+    return list({id(session): session for session in found}.values())
+
+
+def _counter(checkpoint: Checkpoint) -> Any:
+    """The count of runs, with the value of the checkpoint that was restored: set behind
+    that, as one that was saved without a handler has no count."""
+    if _RUNS not in checkpoint.tracked:
+        with contextlib.suppress(NotFoundError):
+            setattr(checkpoint, _RUNS, local_counter(_RUNS))
+    return checkpoint.tracked[_RUNS]
