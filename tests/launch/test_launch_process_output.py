@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import threading
 import warnings
 
@@ -42,6 +43,18 @@ def test_what_is_printed_is_heard_and_is_in_the_log_at_once(heard):
     heard.print("after")
     assert len(heard.log.getvalue().splitlines()) == 3
     assert "after" not in "".join(text for _, text in heard.texts)
+
+
+def test_a_process_that_was_forked_is_not_heard(heard, monkeypatch):
+    """The listener of a child may wait for a lock that a thread of the parent had."""
+    heard.listen()
+    process = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)  # as in the child
+    heard.print("child")
+    monkeypatch.undo()
+    heard.print("parent")
+    assert "".join(text for _, text in heard.texts) == "parent\n"
+    assert heard.log.getvalue() == b"child\nparent\n"
 
 
 def test_a_thread_of_before_is_not_heard_and_one_of_now_is(heard):
