@@ -61,8 +61,22 @@ _OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
 """Packages whose objects are not looked into, but for modules and step functions."""
 
 _OTHERS: Final = frozenset(
-    "absl chex einops equinox flax grain haiku jaxtyping keras orbax scipy tensorflow "
-    "torch treescope".split()
+    [
+        "absl",
+        "chex",
+        "einops",
+        "equinox",
+        "flax",
+        "grain",
+        "haiku",
+        "jaxtyping",
+        "keras",
+        "orbax",
+        "scipy",
+        "tensorflow",
+        "torch",
+        "treescope",
+    ]
 )
 """Packages that hold variables of zstrat in objects at most, not in their own modules
 and classes."""
