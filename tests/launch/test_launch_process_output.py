@@ -76,6 +76,24 @@ def test_a_thread_of_before_is_not_heard_and_one_of_now_is(heard):
     assert b"of the session before" in heard.log.getvalue()
 
 
+def test_a_record_that_a_handler_of_the_user_writes_is_heard_once(heard):
+    heard.listen()
+    root, records = logging.getLogger(), heard.output.records()
+    above, logger = map(logging.getLogger, ("heard_once", "heard_once.part"))
+    handler = logging.StreamHandler(heard.out)
+    handler.setLevel(logging.ERROR)
+    root.addHandler(records)
+    above.addHandler(handler)
+    try:
+        logger.error("written")
+        logger.warning("below its level")
+    finally:
+        above.removeHandler(handler)
+        root.removeHandler(records)
+    texts = "".join(text for _, text in heard.texts).splitlines()
+    assert texts == ["written", "WARNING:heard_once.part:below its level"]
+
+
 def test_records_are_heard_as_a_program_shows_them_but_for_our_own(heard):
     heard.listen()
     logger = logging.Logger("a")

@@ -119,13 +119,25 @@ class HeardRecords(logging.Handler):
         self._usual = logging.Formatter(logging.BASIC_FORMAT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] == _OURS:
+        if record.name.partition(".")[0] == _OURS or _is_written(record):
             return
         shown = self._plain if record.name == _WARNINGS else self._usual
         try:
             self._tell(shown.format(record).rstrip("\n") + "\n")
         except Exception:  # goes to the log, as of every handler: a record's own fault
             self.handleError(record)
+
+
+def _is_written(record: logging.LogRecord) -> bool:
+    """Whether a handler of the user has written it to a stream that is heard."""
+    logger = logging.getLogger(record.name)
+    while logger.parent is not None:
+        for handler in logger.handlers:
+            is_heard = isinstance(getattr(handler, "stream", None), HeardStream)
+            if is_heard and record.levelno >= handler.level:
+                return True
+        logger = logger.parent
+    return False
 
 
 def _is_native(thread: threading.Thread) -> bool:
