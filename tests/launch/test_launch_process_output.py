@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import threading
 import warnings
 
@@ -44,6 +45,18 @@ def test_what_is_printed_is_heard_and_is_in_the_log_at_once(heard):
     assert "after" not in "".join(text for _, text in heard.texts)
 
 
+def test_a_process_that_was_forked_is_not_heard(heard, monkeypatch):
+    """The listener of a child may wait for a lock that a thread of the parent had."""
+    heard.listen()
+    process = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)  # as in the child
+    heard.print("child")
+    monkeypatch.undo()
+    heard.print("parent")
+    assert "".join(text for _, text in heard.texts) == "parent\n"
+    assert heard.log.getvalue() == b"child\nparent\n"
+
+
 def test_a_thread_of_before_is_not_heard_and_one_of_now_is(heard):
     go, done = threading.Event(), threading.Event()
 
@@ -61,6 +74,24 @@ def test_a_thread_of_before_is_not_heard_and_one_of_now_is(heard):
     assert done.wait(60)
     assert "".join(text for _, text in heard.texts) == "of this one\n"
     assert b"of the session before" in heard.log.getvalue()
+
+
+def test_a_record_that_a_handler_of_the_user_writes_is_heard_once(heard):
+    heard.listen()
+    root, records = logging.getLogger(), heard.output.records()
+    above, logger = map(logging.getLogger, ("heard_once", "heard_once.part"))
+    handler = logging.StreamHandler(heard.out)
+    handler.setLevel(logging.ERROR)
+    root.addHandler(records)
+    above.addHandler(handler)
+    try:
+        logger.error("written")
+        logger.warning("below its level")
+    finally:
+        above.removeHandler(handler)
+        root.removeHandler(records)
+    texts = "".join(text for _, text in heard.texts).splitlines()
+    assert texts == ["written", "WARNING:heard_once.part:below its level"]
 
 
 def test_records_are_heard_as_a_program_shows_them_but_for_our_own(heard):

@@ -10,13 +10,15 @@ Records of logging are heard as the program of a session would show them, and wa
 which `logging.captureWarnings` makes records; those of zstrat itself are not.
 
 The law of this file: a listener hears no thread that began before it listened, but for
-its own. So what an earlier session has left running does not speak in the next one.
+its own. So what an earlier session has left running does not speak in the next one. Nor
+does it hear a process that was forked, where locks of it may be held for ever.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -38,7 +40,7 @@ class ProcessOutput:
 
     def __init__(self) -> None:
         self._hear: Hear | None = None
-        self._mine = 0
+        self._mine = self._process = 0
         self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def install(self) -> None:
@@ -75,11 +77,12 @@ class ProcessOutput:
             for thread in threading.enumerate()
             if thread is not mine and not _is_native(thread)
         )
+        self._process = os.getpid()
         self._mine, self._hear = threading.get_ident(), hear
 
     def _heard(self, stream: int, text: str) -> None:
         hear = self._hear
-        if hear is None:
+        if hear is None or os.getpid() != self._process:
             return
         if threading.get_ident() == self._mine or (
             threading.current_thread() not in self._older
@@ -116,13 +119,25 @@ class HeardRecords(logging.Handler):
         self._usual = logging.Formatter(logging.BASIC_FORMAT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] == _OURS:
+        if record.name.partition(".")[0] == _OURS or _is_written(record):
             return
         shown = self._plain if record.name == _WARNINGS else self._usual
         try:
             self._tell(shown.format(record).rstrip("\n") + "\n")
         except Exception:  # goes to the log, as of every handler: a record's own fault
             self.handleError(record)
+
+
+def _is_written(record: logging.LogRecord) -> bool:
+    """Whether a handler of the user has written it to a stream that is heard."""
+    logger = logging.getLogger(record.name)
+    while logger.parent is not None:
+        for handler in logger.handlers:
+            is_heard = isinstance(getattr(handler, "stream", None), HeardStream)
+            if is_heard and record.levelno >= handler.level:
+                return True
+        logger = logger.parent
+    return False
 
 
 def _is_native(thread: threading.Thread) -> bool:

@@ -60,6 +60,27 @@ itself, as it was before anything was shared."""
 _OURS: Final = ("jax", "jaxlib", "numpy", "optax", "zstrat")
 """Packages whose objects are not looked into, but for modules and step functions."""
 
+_OTHERS: Final = frozenset(
+    [
+        "absl",
+        "chex",
+        "einops",
+        "equinox",
+        "flax",
+        "grain",
+        "haiku",
+        "jaxtyping",
+        "keras",
+        "orbax",
+        "scipy",
+        "tensorflow",
+        "torch",
+        "treescope",
+    ]
+)
+"""Packages that hold variables of zstrat in objects at most, not in their own modules
+and classes."""
+
 _LEAVES: Final = frozenset({str, bytes, float, complex, bool, type(None), CodeType})
 
 
@@ -179,13 +200,13 @@ def has_captured(fn: Any, call: CutCall, given: GivenVariables) -> bool:
     variables = [x for x in call.leaves if isinstance(x, AbstractVariable)]
     numbers = {id(variable) for variable in (*variables, *given.variables)}
     keys = set(given.keys)
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # they stay, or others would get their numbers
     waiting = [fn, *[x for x in call.leaves if not isinstance(x, AbstractVariable)]]
     while waiting:
         thing = waiting.pop()
         if id(thing) in seen:
             continue
-        seen.add(id(thing))
+        seen[id(thing)] = thing
         if len(seen) > MAX_REACHED:
             return True
         if isinstance(thing, AbstractVariable):
@@ -266,9 +287,9 @@ def _package(module: str | None) -> str:
 def _is_known(module: str | None) -> bool:
     """Whether it is no module of a user, which alone knows variables."""
     package = _package(module)
-    return package in _OURS or (
-        package in sys.stdlib_module_names and package != "__main__"
-    )
+    if package in _OURS or package in _OTHERS:
+        return True
+    return package in sys.stdlib_module_names and package != "__main__"
 
 
 def _attributes(thing: Any) -> Iterable[Any]:
