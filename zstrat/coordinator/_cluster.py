@@ -25,13 +25,7 @@ from zstrat.errors import (
 )
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
-from zstrat.wire import (
-    CloseSession,
-    JoinSession,
-    Message,
-    OpenSession,
-    SessionOpened,
-)
+from zstrat.wire import CloseSession, JoinSession, Message, OpenSession, SessionOpened
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of

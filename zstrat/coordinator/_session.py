@@ -23,14 +23,7 @@ from ._open_sessions import hail, open_sessions
 from ._servers import ParameterServers, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncIterator,
-        Callable,
-        Coroutine,
-        Iterable,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -324,9 +317,7 @@ class ClusterSession:
         work = recovery.settled(since)
         return await self.run_async(work, "waiting for parameter servers")
 
-    async def remember(
-        self, point: RestorePoint, cut: Cut, restores: int
-    ) -> Sequence[str]:
+    async def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:
         """The checkpoint is whole, or was restored.
 
         Args:

@@ -282,6 +282,7 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
     """Those of coordinators, of what is saved."""
     variables = [node.value for node in graph_of(checkpoint).variables]
+    clusters: list[object]
     clusters = [cluster_of(part) for each in variables for part in each.components]
     found = [each for each in clusters if isinstance(each, ClusterSession)]
     return list({id(session): session for session in found}.values())
