@@ -30,7 +30,8 @@ def test_a_crowd_that_says_nothing_does_not_shut_others_out(ps, rounds):
             for _ in range(1000):
                 crowd.callback(dial(ps.address).close)
             assert ps.inspect()["endpoint"]["counts"]["newcomers"] <= PER_ADDRESS
-            assert ps.descriptors <= before + PER_ADDRESS + 10
+            while ps.descriptors > before + PER_ADDRESS + 10:
+                ps.inspect()  # those that it has given up are being closed
     assert ps.threads == threads
     assert ps.log_bytes < 5000, ps.words
 
