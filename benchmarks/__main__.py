@@ -60,7 +60,7 @@ def main() -> int:
             print(f"    {name}: {_spread(values)} {row['unit']}, {times:.2f} times it")
     if arguments.keep:
         _keep(rows)
-    worse = worse_than(json.loads(REACHED.read_text()), rows) if arguments.check else []
+    worse = worse_than(_reached(), rows) if arguments.check else []
     for words in worse:
         print(words)
     return int(failed or bool(worse))
@@ -81,8 +81,15 @@ def worse_than(reached: dict[str, float], rows: list[dict[str, Any]]) -> list[st
     return words
 
 
+def _reached() -> dict[str, float]:
+    found: dict[str, float] = json.loads(
+        REACHED.read_text() if REACHED.exists() else "{}"
+    )
+    return found
+
+
 def _keep(rows: list[dict[str, Any]]) -> None:
-    reached = json.loads(REACHED.read_text()) if REACHED.exists() else {}
+    reached = _reached()
     for row in rows:
         reached[row["name"]] = float(f"{statistics.median(row['ratios']):.3g}")
     known = {case.name: reached[case.name] for case in CASES if case.name in reached}
