@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _cluster, _task_session
+from zstrat.coordinator.connecting import _arrival, _task_session
 from zstrat.errors import BusyError, DeadlineExceededError
 from zstrat.testing import FakeClock
 from zstrat.wire import OpenSession
@@ -21,7 +21,7 @@ def lane(name, *, ready=False):
 
 def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog):
     ps, workers, clock = [lane("p0"), lane("p1")], [lane("w0"), lane("w1")], FakeClock()
-    arrival = _cluster.Arrival(ps, workers, clock.call_later)
+    arrival = _arrival.Arrival(ps, workers, clock.call_later)
     arrival.start()
     assert clock.advance_to_next() == 2.0
     (first,) = caplog.messages
@@ -39,7 +39,7 @@ def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog
 
 def test_what_was_said_already_is_not_said_again_at_length(caplog):
     ps, workers, clock = [lane("p0")], [lane("w0")], FakeClock()
-    _cluster.Arrival(ps, workers, clock.call_later).start()
+    _arrival.Arrival(ps, workers, clock.call_later).start()
     for _ in range(3):
         clock.advance_to_next()
     ps[0].state = "another trouble"
@@ -51,7 +51,7 @@ def test_what_was_said_already_is_not_said_again_at_length(caplog):
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
-    monkeypatch.setattr(_cluster, "FIRST_WORD", 0.0)
+    monkeypatch.setattr(_arrival, "FIRST_WORD", 0.0)
     world = make_world(ps=2)
     world.ps[1].alive = False
     with pytest.raises(DeadlineExceededError):

@@ -5,23 +5,16 @@ another incarnation, or from another coordinator. While one is not there the clu
 *broken*, and says so through the dispatcher to whoever schedules or joins; or, if the
 user wishes, all wait for its recovery (`recovery/`). Workers come and go: the
 dispatcher's business alone.
-
-While a program connects it is said who is awaited, so that nobody looks at silence. The
-law of that: one warning names all tasks that are awaited; it comes after `FIRST_WORD`
-seconds and then every `NEXT_WORD`, and never after `Arrival.stop`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
-    DeadlineExceededError,
     PSUnavailableError,
-    UnavailableError,
-    ZstratError,
 )
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
@@ -29,11 +22,11 @@ from zstrat.wire import CloseSession, JoinSession, Message, OpenSession, Session
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
-from ._task_session import MakeTaskLink, TaskSession
+from .connecting import MakeTaskLink, TaskSession, arrive
 from .recovery import Recovery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from zstrat.config import Timeouts
 
@@ -346,150 +339,3 @@ def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:
 def _heed(answer: asyncio.Future[Message]) -> None:
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("closing the session: %s", error)
-
-
-FIRST_WORD: Final = 2.0
-"""Seconds: all tasks of a cluster that is up answer in much less."""
-NEXT_WORD: Final = 10.0
-
-
-class AwaitedTask(Protocol):
-    """Who is waited for: a `TaskSession`, or a task that is only hailed."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def state(self) -> str:
-        """Words for how far it got."""
-        ...
-
-    def start(self) -> None: ...
-
-    async def wait_ready(self, deadline: float) -> object: ...
-
-
-class Cancellable(Protocol):
-    def cancel(self) -> None: ...
-
-
-class CallLater(Protocol):
-    """`asyncio.AbstractEventLoop.call_later`."""
-
-    def __call__(
-        self, delay: float, callback: Callable[[], None], /
-    ) -> Cancellable: ...
-
-
-@final
-class Arrival:
-    """Watches the tasks of a cluster until all parameter servers and one worker are
-    there. On the loop thread."""
-
-    def __init__(
-        self,
-        ps: Sequence[AwaitedTask],
-        workers: Sequence[AwaitedTask],
-        call_later: CallLater,
-    ) -> None:
-        self._ps, self._workers, self._call_later = ps, workers, call_later
-        self._timer: Cancellable | None = None
-        self._said: list[str] = []
-
-    def start(self) -> None:
-        self._timer = self._call_later(FIRST_WORD, self._tell)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    @property
-    def awaited(self) -> list[AwaitedTask]:
-        """The tasks that connecting waits for now; one of the workers will do."""
-        ps = [task for task in self._ps if not task.is_ready]
-        if any(task.is_ready for task in self._workers):
-            return ps
-        return [*ps, *self._workers]
-
-    def _tell(self) -> None:
-        awaited = [
-            f"{task.name} at {task.address} ({task.state})" for task in self.awaited
-        ]
-        if awaited and awaited == self._said:
-            names = ", ".join(task.name for task in self.awaited)
-            log.warning("connecting: still waiting for %s, as before", names)
-        elif awaited:
-            log.warning("connecting: still waiting for %s", ", ".join(awaited))
-        self._said = awaited
-        self._timer = self._call_later(NEXT_WORD, self._tell)
-
-
-async def arrive(
-    ps: Sequence[AwaitedTask], workers: Sequence[AwaitedTask], deadline: float
-) -> None:
-    """Starts all, and waits for all parameter servers and one of the workers, if there
-    are any.
-
-    Args:
-        deadline: Loop time.
-
-    Raises:
-        DeadlineExceededError: Tasks did not answer in time; each one is named.
-        ZstratError: What one of them said.
-
-    Cancellation: those that were started go on.
-    """
-    arrival = Arrival(ps, workers, asyncio.get_running_loop().call_later)
-    arrival.start()
-    try:
-        for task in (*ps, *workers):
-            task.start()
-        missing = await asyncio.gather(
-            *(task.wait_ready(deadline) for task in ps), return_exceptions=True
-        )
-        _raise_all([item for item in missing if isinstance(item, BaseException)])
-        await _any_of(workers, deadline)
-    finally:
-        arrival.stop()
-
-
-async def _any_of(workers: Sequence[AwaitedTask], deadline: float) -> None:
-    async def outcome(task: AwaitedTask) -> Exception | None:
-        try:
-            await task.wait_ready(deadline)
-        except Exception as error:  # goes to the caller, if no worker comes
-            return error
-        return None
-
-    async with asyncio.TaskGroup() as tasks:
-        coming = [
-            tasks.create_task(outcome(task), name=f"wait for {task.name}")
-            for task in workers
-        ]
-        for one in asyncio.as_completed(coming):
-            if await one is None:
-                for other in coming:
-                    other.cancel()
-                return
-    _raise_all([error for one in coming if (error := one.result())])
-
-
-def _raise_all(errors: Sequence[BaseException]) -> None:
-    """One error as it is; several as one that has the words of all."""
-    if not errors:
-        return
-    telling = [e for e in errors if not isinstance(e, DeadlineExceededError)]
-    if len(errors) == 1 or telling:
-        raise (telling or errors)[0]
-    words = "; ".join(str(error) for error in errors)
-    kind: type[ZstratError] = DeadlineExceededError
-    if all(isinstance(error, UnavailableError) for error in errors):
-        kind = UnavailableError
-    raise kind(words)

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from ._engine import ClosureEngine
     from ._fences import Fences
     from ._loop_side import Cancelling
-    from ._task_session import TaskSession
     from ._values import Kept
+    from .connecting import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 

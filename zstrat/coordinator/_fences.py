@@ -33,7 +33,7 @@ from ._queue import Effect
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ._task_session import TaskSession
+    from .connecting import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 

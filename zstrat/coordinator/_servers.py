@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zstrat.wire import InitialEntry
 
     from ._cluster import Cluster
-    from ._task_session import MakeTaskLink
+    from .connecting import MakeTaskLink
     from .recovery import Inventory, Recovery
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]

@@ -19,8 +19,8 @@ from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
-from ._open_sessions import hail, open_sessions
 from ._servers import ParameterServers, session_of
+from .connecting import hail, open_sessions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.ps import PsClient
 
-    from ._open_sessions import Place, SessionClaim
     from ._rest import Cut
-    from ._task_session import MakeTaskLink
+    from .connecting import MakeTaskLink, Place, SessionClaim
     from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._members import Member
     from ._queue import Closure
-    from ._task_session import TaskSession
+    from .connecting import TaskSession
 
 
 @dataclass(slots=True, eq=False)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from zstrat.coordinator._rest import Cut
-    from zstrat.coordinator._task_session import TaskSession
+    from zstrat.coordinator.connecting import TaskSession
     from zstrat.ps import PsClient
 
     from ._inventory import RestorePoint

@@ -11,7 +11,6 @@ open, and at most one on its way there.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import weakref
@@ -20,14 +19,11 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from zstrat.errors import BusyError
 from zstrat.variables import line_outside
 
-from ._cluster import arrive
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
 
     from zstrat.transport import Portal
 
-    from ._task_session import MakeTaskLink, TaskLink
 
 Place = tuple[str, int, str]
 """The job and the index that the program has, and the address of a task that knows it
@@ -142,67 +138,3 @@ class OpenSessions:
 
 open_sessions: Final = OpenSessions()
 os.register_at_fork(after_in_child=open_sessions.forget)
-
-
-@final
-class HailedTask:
-    """A task that is greeted, and asked for nothing."""
-
-    def __init__(
-        self, job: str, number: int, address: str, make_link: MakeTaskLink
-    ) -> None:
-        self.name, self.address = f"/job:{job}/task:{number}", address
-        self.link: TaskLink = make_link(
-            address,
-            name=self.name,
-            expect=(job, number),
-            on_notice=_ignored,
-            on_open=_ignored,
-            on_lost=_ignored,
-        )
-
-    @property
-    def is_ready(self) -> bool:
-        return self.link.is_open
-
-    @property
-    def state(self) -> str:
-        return self.link.trouble
-
-    def start(self) -> None:
-        self.link.start()
-
-    async def wait_ready(self, deadline: float) -> object:
-        return await self.link.wait_open(deadline)
-
-
-async def hail(
-    ps: Sequence[str],
-    workers: Mapping[int, str],
-    make_link: MakeTaskLink,
-    patience: float,
-) -> None:
-    """Whether a program could have this cluster: all parameter servers and one worker
-    greet, over links of their own, which are closed again. No session is opened, so
-    nothing changes for whoever has the cluster.
-
-    Args:
-        patience: Seconds.
-
-    Raises:
-        DeadlineExceededError: Tasks did not answer in time; each one is named.
-        VersionMismatchError, PermissionDeniedError: A task will never take us.
-
-    Cancellation: the links are closed.
-    """
-    servers = [HailedTask("ps", n, at, make_link) for n, at in enumerate(ps)]
-    others = [HailedTask("worker", n, at, make_link) for n, at in workers.items()]
-    deadline = asyncio.get_running_loop().time() + patience
-    try:
-        await arrive(servers, others, deadline)
-    finally:
-        await asyncio.gather(*(task.link.close() for task in (*servers, *others)))
-
-
-def _ignored(_: object) -> None:
-    pass

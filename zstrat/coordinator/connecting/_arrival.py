@@ -1,0 +1,231 @@
+"""The moment at which a program connects: all parameter servers and one worker answer.
+
+It is said who is awaited, so that nobody looks at silence. The law of that: one warning
+names all tasks that are awaited; it comes after `FIRST_WORD` seconds and then every
+`NEXT_WORD`, and never after `Arrival.stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import DeadlineExceededError, UnavailableError, ZstratError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ._task_session import MakeTaskLink, TaskLink
+
+log = logging.getLogger("zstrat.coordinator")
+
+FIRST_WORD: Final = 2.0
+"""Seconds: all tasks of a cluster that is up answer in much less."""
+NEXT_WORD: Final = 10.0
+
+
+class AwaitedTask(Protocol):
+    """Who is waited for: a `TaskSession`, or a task that is only hailed."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def state(self) -> str:
+        """Words for how far it got."""
+        ...
+
+    def start(self) -> None: ...
+
+    async def wait_ready(self, deadline: float) -> object: ...
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class CallLater(Protocol):
+    """`asyncio.AbstractEventLoop.call_later`."""
+
+    def __call__(
+        self, delay: float, callback: Callable[[], None], /
+    ) -> Cancellable: ...
+
+
+@final
+class Arrival:
+    """Watches the tasks of a cluster until all parameter servers and one worker are
+    there. On the loop thread."""
+
+    def __init__(
+        self,
+        ps: Sequence[AwaitedTask],
+        workers: Sequence[AwaitedTask],
+        call_later: CallLater,
+    ) -> None:
+        self._ps, self._workers, self._call_later = ps, workers, call_later
+        self._timer: Cancellable | None = None
+        self._said: list[str] = []
+
+    def start(self) -> None:
+        self._timer = self._call_later(FIRST_WORD, self._tell)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @property
+    def awaited(self) -> list[AwaitedTask]:
+        """The tasks that connecting waits for now; one of the workers will do."""
+        ps = [task for task in self._ps if not task.is_ready]
+        if any(task.is_ready for task in self._workers):
+            return ps
+        return [*ps, *self._workers]
+
+    def _tell(self) -> None:
+        awaited = [
+            f"{task.name} at {task.address} ({task.state})" for task in self.awaited
+        ]
+        if awaited and awaited == self._said:
+            names = ", ".join(task.name for task in self.awaited)
+            log.warning("connecting: still waiting for %s, as before", names)
+        elif awaited:
+            log.warning("connecting: still waiting for %s", ", ".join(awaited))
+        self._said = awaited
+        self._timer = self._call_later(NEXT_WORD, self._tell)
+
+
+async def arrive(
+    ps: Sequence[AwaitedTask], workers: Sequence[AwaitedTask], deadline: float
+) -> None:
+    """Starts all, and waits for all parameter servers and one of the workers, if there
+    are any.
+
+    Args:
+        deadline: Loop time.
+
+    Raises:
+        DeadlineExceededError: Tasks did not answer in time; each one is named.
+        ZstratError: What one of them said.
+
+    Cancellation: those that were started go on.
+    """
+    arrival = Arrival(ps, workers, asyncio.get_running_loop().call_later)
+    arrival.start()
+    try:
+        for task in (*ps, *workers):
+            task.start()
+        missing = await asyncio.gather(
+            *(task.wait_ready(deadline) for task in ps), return_exceptions=True
+        )
+        _raise_all([item for item in missing if isinstance(item, BaseException)])
+        await _any_of(workers, deadline)
+    finally:
+        arrival.stop()
+
+
+async def _any_of(workers: Sequence[AwaitedTask], deadline: float) -> None:
+    async def outcome(task: AwaitedTask) -> Exception | None:
+        try:
+            await task.wait_ready(deadline)
+        except Exception as error:  # goes to the caller, if no worker comes
+            return error
+        return None
+
+    async with asyncio.TaskGroup() as tasks:
+        coming = [
+            tasks.create_task(outcome(task), name=f"wait for {task.name}")
+            for task in workers
+        ]
+        for one in asyncio.as_completed(coming):
+            if await one is None:
+                for other in coming:
+                    other.cancel()
+                return
+    _raise_all([error for one in coming if (error := one.result())])
+
+
+def _raise_all(errors: Sequence[BaseException]) -> None:
+    """One error as it is; several as one that has the words of all."""
+    if not errors:
+        return
+    telling = [e for e in errors if not isinstance(e, DeadlineExceededError)]
+    if len(errors) == 1 or telling:
+        raise (telling or errors)[0]
+    words = "; ".join(str(error) for error in errors)
+    kind: type[ZstratError] = DeadlineExceededError
+    if all(isinstance(error, UnavailableError) for error in errors):
+        kind = UnavailableError
+    raise kind(words)
+
+
+@final
+class HailedTask:
+    """A task that is greeted, and asked for nothing."""
+
+    def __init__(
+        self, job: str, number: int, address: str, make_link: MakeTaskLink
+    ) -> None:
+        self.name, self.address = f"/job:{job}/task:{number}", address
+        self.link: TaskLink = make_link(
+            address,
+            name=self.name,
+            expect=(job, number),
+            on_notice=_ignored,
+            on_open=_ignored,
+            on_lost=_ignored,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        return self.link.is_open
+
+    @property
+    def state(self) -> str:
+        return self.link.trouble
+
+    def start(self) -> None:
+        self.link.start()
+
+    async def wait_ready(self, deadline: float) -> object:
+        return await self.link.wait_open(deadline)
+
+
+async def hail(
+    ps: Sequence[str],
+    workers: Mapping[int, str],
+    make_link: MakeTaskLink,
+    patience: float,
+) -> None:
+    """Whether a program could have this cluster: all parameter servers and one worker
+    greet, over links of their own, which are closed again. No session is opened, so
+    nothing changes for whoever has the cluster.
+
+    Args:
+        patience: Seconds.
+
+    Raises:
+        DeadlineExceededError: Tasks did not answer in time; each one is named.
+        VersionMismatchError, PermissionDeniedError: A task will never take us.
+
+    Cancellation: the links are closed.
+    """
+    servers = [HailedTask("ps", n, at, make_link) for n, at in enumerate(ps)]
+    others = [HailedTask("worker", n, at, make_link) for n, at in workers.items()]
+    deadline = asyncio.get_running_loop().time() + patience
+    try:
+        await arrive(servers, others, deadline)
+    finally:
+        await asyncio.gather(*(task.link.close() for task in (*servers, *others)))
+
+
+def _ignored(_: object) -> None:
+    pass
