@@ -295,6 +295,15 @@ def test_take_and_skip_of_everything():
     assert Dataset.range(3).repeat().skip(5).cardinality() == INFINITE_CARDINALITY
 
 
+def test_a_list_that_map_is_given_back_is_a_tuple():
+    # tf.data does not stack it: its parts may have any shapes.
+    pairs = Dataset.range(2).map(lambda x: [x, np.arange(x + 2)])
+    made = list(pairs.map(lambda x, several: x + several.sum()))
+    np.testing.assert_array_equal(made, [0 + 0 + 1, 1 + 0 + 1 + 2])
+    nested = next(iter(pairs.map(lambda x, _: {"a": [x, x + 1]})))
+    np.testing.assert_array_equal(nested["a"], [0, 1])
+
+
 def test_map_spreads_tuples_only():
     pairs = Dataset.from_tensor_slices((np.arange(3), np.arange(3) * 10))
     assert numbers(pairs.map(lambda x, y: x + y)) == [0, 11, 22]

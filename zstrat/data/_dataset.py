@@ -135,8 +135,8 @@ class Dataset(Sources):
         deterministic: bool | None = None,
     ) -> Dataset:
         """``map_func`` of each element, in numpy; a plain tuple is spread over its
-        parameters, as in TF. Errors of the function pass through, with a note of the
-        line and the element.
+        parameters, and a list that it returns is a tuple, as in TF. Errors of the
+        function pass through, with a note of the line and the element.
 
         Args:
             num_parallel_calls: So many elements are made at a time, on threads that end

@@ -256,7 +256,9 @@ class MappedPass(Derived):
                 yield made(number, element)
 
     def _made(self, element: Element) -> Element:
-        return owned(self.function(*arguments(element)))
+        made = self.function(*arguments(element))
+        # As in TensorFlow: several values that are returned, not one to be stacked.
+        return owned(tuple(made) if type(made) is list else made)
 
 
 @final
