@@ -152,6 +152,11 @@ def test_arguments_that_cannot_be(arguments, words):
         LocalCluster(**arguments)
 
 
+def test_a_count_that_is_a_text():
+    with pytest.raises(TypeError, match="num_workers='2': expected a whole number"):
+        LocalCluster(num_workers="2")
+
+
 def test_a_folder_too_deep_for_sockets(tmp_path):
     with pytest.raises(ValueError, match="too long a path"):
         LocalCluster(lane="ipc", directory=tmp_path / ("x" * 120))

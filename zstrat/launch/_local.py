@@ -107,6 +107,7 @@ class LocalCluster:
         UnavailableError: A daemon ended before it was ready; quotes the end of its log,
             and says where it is kept.
         DeadlineExceededError: The daemons were not ready in ``timeouts.connect``.
+        TypeError: A count is not a whole number.
     """
 
     def __init__(
@@ -121,10 +122,8 @@ class LocalCluster:
         directory: str | os.PathLike[str] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        if num_ps < 1:
-            raise ValueError(f"num_ps={num_ps}: expected 1 or more")
-        if num_workers < 0:
-            raise ValueError(f"num_workers={num_workers}: expected 0 or more")
+        _require_count("num_ps", num_ps, 1)
+        _require_count("num_workers", num_workers, 0)
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
@@ -277,6 +276,13 @@ class LocalCluster:
             raise ValueError(
                 f"no task {task!r} in this cluster, only {known}"
             ) from None
+
+
+def _require_count(name: str, count: int, least: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name}={count!r}: expected a whole number, {least} or more")
+    if count < least:
+        raise ValueError(f"{name}={count}: expected {least} or more")
 
 
 def _end(
