@@ -193,7 +193,9 @@ def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
     coordinator = world.coordinator()
     world.on_loop(world.hold)
     value = coordinator.schedule(constant)
-    with pytest.raises(DeadlineExceededError, match="join"):
+    world.until(lambda: world.running)
+    held = r"join.* 1 closures run and 0 wait \(the oldest: step 1, constant, on /job:w"
+    with pytest.raises(DeadlineExceededError, match=held):
         coordinator.join(timeout=0.01)
     with pytest.raises(DeadlineExceededError, match="constant"):
         value.fetch(timeout=0.01)

@@ -78,6 +78,7 @@ class Dispatcher:
         self.engine, self.queue = engine, engine.queue
         names = [task.name for task in tasks]
         self.members = Members(names, closures_in_flight, prefetch)
+        engine.oldest = self.members.oldest
         self.channels = [
             WorkerChannel(session, task, member)
             for task, member in zip(tasks, self.members.members, strict=True)

@@ -64,6 +64,8 @@ class ClosureEngine:
         """The loop has taken all that waited: the next `put` must wake it."""
         self.taken_over: str | None = None
         """Who holds the cluster now, if another strategy of this program does."""
+        self.oldest: Callable[[], str] = str
+        """Words for what has run the longest, and where."""
         self._wanted = 0
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
@@ -317,7 +319,7 @@ class ClosureEngine:
             if queue.phase is Phase.CLOSED:
                 return None
             if self.broken is None and not queue.is_idle:
-                return f"{queue.running} closures run and {queue.queued} wait"
+                return queue.unfinished
             self.taken_over = words
             self._close(words)
         return None
@@ -466,9 +468,12 @@ class ClosureEngine:
                 self._watchers[bell] = ready
             self.echo.place = copy_context()
             try:
-                left = None if deadline is None else deadline - time.monotonic()
-                if not bell.wait(left):
-                    raise DeadlineExceededError(self._late(what, timeout))
+                rest = None if deadline is None else deadline - time.monotonic()
+                if not bell.wait(rest):
+                    with self.lock:
+                        left = f"{self.queue.unfinished}{self.oldest()}"
+                    late = f"{what} did not end within {timeout} s"
+                    raise DeadlineExceededError(f"{late}: {left}; they go on")
             finally:
                 with self.lock:
                     self._watchers.pop(bell, None)
@@ -490,10 +495,3 @@ class ClosureEngine:
                 with self.lock:
                     self._watchers.pop(bell, None)
                 self.echo.place = None
-
-    def _late(self, what: str, timeout: float | None) -> str:
-        queue = self.queue
-        return (
-            f"{what} did not end within {timeout} s: {queue.running} closures run and "
-            f"{queue.queued} wait; they go on"
-        )

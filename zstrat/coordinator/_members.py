@@ -207,6 +207,16 @@ class Members:
         gone = [m for m in self.members if m not in self.usable]
         return "; ".join(f"{m.name}: {m.reason}" for m in gone)
 
+    def oldest(self) -> str:
+        """The closure that workers have had for longest, in words; none: no words."""
+        heads = [
+            (next(iter(m.in_flight.values())), m) for m in self.members if m.in_flight
+        ]
+        if not heads:
+            return ""
+        closure, member = min(heads, key=lambda head: head[0].step)
+        return f" (the oldest: step {closure.step}, {closure.name}, on {member.name})"
+
     # ---- life of a worker ------------------------------------------------------------
 
     def connected(self, index: int) -> int:

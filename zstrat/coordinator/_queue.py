@@ -179,6 +179,11 @@ class Queue:
         return len(self._fresh) + back
 
     @property
+    def unfinished(self) -> str:
+        """How much there is to do, in words."""
+        return f"{self.running} closures run and {self.queued} wait"
+
+    @property
     def waiting_fresh(self) -> int:
         """Closures that wait for their first worker."""
         return len(self._fresh)
