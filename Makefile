@@ -28,7 +28,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check -qq install -c constraints.txt
+# Python compiles what is imported; to have all files of all packages compiled now would
+# be half of the time that an installation takes.
+PIP := $(PY) -m pip --disable-pip-version-check -qq install --no-compile -c constraints.txt
 ARGS ?=
 
 help:
