@@ -42,7 +42,10 @@ run: $(VENV)/.run
 cluster: $(VENV)/.run
 	@$(VENV)/bin/zstrat cluster --ps 2 --workers 2 $(ARGS)
 
-test: lint pytest
+# Beside the tests: mypy uses one core for half a minute.
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory lint & lint=$$!; code=0; \
+	$(MAKE) --no-print-directory pytest || code=$$?; wait $$lint && exit $$code
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/ruff check --quiet .
