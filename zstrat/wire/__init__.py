@@ -18,8 +18,10 @@ from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
 from ._messages import AskParts as AskParts
+from ._messages import AttachBackup as AttachBackup
 from ._messages import Awaited as Awaited
 from ._messages import AwaitedOptimizer as AwaitedOptimizer
+from ._messages import BackupLost as BackupLost
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
 from ._messages import BindOptimizer as BindOptimizer
@@ -34,11 +36,13 @@ from ._messages import CreateOptimizer as CreateOptimizer
 from ._messages import CreateVariables as CreateVariables
 from ._messages import Credit as Credit
 from ._messages import DeleteVariables as DeleteVariables
+from ._messages import DetachBackup as DetachBackup
 from ._messages import Dispatch as Dispatch
 from ._messages import Done as Done
 from ._messages import DropArguments as DropArguments
 from ._messages import DropResources as DropResources
 from ._messages import DropResults as DropResults
+from ._messages import DropStore as DropStore
 from ._messages import Exchange as Exchange
 from ._messages import Exchanged as Exchanged
 from ._messages import Failure as Failure
@@ -50,6 +54,7 @@ from ._messages import Goodbye as Goodbye
 from ._messages import GroupFormed as GroupFormed
 from ._messages import Hello as Hello
 from ._messages import Hop as Hop
+from ._messages import HostStore as HostStore
 from ._messages import InitialEntry as InitialEntry
 from ._messages import InitializeVariables as InitializeVariables
 from ._messages import Inspect as Inspect
@@ -63,6 +68,7 @@ from ._messages import LoadTensors as LoadTensors
 from ._messages import Mapped as Mapped
 from ._messages import MemberEntry as MemberEntry
 from ._messages import Message as Message
+from ._messages import MoveServer as MoveServer
 from ._messages import Offer as Offer
 from ._messages import OpenSession as OpenSession
 from ._messages import Outcome as Outcome
@@ -72,6 +78,7 @@ from ._messages import Placed as Placed
 from ._messages import PlainTree as PlainTree
 from ._messages import Printed as Printed
 from ._messages import PrintedText as PrintedText
+from ._messages import PromoteBackup as PromoteBackup
 from ._messages import Pull as Pull
 from ._messages import Pulled as Pulled
 from ._messages import PullRows as PullRows
@@ -93,6 +100,7 @@ from ._messages import SnapshotWritten as SnapshotWritten
 from ._messages import Statistics as Statistics
 from ._messages import StepRun as StepRun
 from ._messages import StoreEntry as StoreEntry
+from ._messages import StoreHosted as StoreHosted
 from ._messages import StoreTensors as StoreTensors
 from ._messages import TensorEntry as TensorEntry
 from ._messages import Update as Update
