@@ -246,6 +246,8 @@ class TaskSession:
             self.gone, self.lives_on = self._one_life, not self._one_life
             self.is_moved = True
             self._leave("it enters another session of the program", logging.INFO)
+            if self._moves:
+                self.give_up("it enters another session of the program")
         self.gone = self.lives_on = self.is_moved = self._emptied = False
         self._life, self.refusal, self._pause = None, None, FIRST_PAUSE
         self._opening = self._reopening = replace(self._opening, session=session)
@@ -269,10 +271,8 @@ class TaskSession:
         self._pause, self.address = FIRST_PAUSE, address
         self.gone = self._emptied = is_empty
         before, self.link = self.link, self._new_link()
-        if self.line is not None and not is_empty:
+        if self.line is not None:
             self.line.move(self.link)
-        elif self.line is not None:
-            self.line.leave_for(self.link)
         going = self._go_on(before, self._moving)
         loop = asyncio.get_running_loop()
         self._moving = loop.create_task(going, name=f"{self.name} moves")  # see close
@@ -356,6 +356,8 @@ class TaskSession:
             self._leave("it was started again, and what it held is gone")
             return
         elif self._emptied:
+            if self._moves:
+                self._events.lost(self, "what it held is gone")
             return
         self._pause = FIRST_PAUSE
         self._ask()
@@ -463,6 +465,7 @@ class TaskSession:
         self.refusal = error
 
     def _leave(self, reason: str, level: int = logging.WARNING) -> None:
+        level = logging.INFO if self._moves else level  # its owner says what follows
         if self.opened is not None:
             words = "lost" if self.gone or not self._one_life else "no contact with"
             log.log(level, "%s %s at %s: %s", words, self.name, self.address, reason)

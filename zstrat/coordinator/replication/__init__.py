@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 from ._replication import Replication as Replication
+from ._wish import check_replicas as check_replicas

@@ -175,7 +175,7 @@ class Placement:
             store.primary = Copy(store.number, process.life, process.address)
         return self._seek_all()
 
-    def reset(self) -> list[PlacementOrder]:
+    def reset(self) -> None:
         """All stores begin anew where they belong, in another session; up to `start`
         nothing is decided. Views go on."""
         self._is_started = False
@@ -184,7 +184,6 @@ class Placement:
             store.view += 1
             home = self._processes[store.number]
             store.primary = Copy(store.number, home.life, home.address)
-        return []
 
     # ---- processes -------------------------------------------------------------------
 
@@ -472,7 +471,9 @@ class Placement:
         fit = [
             number
             for number, process in enumerate(self._processes)
-            if process.is_there and number != at and store.number not in process.unwilling
+            if process.is_there
+            and number != at
+            and store.number not in process.unwilling
         ]
         if not fit:
             return []

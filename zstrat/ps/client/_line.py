@@ -208,8 +208,8 @@ class ServerLine:
         be. What waits, and what ends with the link of before, is sent there when that
         is known (`resume`); so that one has to be closed before this one opens."""
         self._stop_retry()
-        self._link, self._loss = link, None
-        self._flows, self._waits = False, True
+        self._link, self._flows = link, False
+        self._waits = self._loss is None
 
     def close(self, error: Exception) -> None:
         """Nobody waits any more; the error says why."""
