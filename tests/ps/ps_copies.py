@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import optax
 from ps_callers import SESSION, caller
 
