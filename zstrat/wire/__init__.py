@@ -32,6 +32,14 @@ from ._messages import Chunk as Chunk
 from ._messages import CloseSession as CloseSession
 from ._messages import Completion as Completion
 from ._messages import Completions as Completions
+from ._messages import CopiedPart as CopiedPart
+from ._messages import CopiedSlot as CopiedSlot
+from ._messages import CopiedVariable as CopiedVariable
+from ._messages import CopyLedger as CopyLedger
+from ._messages import CopyParts as CopyParts
+from ._messages import CopySlots as CopySlots
+from ._messages import CopyVariables as CopyVariables
+from ._messages import CopyWhole as CopyWhole
 from ._messages import CreateOptimizer as CreateOptimizer
 from ._messages import CreateVariables as CreateVariables
 from ._messages import Credit as Credit
@@ -65,11 +73,13 @@ from ._messages import LayoutMessage as LayoutMessage
 from ._messages import LeaveGroup as LeaveGroup
 from ._messages import LoadEntry as LoadEntry
 from ._messages import LoadTensors as LoadTensors
+from ._messages import LogTaken as LogTaken
 from ._messages import Mapped as Mapped
 from ._messages import MemberEntry as MemberEntry
 from ._messages import Message as Message
 from ._messages import MoveServer as MoveServer
 from ._messages import Offer as Offer
+from ._messages import OpenLog as OpenLog
 from ._messages import OpenSession as OpenSession
 from ._messages import Outcome as Outcome
 from ._messages import PartEntry as PartEntry
@@ -88,6 +98,7 @@ from ._messages import PushPart as PushPart
 from ._messages import PutArguments as PutArguments
 from ._messages import PutCode as PutCode
 from ._messages import RaiseMark as RaiseMark
+from ._messages import RaiseWriterMark as RaiseWriterMark
 from ._messages import Read as Read
 from ._messages import ReadSnapshot as ReadSnapshot
 from ._messages import Released as Released

@@ -35,6 +35,17 @@ from ._link_messages import Mapped as Mapped
 from ._link_messages import Offer as Offer
 from ._link_messages import Placed as Placed
 from ._link_messages import Released as Released
+from ._log_messages import CopiedPart as CopiedPart
+from ._log_messages import CopiedSlot as CopiedSlot
+from ._log_messages import CopiedVariable as CopiedVariable
+from ._log_messages import CopyLedger as CopyLedger
+from ._log_messages import CopyParts as CopyParts
+from ._log_messages import CopySlots as CopySlots
+from ._log_messages import CopyVariables as CopyVariables
+from ._log_messages import CopyWhole as CopyWhole
+from ._log_messages import LogTaken as LogTaken
+from ._log_messages import OpenLog as OpenLog
+from ._log_messages import RaiseWriterMark as RaiseWriterMark
 from ._replication_messages import AttachBackup as AttachBackup
 from ._replication_messages import BackupLost as BackupLost
 from ._replication_messages import DetachBackup as DetachBackup
@@ -180,6 +191,14 @@ Message = (
     | MoveServer
     | PromoteBackup
     | StoreHosted
+    | OpenLog
+    | LogTaken
+    | CopyVariables
+    | CopySlots
+    | CopyParts
+    | CopyLedger
+    | CopyWhole
+    | RaiseWriterMark
     | JoinGroup
     | GroupFormed
     | Hop
