@@ -214,7 +214,6 @@ class Stores(RuleBasedStateMachine):
             primary = found[0] if found else None
         if primary is None or not primary.is_primary:
             return
-        assert not zombie or primary.address or True
         self.pushes += 1
         backup = primary.backup
         if backup is not None:
