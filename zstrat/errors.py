@@ -122,13 +122,6 @@ class PSUnavailableError(UnavailableError):
         )
 
 
-class NotPrimaryError(UnavailableError):
-    """The task was asked for a store that it does not serve, or not yet, or not any
-    more: another process does. Programs and workers ask that one by themselves."""
-
-    code = 32
-
-
 class CancelledError(ZstratError):
     """The closure was cancelled before it ran to its end; schedule it again."""
 
