@@ -378,8 +378,8 @@ class PsService:
             self._clear()
         self._standing.remind()
         self._joining.look()
-        resumed = not new and not self._is_aside
-        return SessionOpened(platform="cpu", devices=1, resumed=resumed)
+        # Of the process: what it hosts is there, even if its own store is elsewhere.
+        return SessionOpened(platform="cpu", devices=1, resumed=not new)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):
