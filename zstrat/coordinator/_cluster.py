@@ -207,6 +207,31 @@ class Cluster:
         return None
 
     @property
+    def failovers(self) -> int:
+        """How often another copy took the place of a parameter server."""
+        return 0 if self.replication is None else self.replication.failovers
+
+    @property
+    def outages(self) -> int:
+        """How often that was so, or the servers were filled again."""
+        restores = 0 if self.recovery is None else self.recovery.restores
+        return restores + self.failovers
+
+    async def settled(self, since: int) -> bool:
+        """Waits while it is not known who serves what; returns whether that was so now,
+        or since so many `outages`.
+
+        Raises:
+            PSUnavailableError: A server did not come back, or could not be filled.
+        """
+        waited, recovery = False, self.recovery
+        if recovery is not None:
+            waited = await recovery.settled(recovery.restores)
+        if self.replication is not None:
+            waited |= await self.replication.settled(self.failovers)
+        return waited or self.outages != since
+
+    @property
     def opened(self) -> SessionOpened:
         """What the workers said about their devices when the cluster was opened."""
         return self._fixed or SessionOpened("cpu", 1)

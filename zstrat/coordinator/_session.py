@@ -319,17 +319,19 @@ class ClusterSession:
                 self.cluster.ps[0].name, "the servers were filled again meanwhile"
             )
 
+    @property
+    def outages(self) -> int:
+        """How often that was so, or another copy took a server's place."""
+        return self.cluster.outages
+
     async def settled(self, since: int) -> bool:
         """Waits until no parameter server is awaited or filled; returns whether that
-        was so now, or since so many `restores`: what failed may be tried again.
+        was so now, or since so many `outages`: what failed may be tried again.
 
         Raises:
             PSUnavailableError: One did not come back, or could not be filled.
         """
-        recovery = self.cluster.recovery
-        if recovery is None:
-            return False
-        work = recovery.settled(since)
+        work = self.cluster.settled(since)
         return await self.run_async(work, "waiting for parameter servers")
 
     async def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:

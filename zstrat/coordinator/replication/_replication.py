@@ -8,9 +8,10 @@ as the program's lasts, whoever serves its store. On the loop thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from zstrat.coordinator.connecting import TaskSession
 from zstrat.errors import (
@@ -46,15 +47,19 @@ from ._placement import (
 from ._reachable import reachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import MakeTaskLink
+    from zstrat.errors import PSUnavailableError
+    from zstrat.ps import PsClient
     from zstrat.wire import CloseSession
 
     from ._placement import Asked, Placed, PlacementOrder
 
 log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
 
 AGAIN: Final = 0.1
 """Seconds until an order is given again whose answer did not come."""
@@ -70,6 +75,14 @@ class ReplicatedCluster(Protocol):
     @property
     def ps(self) -> Sequence[TaskSession]:
         """The sessions with those that serve the stores, by number."""
+        ...
+
+    @property
+    def client(self) -> PsClient: ...
+
+    @property
+    def broken(self) -> PSUnavailableError | None:
+        """The parameter server that is not there, and no other in its place."""
         ...
 
     def store_moved(self, store: int, view: int, address: str) -> None:
@@ -176,10 +189,45 @@ class Replication:
         self._stop()
         await asyncio.gather(*self._ended, return_exceptions=True)
 
+    async def through(
+        self, work: Callable[[], Awaitable[T]], *, again: bool = True
+    ) -> T:
+        """Carries a request out, and once more if it failed because another copy took a
+        server's place.
+
+        Args:
+            again: It may be made twice.
+        """
+        while True:
+            before = self.failovers
+            try:
+                return await work()
+            except ZstratError:
+                if not again or not await self.settled(before):
+                    raise
+
+    async def settled(self, since: int) -> bool:
+        """Waits while it is not known who serves a store; returns whether that was so
+        now, or another copy took its place since so many `failovers`."""
+        if self._cluster.broken is not None:
+            return False
+        lines = self._cluster.client.lines
+        waited = any(line.is_held or line.peer is None for line in lines)
+        if waited:
+            # The lines have them wait until that is known.
+            with contextlib.suppress(ZstratError):
+                await self._cluster.client.statistics()
+        return waited or self.failovers != since
+
+    @property
+    def failovers(self) -> int:
+        """How often a backup became primary."""
+        return self.placement.failovers
+
     def statistics(self) -> dict[str, int]:
         """How often a backup became primary, and how many stores have none now."""
         return {
-            "failovers": self.placement.failovers,
+            "failovers": self.failovers,
             "stores_without_backup": self.placement.without_backup,
         }
 

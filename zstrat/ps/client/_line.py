@@ -120,6 +120,11 @@ class ServerLine:
         """HELLO of the server, while it is connected."""
         return self._link.peer
 
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait here, or are refused, instead of going to the link."""
+        return not self._flows
+
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
