@@ -280,6 +280,13 @@ class ResultLostError(ZstratError):
         return f"step {self.step}: {self.reason}"
 
 
+class NotPrimaryError(UnavailableError):
+    """Another process serves these variables by now, or not this one yet: it has a
+    second copy of them (``replicas=1``), and its coordinator says who serves."""
+
+    code = 32
+
+
 WireError = list[object]
 """``[code, [field, ...], notes, cause]``, or for an exception that is not ours
 ``[0, [module, qualname, message, args], notes, None]``."""

@@ -368,6 +368,7 @@ async def test_statistics_are_plain_and_complete(rig):
         "programs": 0,
         "waiting": 0,
         "failed": 0,
+        "replication": {"role": "primary", "view": 0, "backup": ""},
         "variables": 3,
         "bytes": 48,
         "held_bytes": 48,

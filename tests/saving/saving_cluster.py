@@ -220,7 +220,7 @@ class FakeCluster:
         self.on_rest = lambda: None
         self.cut = SimpleNamespace(end=7, besides=[(9, 11)])
 
-    recovers, restores = False, 0
+    recovers, restores, outages = False, 0, 0
 
     def require_unrestored(self, since):
         assert since == self.restores

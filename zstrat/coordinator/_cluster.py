@@ -13,17 +13,23 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import (
-    PSUnavailableError,
-)
+from zstrat.errors import BusyError, PSUnavailableError
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
-from zstrat.wire import CloseSession, JoinSession, Message, OpenSession, SessionOpened
+from zstrat.wire import (
+    CloseSession,
+    JoinSession,
+    Message,
+    MoveServer,
+    OpenSession,
+    SessionOpened,
+)
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
 from .connecting import MakeTaskLink, TaskSession, arrive
 from .recovery import Recovery
+from .replication import Replication
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,6 +58,7 @@ class Cluster:
         joins: Another program holds the parameter servers, and creates what is there.
         ends: Whether the session ends with this hold on it.
         listens: Whether workers are to say what their steps print.
+        replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Cluster:
         joins: bool = False,
         ends: bool = True,
         listens: bool = False,
+        replicas: int = 0,
     ) -> None:
         self.joins: Final = joins
         self._ends: Final = ends and not joins
@@ -82,7 +90,10 @@ class Cluster:
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
         self._closing = False
-        count, addresses = len(workers), list(ps)
+        count = len(workers)
+        # Messages that open a session have these lists, so they say what is so then.
+        self._addresses = addresses = list(ps)
+        self._views = views = [1] * len(ps) if replicas else []
 
         def session_with(
             job: str, number: int, index: int, address: str
@@ -92,7 +103,9 @@ class Cluster:
             if joins:
                 opening = JoinSession(session, [], [], timeouts.request)
             else:
-                opening = OpenSession(session, index, count, known, prefetch, listens)
+                opening = OpenSession(
+                    session, index, count, known, prefetch, listens, views
+                )
             return TaskSession(
                 job,
                 number,
@@ -104,6 +117,7 @@ class Cluster:
                 one_life=job == "ps",
                 grace=timeouts.reconnect,
                 turn=timeouts.request if joins else timeouts.turn,
+                moves=bool(replicas) and job == "ps",
             )
 
         self.ps = [session_with("ps", index, index, at) for index, at in enumerate(ps)]
@@ -123,6 +137,11 @@ class Cluster:
         )
         for each, line in zip(self.ps, self.client.lines, strict=True):
             each.line = line
+        self.replication: Replication | None = None
+        """Keeps second copies of what the parameter servers hold, if that is wished."""
+        if replicas:
+            home = tuple(ps)
+            self.replication = Replication(self, session, home, timeouts, make_link)
         self.fences = Fences(session, self.ps, self._absent, timeouts.request)
         self.rest = Rest(self.fences)
 
@@ -142,6 +161,8 @@ class Cluster:
         await arrive(self.ps, self.workers, deadline)
         await self._joining_workers(min(deadline, loop.time() + SETTLING))
         self._fixed = _alike(self.workers)
+        if self.replication is not None:
+            await self.replication.open(deadline)
 
     async def close(self, leave: bool) -> None:
         """Leaves all tasks; with ``leave`` they drain and end as processes."""
@@ -153,15 +174,19 @@ class Cluster:
         if self.recovery is not None:
             await self.recovery.stop()
         await self.fences.stop()
+        if self.replication is not None:
+            await self.replication.stop()
         loop = asyncio.get_running_loop()
         patience = self._timeouts.drain if leave else LEAVING
-        tasks = (*self.workers, *self.ps)  # workers first: they push while they drain
+        processes = () if self.replication is None else self.replication.processes
+        # Workers first: they push while they drain.
+        tasks = (*self.workers, *self.ps, *processes)
         answers = []
         for task in tasks:
             task.leave()
             if task.is_ready and (self._ends or leave):
-                is_ps = id(task) in self._ps_ids
-                number = self.session if is_ps else self._worker_session
+                is_worker = task in self.workers
+                number = self._worker_session if is_worker else self.session
                 goodbye = CloseSession(number, leave)
                 answers.append(
                     task.link.submit(goodbye, deadline=loop.time() + patience)
@@ -180,6 +205,31 @@ class Cluster:
             task = self.ps[index]
             return PSUnavailableError(task.name, reason, task.gone)
         return None
+
+    @property
+    def failovers(self) -> int:
+        """How often another copy took the place of a parameter server."""
+        return 0 if self.replication is None else self.replication.failovers
+
+    @property
+    def outages(self) -> int:
+        """How often that was so, or the servers were filled again."""
+        restores = 0 if self.recovery is None else self.recovery.restores
+        return restores + self.failovers
+
+    async def settled(self, since: int) -> bool:
+        """Waits while it is not known who serves what; returns whether that was so now,
+        or since so many `outages`.
+
+        Raises:
+            PSUnavailableError: A server did not come back, or could not be filled.
+        """
+        waited, recovery = False, self.recovery
+        if recovery is not None:
+            waited = await recovery.settled(recovery.restores)
+        if self.replication is not None:
+            waited |= await self.replication.settled(self.failovers)
+        return waited or self.outages != since
 
     @property
     def opened(self) -> SessionOpened:
@@ -210,14 +260,41 @@ class Cluster:
             if self.dispatcher is not None:
                 self.dispatcher.lost(task, reason)
             return
-        self._absent[task.index] = reason
+        replication = self.replication
+        if replication is None:
+            self.store_lost(task.index, reason)
+        elif replication.is_started and task.index not in self._absent:
+            replication.store_lost(task, reason)
+        else:
+            task.give_up(reason)
+            self.store_lost(task.index, reason)
+
+    def store_lost(self, store: int, reason: str) -> None:
+        """The parameter server is not there, and no other in its place."""
+        self._absent[store] = reason
         if self.recovery is not None:
             self.recovery.lost()
         elif self.dispatcher is not None and (broken := self.broken) is not None:
             self.dispatcher.engine.fail(broken, lasting=True)
 
+    def store_moved(self, store: int, view: int, address: str) -> None:
+        """The parameter server is there from now on: the workers are told."""
+        self._addresses[store], self._views[store] = address, view
+        moved = MoveServer(self._worker_session, store, view, address)
+        for task in self.workers:
+            if not task.link.is_open:
+                continue  # it hears it when its session is opened
+            try:
+                task.link.submit(moved).add_done_callback(_heed_move)
+            except BusyError:
+                task.reopen("it has too much to answer to hear where a server is")
+
     def heard(self, task: TaskSession, message: Message) -> None:
-        if self.dispatcher is not None and id(task) not in self._ps_ids:
+        if id(task) in self._ps_ids:
+            if self.replication is not None:
+                self.replication.heard(task, message)
+            return
+        if self.dispatcher is not None:
             self.dispatcher.heard(task, message)
 
     def attach(self, dispatcher: Dispatcher) -> None:
@@ -272,6 +349,9 @@ class Cluster:
         self.session = new_incarnation()
         self.client.enter(self.session)
         self.fences.enter(self.session)
+        if self.replication is not None:
+            self.replication.renew(self.session, self._past)
+            self._addresses[:] = self.replication.addresses
         for task in self.ps:
             task.renew(self.session, self._past)
 
@@ -288,6 +368,8 @@ class Cluster:
         """Has the workers enter the session of the servers; what they work on runs
         again."""
         self._worker_session = self.session
+        if self.replication is not None:
+            self.replication.start()
         if self.dispatcher is not None:
             self.dispatcher.enter(self.session)
         for task in self.workers:
@@ -334,6 +416,12 @@ def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:
             "same number of replicas: start the workers with equally many devices"
         )
     return next(iter(there.values()), None)
+
+
+def _heed_move(answer: asyncio.Future[Message]) -> None:
+    """A worker that is lost meanwhile hears it when its session is opened again."""
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("telling a worker where a parameter server is: %s", error)
 
 
 def _heed(answer: asyncio.Future[Message]) -> None:

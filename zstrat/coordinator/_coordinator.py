@@ -213,7 +213,9 @@ class ClusterCoordinator:
         a value was fetched (`fetch`, `get`, ``await``), each of a structure for itself.
         With ``on_ps_loss="restore"`` ``ps_restores`` is how often the parameter servers
         were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
-        or with an error, and are not in the values any more.
+        or with an error, and are not in the values any more. With ``replicas=1``
+        ``failovers`` is how often a second copy took a parameter server's place, and
+        ``stores_without_backup`` of how many there is only one copy now.
         """
         return self._core.metrics()
 

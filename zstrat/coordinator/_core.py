@@ -179,6 +179,7 @@ class CoordinatorCore:
             for member in dispatcher.members.members
         }
         recovery = self.session.cluster.recovery
+        replication = self.session.cluster.replication
         return {
             "queued_closures": queue.queued,
             "inflight_closures": queue.running,
@@ -192,6 +193,7 @@ class CoordinatorCore:
             "stale_completions": dispatcher.outcomes.stale,
             "ps_restores": 0 if recovery is None else recovery.restores,
             "steps_lost": 0 if recovery is None else recovery.steps_lost,
+            **({} if replication is None else replication.statistics()),
             "recoverable_worker_failures": sum(
                 member.losses for member in dispatcher.members.members
             ),

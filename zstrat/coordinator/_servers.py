@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ._cluster import Cluster
     from .connecting import MakeTaskLink
-    from .recovery import Inventory, Recovery
+    from .recovery import Inventory, Patient
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, what is done to it, the optimizer (0 for none) and the operands."""
@@ -74,9 +74,9 @@ class ParameterServers:
         self._patience: Final = patience
 
     @property
-    def recovery(self) -> Recovery | None:
-        """What fills lost servers again, if that is wished."""
-        return self._cluster.recovery
+    def patient(self) -> Patient | None:
+        """What gets lost servers back, if that is wished."""
+        return self._cluster.recovery or self._cluster.replication
 
     @property
     def _inventory(self) -> Inventory | None:
@@ -185,7 +185,7 @@ class ParameterServers:
             PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
             for spec, op, optimizer, arrays in updates
         ]
-        gate, recovery = self._cluster.rest.gate, self.recovery
+        gate, recovery = self._cluster.rest.gate, self._cluster.recovery
         if recovery is None:
             await gate.through(lambda: self.client.update(pushed))
             return
@@ -273,10 +273,10 @@ class ParameterServers:
 
     async def _once(self, work: Callable[[], Awaitable[None]]) -> None:
         """What must not be done twice is done again behind a restore alone."""
-        if self.recovery is None:
+        if self.patient is None:
             await work()
         else:
-            await self.recovery.through(work, again=False)
+            await self.patient.through(work, again=False)
 
     async def _wait_for(
         self,

@@ -21,6 +21,7 @@ from zstrat.wire import Job
 from ._cluster import Cluster
 from ._servers import ParameterServers, session_of
 from .connecting import hail, open_sessions
+from .replication import check_replicas
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
@@ -79,7 +80,11 @@ class ClusterSession:
 
     @staticmethod
     def connect(
-        spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
+        spec: ClusterSpec,
+        settings: Settings,
+        *,
+        replicas: int = 0,
+        make_link: MakeTaskLink | None = None,
     ) -> ClusterSession:
         """Takes the cluster: all its parameter servers, and a worker at least.
 
@@ -94,10 +99,13 @@ class ClusterSession:
         tasks that the older session did not have belong to another program.
 
         Args:
+            replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
+                All are made when this returns.
             make_link: How a task is reached; left out: over ZeroMQ.
 
         Raises:
-            ValueError: The indices of the parameter servers have gaps.
+            ValueError: The indices of the parameter servers have gaps, or there cannot
+                be replicas.
             DeadlineExceededError: Tasks did not answer; each one is named.
             BusyError: Another program holds the cluster, or a session of this one that
                 has something unfinished.
@@ -105,12 +113,20 @@ class ClusterSession:
         """
         session = new_incarnation()
         ps, workers = _parameter_servers(spec), _workers(spec)
+        check_replicas(replicas, len(ps), settings.keys)
         make = make_link or _links(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
             ahead, listens = _prefetch(settings, workers), settings.output == "program"
             return Cluster(
-                session, ps, workers, settings.timeouts, make, ahead, listens=listens
+                session,
+                ps,
+                workers,
+                settings.timeouts,
+                make,
+                ahead,
+                listens=listens,
+                replicas=replicas,
             )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
@@ -303,17 +319,19 @@ class ClusterSession:
                 self.cluster.ps[0].name, "the servers were filled again meanwhile"
             )
 
+    @property
+    def outages(self) -> int:
+        """How often that was so, or another copy took a server's place."""
+        return self.cluster.outages
+
     async def settled(self, since: int) -> bool:
         """Waits until no parameter server is awaited or filled; returns whether that
-        was so now, or since so many `restores`: what failed may be tried again.
+        was so now, or since so many `outages`: what failed may be tried again.
 
         Raises:
             PSUnavailableError: One did not come back, or could not be filled.
         """
-        recovery = self.cluster.recovery
-        if recovery is None:
-            return False
-        work = recovery.settled(since)
+        work = self.cluster.settled(since)
         return await self.run_async(work, "waiting for parameter servers")
 
     async def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:

@@ -21,9 +21,9 @@ import psutil
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
-from zstrat.ps import PsService
+from zstrat.ps import HostedStores, PsService, backup_links
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
-from zstrat.wire import Inspect, Job, Statistics
+from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -112,6 +112,8 @@ class Task:
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
+        self._hosted: HostedStores | None = None
+        """Of a ps."""
         make = self._make_worker if place.job == Job.WORKER else self._make_ps
         self._service, self._close_service, absorb = make()
         self._node = GroupNode(self.hello, settings, self._security)
@@ -160,6 +162,8 @@ class Task:
         try:
             async with asyncio.timeout(patience + GRACE):
                 drained = await self._service.drain()
+                if self._hosted is not None:
+                    await self._hosted.close()
                 await self._close_service()
         except TimeoutError:
             drained = False
@@ -186,12 +190,14 @@ class Task:
             "memory_bytes": resident_bytes(),
             "cpu_seconds": cpu_seconds(),
         }
+        hosted = [] if self._hosted is None else self._hosted.statistics()
         return {
             "task": task,
             # Counts and names only, though its type does not say so.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
             "service": self._service.statistics(),
             "groups": dict(self._node.statistics()),
+            "copies": hosted,
         }
 
     def summary(self) -> str:
@@ -206,6 +212,8 @@ class Task:
             return Statistics(self.statistics())
         if type(message) in GROUP_MESSAGES:
             return self._node.handle(remote, message)
+        if isinstance(message, HostStore | DropStore) and self._hosted is not None:
+            return self._hosted.handle(remote, message)
         return self._service.handle(remote, message)
 
     def _lost(self, remote: Remote, reason: str) -> None:
@@ -219,6 +227,16 @@ class Task:
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
             on_exit=self._shut_down,
+            connect=backup_links(self.hello, self._settings, self._security),
+            on_cleared=lambda: hosted.look(),
+        )
+        hosted = self._hosted = HostedStores(
+            f"/job:ps/task:{self.place.index}",
+            self.place.bind,
+            lambda: service.session,
+            load_code=_load_code,
+            settings=self._settings,
+            security=self._security,
         )
         return service, _nothing, service.absorb
 

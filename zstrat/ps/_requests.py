@@ -187,7 +187,11 @@ P = TypeVar("P", PushPlan, RowsPlan, CreatePlan)
 def _at_once(store: Store, plan: P) -> Outcome | P:
     if plan.work > INLINE or (isinstance(plan, PushPlan) and not plan.is_compiled):
         return plan
-    plan.compute()
+    try:
+        plan.compute()
+    except BaseException:  # to the caller
+        store.gave_up(plan)
+        raise
     return store.commit(plan)
 
 

@@ -15,22 +15,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from zstrat.errors import (
     PermissionDeniedError,
     ProtocolError,
+    StaleSessionError,
     UnavailableError,
     ZstratError,
 )
 from zstrat.wire import (
     AppliedParts,
     AskParts,
+    AttachBackup,
     BindOptimizer,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
+    DetachBackup,
     Done,
     Exchange,
     Fence,
@@ -46,6 +49,7 @@ from zstrat.wire import (
     Ownership,
     PinSnapshot,
     PlainTree,
+    PromoteBackup,
     Pull,
     PullRows,
     Push,
@@ -65,7 +69,10 @@ from ._requests import Stored
 from ._serving import Serving
 from ._thread import ComputeThread
 from .engine._engine import OptimizerEngine
+from .replication._following import Following
+from .replication._standing import ReplicationRequest, Standing, tell_owner
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
+from .store._changes import acknowledged
 from .store._fold import Folded
 from .store._lookups import row_bytes
 from .store._store import Store
@@ -75,6 +82,9 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
     from zstrat.wire import ArraySpec, Sink
+
+    from .replication._following import Primary
+    from .replication._forwarding import Connect
 
 _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
@@ -100,6 +110,9 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     ReleaseSnapshot: frozenset({Job.CHIEF}),
     LoadTensors: frozenset({Job.CHIEF}),
     StoreTensors: frozenset({Job.CHIEF}),
+    AttachBackup: frozenset({Job.CHIEF}),
+    DetachBackup: frozenset({Job.CHIEF}),
+    PromoteBackup: frozenset({Job.CHIEF}),
     Inspect: frozenset(Job),
 }
 
@@ -123,6 +136,7 @@ class Caller(Protocol):
     @property
     def role(self) -> Job: ...
     def promise(self, nbytes: int) -> None: ...
+    def notify(self, message: Message) -> None: ...
 
 
 class PsService:
@@ -133,6 +147,10 @@ class PsService:
             runs on the compute thread, and only for code that a coordinator has sent.
         task: Names this server in errors: ``"/job:ps/task:0"``.
         on_exit: Called once, on the loop, when the coordinator ends the process.
+        connect: Makes a link to a backup; None: there cannot be one.
+        backup_of: Session and view of which this is the backup, until it is made the
+            primary.
+        on_cleared: Called when a session is over, and all that it had.
     """
 
     def __init__(
@@ -143,12 +161,15 @@ class PsService:
         task: str,
         incarnation: int = 0,
         on_exit: Callable[[], None] | None = None,
+        connect: Connect | None = None,
+        backup_of: tuple[int, int] | None = None,
+        on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._task = task
         self._incarnation = incarnation
-        self._on_exit = on_exit
+        self._on_exit, self._on_cleared = on_exit, on_cleared
         self._clock, self._started_at = clock, clock()
         self._engine = OptimizerEngine(load_code)
         self._store = Store(self._engine, task=task, largest=settings.limits.body)
@@ -162,16 +183,51 @@ class PsService:
             task, self._store, self._serving.turn, check, self._thread
         )
         self._joining = Joining(task, self._ownership, self._store)
+        self._standing = Standing(
+            task,
+            self._store,
+            self._serving.turn,
+            tell=self._tell_owner,
+            on_replaced=self._forget,
+            connect=connect,
+            patience=settings.timeouts.connect,
+        )
+        self._is_aside = backup_of is not None
+        """It does not serve its store."""
+        if backup_of is not None:
+            self._standing.following = Following(
+                task, self._store, self._thread, *backup_of, self._promoted
+            )
         self._draining = False
         self._failed = 0
 
-    def handle(self, remote: Caller, message: Message) -> Message | Awaitable[Message]:
-        """Answers one request: at once, or later if it must wait for its turn.
+    @property
+    def session(self) -> int | None:
+        """The one that is open."""
+        return self._ownership.session
+
+    @property
+    def is_backup(self) -> bool:
+        return self._standing.following is not None
+
+    @property
+    def view(self) -> int:
+        """The newest one of its store that it knows of."""
+        following = self._standing.following
+        return self._standing.view if following is None else following.view
+
+    def handle(
+        self, remote: Caller, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """Answers one request: at once, or later if it must wait for its turn. Notices
+        of a primary are not answered.
 
         Raises:
             ZstratError: The request is refused; nothing has changed.
         """
         try:
+            if self._is_aside:
+                return self._handle_aside(remote, message)
             roles = _ROLES.get(type(message))
             if roles is None or remote.role not in roles:
                 raise _refusal(self._task, remote, message)
@@ -206,6 +262,8 @@ class PsService:
                     return Done()
                 case Inspect():
                     return Statistics(self.statistics())
+                case AttachBackup() | DetachBackup() | PromoteBackup():
+                    return self._replicate(remote, message)
                 case _:
                     assert isinstance(message, SnapshotRequest)  # by the table of roles
                     self._ownership.check(message.session)
@@ -235,12 +293,14 @@ class PsService:
     async def _applied_parts(self, asked: AskParts) -> AppliedParts:
         await self._serving.settled()  # an earlier run may have a part under way
         self._ownership.check(asked.session)
-        return self._store.applied_parts(asked.step, asked.first)
+        applied = self._store.applied_parts(asked.step, asked.first)
+        return await acknowledged(self._store.log, applied)
 
     async def _fenced(self, fence: Fence) -> Fenced:
         await self._serving.settled()  # what was pushed before may be under way
         self._ownership.check(fence.session)
-        return Fenced(self._store.end_steps(fence.low_water, fence.asked))
+        fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
+        return await acknowledged(self._store.log, fenced)
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         try:
@@ -283,6 +343,7 @@ class PsService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._serving.idle.wait()
+        await self._standing.close(deadline)
         saved = await self._snapshots.close(deadline)
         ended = await self._thread.close(deadline)
         return saved and ended and self._serving.idle.is_set()
@@ -303,6 +364,7 @@ class PsService:
             "waiting": len(self._serving),
             "failed": self._failed + self._serving.failed,
         }
+        values["replication"] = self._standing.statistics()
         values.update(self._store.statistics())
         values.update(self._snapshots.statistics())
         return values
@@ -314,7 +376,9 @@ class PsService:
         new = self._ownership.open(session, remote, remote.hello, time.time())
         if new:
             self._clear()
+        self._standing.remind()
         self._joining.look()
+        # Of the process: what it hosts is there, even if its own store is elsewhere.
         return SessionOpened(platform="cpu", devices=1, resumed=not new)
 
     def _close(self, session: int, leave: bool) -> Done:
@@ -327,8 +391,54 @@ class PsService:
         return Done()
 
     def _clear(self) -> None:
+        self._standing.end(StaleSessionError(f"{self._task}: the session ended"))
+        self._is_aside = False
+        self._forget()
+        if self._on_cleared is not None:
+            self._on_cleared()
+
+    def _forget(self) -> None:
+        self._is_aside = self._standing.is_replaced
         self._snapshots.clear()
         self._store.clear()
+
+    # ---- replication -------------------------------------------------------------
+
+    async def _replicate(self, remote: Caller, message: ReplicationRequest) -> Message:
+        self._ownership.check(message.session)
+        self._require_open()
+        done = await self._standing.handle(message)
+        if isinstance(message, PromoteBackup):  # it is asked again, maybe by a new line
+            self._promoted(remote, message.view)
+        return done
+
+    def _handle_aside(
+        self, remote: Caller, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """While another process serves the store."""
+        if isinstance(message, Inspect):
+            return Statistics(self.statistics())
+        following = self._standing.following
+        if following is not None:
+            return following.handle(remote, message)
+        if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
+            return self._open(message.session, remote)
+        if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
+            return self._close(message.session, message.exit)
+        raise self._standing.refusal
+
+    def _promoted(self, remote: Primary, view: int) -> None:
+        """Is the primary from now on."""
+        following, self._standing.following = self._standing.following, None
+        self._standing.view, self._is_aside = view, False
+        session = self.session if following is None else following.session
+        assert session is not None
+        self._ownership.open(session, remote, remote.hello, time.time())
+
+    def _tell_owner(self, message: Message) -> None:
+        owner = self._ownership.owner
+        if owner is not None and owner.alive:
+            tell_owner(cast("Caller", owner.peer), message)
 
     def _require_open(self) -> None:
         if self._draining:

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar, final
 
 from zstrat.errors import BusyError, ZstratError
-from zstrat.wire import Done, Exchange, Message, Push
+from zstrat.wire import Done, Exchange, Message, Pulled, Push
 
 from ._exchange import Exchanges
 from ._requests import PendingRequest, Request, Stored, begin, names_of
@@ -184,7 +184,8 @@ class Serving:
             else:
                 self._go_on(ticket, served)
                 return ticket.request.answer
-        return served
+        log = self._store.log
+        return served if log is None or type(served) is Pulled else log.hold(served)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """For a push whose body follows: then `take` a `Folded`. What is to be refused,
@@ -195,6 +196,8 @@ class Serving:
         except ZstratError:  # to the caller, when the request is taken
             return None
         if not self._turns.are_free(names_of(message)):
+            return None
+        if self._store.log is not None:  # no operand would be left to forward
             return None
         return self._store.fold(message, specs)
 
@@ -291,8 +294,11 @@ class Serving:
         pending: PendingRequest,
         done: asyncio.Future[None],
     ) -> None:
+        error = done.exception()
+        if error is not None:
+            self._store.gave_up(pending.plan)
         try:
-            served = pending.then(done.exception())
+            served = pending.then(error)
         except BaseException as error:  # goes to the caller
             self._finish(ticket, error)
         else:
@@ -307,7 +313,11 @@ class Serving:
             if not answer.done():
                 answer.set_exception(outcome)
         elif not answer.done():
-            answer.set_result(outcome)
+            log = self._store.log
+            if log is None or type(outcome) is Pulled:
+                answer.set_result(outcome)
+            else:
+                log.answer(answer, outcome)
         self._leave(ticket)
 
     def _leave(self, ticket: Ticket[_WaitingRequest]) -> None:

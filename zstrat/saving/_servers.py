@@ -117,12 +117,17 @@ class ServerConnection(AskedCluster, Protocol):
         """How often that was done."""
         ...
 
+    @property
+    def outages(self) -> int:
+        """How often that was done, or another copy took a server's place."""
+        ...
+
     def require_unrestored(self, since: int) -> None:
         """Raises `PSUnavailableError` if it was done since so many `restores`."""
         ...
 
     async def settled(self, since: int) -> bool:
-        """Waits while it is done; whether it was since so many `restores`."""
+        """Waits while it is done; whether it was since so many `outages`."""
         ...
 
     async def remember(
@@ -168,14 +173,14 @@ async def steadily(
     variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
 ) -> T:
     """Carries out what may be done twice; again if it failed because a parameter server
-    was lost that was filled again, or came back, meanwhile.
+    was lost that was filled again, or came back, meanwhile, or had its place taken.
 
     Raises:
         PSUnavailableError: One did not come back, or could not be filled.
     """
     found = {id(at): at for each in variables if (at := cluster_of(each)) is not None}
     while True:
-        since = [(cluster, cluster.restores) for cluster in found.values()]
+        since = [(cluster, cluster.outages) for cluster in found.values()]
         try:
             return await work()
         except ZstratError:

@@ -6,7 +6,8 @@ the wire and the validation from the annotations, so a field that is added is ch
 field ``arrays`` travels as raw buffer frames behind the header.
 
 The messages lie by subject: of connections (`_link_messages`), of any task
-(`_task_messages`), of variables, snapshots, closures (`_step_messages`) and groups.
+(`_task_messages`), of variables, snapshots, replicas, closures (`_step_messages`) and
+groups.
 Numbers of kinds are part of the protocol: never reuse one (the codec refuses to start
 with two that are equal). `PROTOCOL` grows with every change that an older peer would
 misunderstand.
@@ -34,6 +35,25 @@ from ._link_messages import Mapped as Mapped
 from ._link_messages import Offer as Offer
 from ._link_messages import Placed as Placed
 from ._link_messages import Released as Released
+from ._log_messages import CopiedPart as CopiedPart
+from ._log_messages import CopiedSlot as CopiedSlot
+from ._log_messages import CopiedVariable as CopiedVariable
+from ._log_messages import CopyLedger as CopyLedger
+from ._log_messages import CopyParts as CopyParts
+from ._log_messages import CopySlots as CopySlots
+from ._log_messages import CopyVariables as CopyVariables
+from ._log_messages import CopyWhole as CopyWhole
+from ._log_messages import LogTaken as LogTaken
+from ._log_messages import OpenLog as OpenLog
+from ._log_messages import RaiseWriterMark as RaiseWriterMark
+from ._replication_messages import AttachBackup as AttachBackup
+from ._replication_messages import BackupLost as BackupLost
+from ._replication_messages import DetachBackup as DetachBackup
+from ._replication_messages import DropStore as DropStore
+from ._replication_messages import HostStore as HostStore
+from ._replication_messages import MoveServer as MoveServer
+from ._replication_messages import PromoteBackup as PromoteBackup
+from ._replication_messages import StoreHosted as StoreHosted
 from ._schema import Arrays as Arrays
 from ._schema import PlainTree as PlainTree
 from ._snapshot_messages import LoadEntry as LoadEntry
@@ -163,6 +183,22 @@ Message = (
     | BuildResource
     | ResourceBuilt
     | DropResources
+    | AttachBackup
+    | BackupLost
+    | DetachBackup
+    | DropStore
+    | HostStore
+    | MoveServer
+    | PromoteBackup
+    | StoreHosted
+    | OpenLog
+    | LogTaken
+    | CopyVariables
+    | CopySlots
+    | CopyParts
+    | CopyLedger
+    | CopyWhole
+    | RaiseWriterMark
     | JoinGroup
     | GroupFormed
     | Hop

@@ -6,6 +6,7 @@ asked, and what belongs to it is dropped with it (`_session`).
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import ClassVar, NamedTuple
 
 from ._schema import PlainTree, message
@@ -51,7 +52,8 @@ class OpenSession:
     among the tasks of its job that the coordinator knows, from 0, and goes into the
     worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
     worker may fetch ahead. ``listens``: the coordinator wants to hear what its steps
-    print (`Printed`). A ps ignores all but the session.
+    print (`Printed`). ``views``: those of the stores at ``ps``, which may move then
+    (`MoveServer`); empty if they have no second copy. A ps ignores all but the session.
     """
 
     kind: ClassVar = 16
@@ -61,6 +63,7 @@ class OpenSession:
     ps: list[str]
     prefetch: int = 0
     listens: bool = False
+    views: list[int] = field(default_factory=list)
 
 
 @message

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 
@@ -45,29 +45,16 @@ from zstrat.wire import (
 from ._direct import Asking, Direct, bind
 from ._executor import Executor
 from ._resources import Load, Resources
+from ._server_links import MakeWorkerLink, ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
 from ._step_runner import Prepare, RunEager, StepRunner
-from ._worker_session import Owned, ServerPresence, WorkerSession
+from ._worker_session import Owned, WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from zstrat.config import Settings
-    from zstrat.errors import PeerLostError
-    from zstrat.transport import Link, Remote
-
-
-class MakeWorkerLink(Protocol):
-    """A link that is not started yet, from the address of a task and its name."""
-
-    def __call__(
-        self,
-        address: str,
-        name: str,
-        *,
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> Link: ...
+    from zstrat.transport import Remote
 
 
 OPENING: Final = 10.0
@@ -204,26 +191,14 @@ class WorkerService:
     ) -> WorkerSession:
         """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
-        presences = [ServerPresence(timeouts.reconnect) for _ in message.ps]
-        links = [
-            self._make_link(
-                address,
-                f"/job:ps/task:{number}",
-                on_open=there.opened,
-                on_lost=there.lost,
-            )
-            for number, (address, there) in enumerate(
-                zip(message.ps, presences, strict=True)
-            )
-        ]
+        servers = ServerLinks(self._make_link, message.ps, message.views, timeouts)
         output = None
         if message.listens and self._listen is not None:
             output = StepOutput(message.session, remote)
         session = WorkerSession(
             message.session,
             remote,
-            links,
-            presences,
+            servers,
             patience=timeouts.request,
             counts=self._counts,
             output=output,

@@ -13,7 +13,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
-from zstrat.errors import BusyError, ClosedError, ProtocolError, ZstratError
+from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.wire import (
     BuildResource,
@@ -27,6 +27,7 @@ from zstrat.wire import (
     Fetch,
     Fetched,
     Message,
+    MoveServer,
     PutArguments,
     PutCode,
     ResourceBuilt,
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.errors import PeerLostError
-    from zstrat.ps import PsUpdate, ServerLine
-    from zstrat.transport import Link, Remote
-    from zstrat.wire import Batch, Hello
+    from zstrat.ps import PsUpdate
+    from zstrat.transport import Remote
+    from zstrat.wire import Batch
 
     from ._closure import Ending, Post, SharedPull
     from ._executor import Executor
     from ._resources import Resources
+    from ._server_links import ServerLinks
     from ._step_output import Listen, StepOutput
     from ._step_runner import StepRunner
 
@@ -67,64 +68,9 @@ Owned = (
     | DropResults
     | BuildResource
     | DropResources
+    | MoveServer
 )
 """Messages that belong to the open session. Their senders were checked."""
-
-RESTARTED: Final = "it was started again, and what it held is gone"
-
-
-@final
-class ServerPresence:
-    """How one parameter server stands, as its link says it and its line is told.
-
-    A server that was started again has lost what it held of the session, so it stays
-    lost for as long as the session lasts. One that is only away has a while to come
-    back. The line is set before the link is started.
-
-    Args:
-        grace: Seconds that a server whose link has lost it has to come back.
-    """
-
-    line: ServerLine
-
-    def __init__(self, grace: float) -> None:
-        self._grace = grace
-        self._life: int | None = None
-        """The incarnation that holds what is the session's."""
-        self._absence: asyncio.TimerHandle | None = None
-        self._is_closed = False
-
-    def opened(self, hello: Hello) -> None:
-        """The link says that the server has greeted."""
-        self._stop_absence()
-        if self._is_closed:
-            return
-        if self._life in (None, hello.incarnation):
-            self._life = hello.incarnation
-            self.line.resume()
-        else:
-            self.line.lose(RESTARTED, gone=True)
-
-    def lost(self, error: PeerLostError) -> None:
-        """The link says that it has lost the server."""
-        if self._absence is None and not self._is_closed:
-            loop = asyncio.get_running_loop()
-            self._absence = loop.call_later(self._grace, self._give_up, error.reason)
-
-    def close(self, error: Exception) -> None:
-        """Nobody waits for the server any more."""
-        self._is_closed = True
-        self._stop_absence()
-        self.line.close(error)
-
-    def _give_up(self, reason: str) -> None:
-        self._absence = None
-        self.line.lose(reason, gone=False)
-
-    def _stop_absence(self) -> None:
-        if self._absence is not None:
-            self._absence.cancel()
-            self._absence = None
 
 
 @final
@@ -133,8 +79,7 @@ class WorkerSession:
 
     Args:
         remote: The coordinator's connection.
-        links: To all parameter servers, in task order; owned by the session.
-        presences: What these links tell how their servers stand.
+        servers: The ways to all parameter servers; owned by the session.
         patience: Seconds that a request waits for a server that is away.
         counts: The worker's counters, over all sessions.
         output: Takes what is printed to the coordinator; None: nobody does.
@@ -144,8 +89,7 @@ class WorkerSession:
         self,
         session: int,
         remote: Remote,
-        links: Sequence[Link],
-        presences: Sequence[ServerPresence],
+        servers: ServerLinks,
         *,
         patience: float,
         counts: Counter[str],
@@ -153,12 +97,11 @@ class WorkerSession:
     ) -> None:
         self.session: Final = session
         self._output: Final = output
-        self.client: Final = PsClient(links, session, request_timeout=patience)
-        for presence, line in zip(presences, self.client.lines, strict=True):
-            presence.line = line
+        self.client: Final = PsClient(servers.links, session, request_timeout=patience)
+        servers.attach(self.client.lines)
         self.results: Final = Results()
         self._reports: Final = Reports(session, remote, self.results, counts)
-        self._links, self._presences, self._counts = links, presences, counts
+        self._servers, self._counts = servers, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._closed = False
@@ -174,8 +117,7 @@ class WorkerSession:
         # With the runner: what runs until then is another session's.
         output = self._output
         executor.tell(partial(listen, None if output is None else output.hear))
-        for link in self._links:
-            link.start()
+        self._servers.start()
 
     async def wait_open(self, deadline: float) -> None:
         """Waits until all parameter servers have answered.
@@ -186,8 +128,7 @@ class WorkerSession:
 
         Cancellation: the links go on connecting.
         """
-        for link in self._links:
-            await link.wait_open(deadline)
+        await self._servers.wait_open(deadline)
 
     @property
     def queued(self) -> int:
@@ -220,6 +161,8 @@ class WorkerSession:
                 return Fetched(tuple(self.results.of(step)))
             case PutCode(digest=digest, code=code):
                 return executor.submit(partial(_put_code, resources, digest, code))
+            case MoveServer():
+                return self._servers.move(message)
             case BuildResource():
                 return executor.submit(partial(_build, self.runner, message))
             case _:
@@ -360,9 +303,7 @@ class WorkerSession:
 
         Cancellation: links that are not closed yet are left open.
         """
-        for presence in self._presences:
-            presence.close(ClosedError(reason))
-        await asyncio.gather(*[link.close(reason) for link in self._links])
+        await self._servers.close(reason)
 
 
 def _error_of(future: asyncio.Future[Any]) -> BaseException | None:

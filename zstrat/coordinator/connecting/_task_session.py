@@ -121,6 +121,8 @@ class TaskSession:
         grace: Seconds that a task with one life has to return after its link lost it.
         turn: Seconds after which `wait_ready` gives up while another coordinator has
             the task; it is asked further on.
+        moves: What the task held may be elsewhere when it is lost: whoever waits for
+            it goes on to wait, until `move` or `give_up`.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class TaskSession:
         one_life: bool = False,
         grace: float = 0.0,
         turn: float = math.inf,
+        moves: bool = False,
     ) -> None:
         self.index, self.address = index, address
         self.name = f"/job:{job}/task:{task}"
@@ -156,6 +159,9 @@ class TaskSession:
         self.is_moved = False
         """It leaves because it enters another session of ours: `renew`."""
         self._opening, self._events, self._one_life = opening, events, one_life
+        self._moves = moves
+        self._moving: asyncio.Task[None] | None = None
+        """Closes the link of before, and opens the next one."""
         # Who was in the session need not wait for it: it is there, or gone for good.
         self._reopening = opening
         if isinstance(opening, JoinSession):
@@ -175,14 +181,8 @@ class TaskSession:
         self._asked: asyncio.Future[Message] | None = None
         self._entered: asyncio.Event = asyncio.Event()
         self._closed = False
-        self.link = make_link(
-            address,
-            name=self.name,
-            expect=(job, task),
-            on_notice=self._heard,
-            on_open=self._greeted,
-            on_lost=self._lost,
-        )
+        self._make_link, self._expect = make_link, (job, task)
+        self.link = self._new_link()
 
     @property
     def is_ready(self) -> bool:
@@ -211,7 +211,7 @@ class TaskSession:
             BusyError: It answered, but belongs to another coordinator.
             VersionMismatchError, PermissionDeniedError: It will never take us.
         """
-        await self.link.wait_open(deadline)
+        await self._connected(deadline)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._entered.wait()
@@ -246,12 +246,41 @@ class TaskSession:
             self.gone, self.lives_on = self._one_life, not self._one_life
             self.is_moved = True
             self._leave("it enters another session of the program", logging.INFO)
+            if self._moves:
+                self.give_up("it enters another session of the program")
         self.gone = self.lives_on = self.is_moved = self._emptied = False
         self._life, self.refusal, self._pause = None, None, FIRST_PAUSE
         self._opening = self._reopening = replace(self._opening, session=session)
         self._farewells = farewells
         if self.link.is_open:
             self._ask()
+
+    def move(self, address: str, *, is_empty: bool = False) -> None:
+        """Goes on at another address, where all is that the task held. Nothing is told
+        but that it is ready there.
+
+        Args:
+            is_empty: Nothing is there; it is entered behind `renew`.
+        """
+        if self._closed:
+            return
+        self._stop_asking()
+        self._stop_absence()
+        self.opened, self.refusal, self._life = None, None, None
+        self._entered.clear()
+        self._pause, self.address = FIRST_PAUSE, address
+        self.gone = self._emptied = is_empty
+        before, self.link = self.link, self._new_link()
+        if self.line is not None:
+            self.line.move(self.link)
+        going = self._go_on(before, self._moving)
+        loop = asyncio.get_running_loop()
+        self._moving = loop.create_task(going, name=f"{self.name} moves")  # see close
+
+    def give_up(self, reason: str) -> None:
+        """Whoever waits for a task that ``moves`` is told that it is lost."""
+        if self.line is not None:
+            self.line.lose(reason, gone=self.gone, own=not self.gone)
 
     def leave(self) -> None:
         """We go: nothing is told any more."""
@@ -264,7 +293,48 @@ class TaskSession:
         self.leave()
         if self.line is not None:
             self.line.close(ClosedError(f"the link to {self.name} was closed"))
+        if self._moving is not None:
+            await self._moving
         await self.link.close()
+
+    def _new_link(self) -> TaskLink:
+        return self._make_link(
+            self.address,
+            name=self.name,
+            expect=self._expect,
+            on_notice=self._heard,
+            on_open=self._greeted,
+            on_lost=self._lost,
+        )
+
+    async def _go_on(self, before: TaskLink, moving: asyncio.Task[None] | None) -> None:
+        link = self.link
+        if moving is not None:
+            await moving
+        await before.close()
+        # Behind what the end of its requests sets going: they come first at the next.
+        asyncio.get_running_loop().call_soon(self._start, link)
+
+    def _start(self, link: TaskLink) -> None:
+        if link is self.link and not self._closed:
+            link.start()
+
+    async def _connected(self, deadline: float) -> None:
+        """Waits until the link of then is open.
+
+        Raises: As `TaskLink.wait_open`.
+        """
+        while True:
+            if self._moving is not None:
+                await asyncio.wait([self._moving])
+            link = self.link
+            try:
+                await link.wait_open(deadline)
+            except ClosedError:
+                if link is self.link:
+                    raise
+            else:
+                return
 
     # ---- told by the link ------------------------------------------------------------
 
@@ -286,6 +356,8 @@ class TaskSession:
             self._leave("it was started again, and what it held is gone")
             return
         elif self._emptied:
+            if self._moves:
+                self._events.lost(self, "what it held is gone")
             return
         self._pause = FIRST_PAUSE
         self._ask()
@@ -295,7 +367,7 @@ class TaskSession:
             return
         self._stop_asking()
         level = logging.INFO if error.left else logging.WARNING
-        if not self._one_life or not self.is_ready:
+        if not self._one_life or not self.is_ready or self._moves:
             self._leave(error.reason, level)
         elif self._absence is None:
             # A goodbye too: to a program that was stopped for long, an intact task says
@@ -393,6 +465,7 @@ class TaskSession:
         self.refusal = error
 
     def _leave(self, reason: str, level: int = logging.WARNING) -> None:
+        level = logging.INFO if self._moves else level  # its owner says what follows
         if self.opened is not None:
             words = "lost" if self.gone or not self._one_life else "no contact with"
             log.log(level, "%s %s at %s: %s", words, self.name, self.address, reason)
@@ -400,7 +473,9 @@ class TaskSession:
         self._stop_absence()
         self.opened = None
         self._entered.clear()
-        if self.line is not None:
+        if self.line is not None and self._moves:
+            self.line.hold()
+        elif self.line is not None:
             self.line.lose(reason, gone=self.gone, own=not self.link.is_refused)
         self._events.lost(self, reason)
 

@@ -70,6 +70,11 @@ class RecoveringCluster(Protocol):
     @property
     def client(self) -> PsClient: ...
 
+    @property
+    def failovers(self) -> int:
+        """How often another copy took the place of a server."""
+        ...
+
     def suspend(self) -> None:
         """Nothing is handed out to workers any more."""
         ...
@@ -216,11 +221,12 @@ class Recovery:
         """
         while True:
             await self.over()
-            before = self.restores
+            before, failovers = self.restores, self._cluster.failovers
             try:
                 return await work()
             except ZstratError:
                 settled = await self.settled(before)
+                settled |= self._cluster.failovers != failovers
                 if not settled or (self.restores == before and not again):
                     raise
 
@@ -396,11 +402,19 @@ def count(cut: Cut) -> int:
     return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
 
 
+class Patient(Protocol):
+    """`Recovery`, or what else gets servers that were lost back."""
+
+    async def through(
+        self, work: Callable[[], Awaitable[T]], *, again: bool = True
+    ) -> T: ...
+
+
 class Recovered(Protocol):
-    """Who asks parameter servers that may be filled again; None: they are not."""
+    """Who asks parameter servers that may be got back; None: they are not."""
 
     @property
-    def recovery(self) -> Recovery | None: ...
+    def patient(self) -> Patient | None: ...
 
 
 S = TypeVar("S", bound=Recovered)
@@ -409,14 +423,14 @@ S = TypeVar("S", bound=Recovered)
 def steady(
     method: Callable[Concatenate[S, P], Awaitable[T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-    """Has a request that may be made twice go `Recovery.through`."""
+    """Has a request that may be made twice go `Patient.through`."""
 
     @wraps(method)
     async def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        recovery = self.recovery
-        if recovery is None:
+        patient = self.patient
+        if patient is None:
             return await method(self, *args, **kwargs)
-        return await recovery.through(partial(method, self, *args, **kwargs))
+        return await patient.through(partial(method, self, *args, **kwargs))
 
     return asked
 

@@ -65,11 +65,10 @@ class PsClient(VariableCalls, SnapshotCalls):
         request_timeout: float = REQUEST_TIMEOUT,
     ) -> None:
         super().__init__(links, session, request_timeout)
-        self._links = tuple(links)
         self._own = OwnUpdates(writer)
         self._memory = memory
         self._known = Known(memory)
-        self._incarnations: list[int | None] = [None] * len(self._links)
+        self._incarnations: list[int | None] = [None] * len(self.lines)
 
     def enter(self, session: int) -> None:
         """From now on another session is open on all servers, with other values. What
@@ -189,7 +188,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         Cancellation: those runs may have ended.
         """
         found: dict[int, tuple[str, ...]] = {}
-        open_ = dict.fromkeys(range(len(self._links)), 0)
+        open_ = dict.fromkeys(range(self.count), 0)
 
         def take(ps: int, answer: AppliedParts) -> None:
             found.update((part, tuple(names)) for part, names in answer.parts)
@@ -252,8 +251,8 @@ class PsClient(VariableCalls, SnapshotCalls):
 
     def _forget_restarted(self) -> None:
         """Versions begin anew in a new process."""
-        for ps, link in enumerate(self._links):
-            peer = link.peer
+        for ps, line in enumerate(self.lines):
+            peer = line.peer
             if peer is not None and peer.incarnation != self._incarnations[ps]:
                 if self._incarnations[ps] is not None:
                     self._known.clear()

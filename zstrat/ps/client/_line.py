@@ -8,6 +8,10 @@ nothing the second time (`_repeated`); what is neither is not sent again.
 Whoever owns the connection says how it stands (`hold`, `resume`, `lose`), because only
 he knows whether the server that came back is the one that was there before. As long as
 he has never said so, requests go straight to the link and end with its connection.
+
+A server that has a second copy may go on elsewhere (`move`). What is under way then is
+sent again there, as behind a connection that broke; so is what one was asked that is
+not the server any more (`NotPrimaryError`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.errors import (
     BusyError,
+    ClosedError,
     DeadlineExceededError,
+    NotPrimaryError,
     PeerLostError,
     PSUnavailableError,
 )
@@ -31,6 +37,7 @@ from zstrat.wire import (
     CreateVariables,
     DeleteVariables,
     Exchange,
+    Fence,
     InitializeVariables,
     Inspect,
     JoinSession,
@@ -46,6 +53,14 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT: Final = 120.0
 """Seconds that a request without a deadline waits for the server to come back."""
+
+LOST: Final = (PeerLostError, NotPrimaryError, ClosedError)
+"""Outcomes of a request that say nothing of it, but that it was asked there in vain. A
+link is closed below a line that is not, when the server is elsewhere."""
+
+REFUSED: Final = 0.5
+"""Seconds until one is asked again that has said that it is not the server, unless one
+hears where the server is before."""
 
 MOST: Final = 16384
 """Requests that wait: as many as one peer may have open."""
@@ -83,6 +98,7 @@ class ServerLine:
         "_later",
         "_link",
         "_loss",
+        "_retry",
         "_task",
         "_timeout",
         "_waits",
@@ -97,6 +113,17 @@ class ServerLine:
         self._waits = False
         """Those that fail with their connection wait for the next one."""
         self._loss: PSUnavailableError | None = None
+        self._retry: asyncio.TimerHandle | None = None
+
+    @property
+    def peer(self) -> Hello | None:
+        """HELLO of the server, while it is connected."""
+        return self._link.peer
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait here, or are refused, instead of going to the link."""
+        return not self._flows
 
     def submit(
         self, message: Message, *, deadline: float | None = None
@@ -129,14 +156,21 @@ class ServerLine:
         Args:
             sent: It may have been carried out.
         """
-        if lost.cancelled() or not isinstance(lost.exception(), PeerLostError):
+        error = None if lost.cancelled() else lost.exception()
+        if not isinstance(error, LOST) or not (self._waits or self._loss):
+            return None
+        if isinstance(error, ClosedError) and not self._waits:
             return None
         repeated = _repeated(message) if sent else message
-        if repeated is None or not (self._waits or self._loss):
+        if isinstance(error, NotPrimaryError):
+            self._pause()
+        elif repeated is None and isinstance(error, PeerLostError):
             return None
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
+        elif repeated is None:
+            outcome.set_exception(self._in_vain())
         else:
             self._keep(repeated, deadline, outcome, sent=sent)
         return outcome
@@ -145,11 +179,13 @@ class ServerLine:
 
     def hold(self) -> None:
         """There is a connection, but not known yet what the server still holds."""
+        self._stop_retry()
         if self._waits:
             self._flows = False
 
     def resume(self) -> None:
         """The server is there, with all that it ever held of this session."""
+        self._stop_retry()
         self._flows = self._waits = True
         self._loss = None
         for each in self._take():
@@ -163,6 +199,7 @@ class ServerLine:
             own: Updates of this very program are kept until their deadline all the
                 same: if they were given up, nobody could say whether to repeat them.
         """
+        self._stop_retry()
         self._flows = self._waits = False
         self._loss = PSUnavailableError(self._task, reason, gone)
         for each in self._take():
@@ -171,13 +208,44 @@ class ServerLine:
             else:
                 self._end(each, _copy(self._loss))
 
+    def move(self, link: LineLink) -> None:
+        """The server is at the far end of another link, with all that it held, or will
+        be. What waits, and what ends with the link of before, is sent there when that
+        is known (`resume`); so that one has to be closed before this one opens."""
+        self._stop_retry()
+        self._link, self._flows = link, False
+        self._waits = self._loss is None
+
     def close(self, error: Exception) -> None:
         """Nobody waits any more; the error says why."""
+        self._stop_retry()
         self._waits = False
         for each in self._take():
             self._end(each, type(error)(*error.args))
 
     # ---- private ---------------------------------------------------------------------
+
+    def _in_vain(self) -> PeerLostError:
+        """The outcome of what cannot be sent again."""
+        words = "another process has its place, and may have carried the request out"
+        return PeerLostError(self._task, words)
+
+    def _pause(self) -> None:
+        """Nothing is asked for a while of who says that it is not the server."""
+        self._flows = False
+        if self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(REFUSED, self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._retry = None
+        if self._waits and self._link.peer is not None:
+            self.resume()
+
+    def _stop_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
     def _keep(
         self,
@@ -229,10 +297,12 @@ class ServerLine:
             outcome.cancel()
         elif (error := reply.exception()) is None:
             outcome.set_result(reply.result())
-        elif isinstance(error, PeerLostError) and self._waits:
+        elif isinstance(error, LOST) and self._waits:
+            if isinstance(error, NotPrimaryError):
+                self._pause()
             repeated = _repeated(held.message)
             if repeated is None:
-                outcome.set_exception(error)
+                outcome.set_exception(self._in_vain())
             else:
                 self._keep(repeated, held.deadline, outcome, sent=True)
         else:
@@ -270,6 +340,8 @@ def _repeated(message: Message) -> Message | None:
             return Withdraw(session, keys, [])  # some may be deleted already
         case Pull() | PullRows() | AskParts() | Inspect() | JoinSession():
             return message
+        case Fence():
+            return message  # to say twice which steps are over is as good as once
         case CreateVariables() | InitializeVariables() | CreateOptimizer():
             return message  # what is there stays as it is
         case Withdraw() | BindOptimizer():

@@ -65,6 +65,7 @@ class Tree:
     leaves of those that are here."""
 
     digest: bytes
+    data: bytes
     keys: frozenset[int]
     leaves: dict[int, TracedLeaf]
 
@@ -74,9 +75,14 @@ class Bindings:
 
     def __init__(self, name: str, transformation: Any) -> None:
         self._name, self._transformation = name, transformation
-        self._trees: dict[bytes, frozenset[int]] = {}
+        self._trees: dict[bytes, tuple[frozenset[int], bytes]] = {}
         self._bound: dict[int, Bound] = {}
         self._alike: dict[bytes, LeafRule] = {}
+
+    @property
+    def told(self) -> list[bytes]:
+        """The trees, in the order in which they were bound."""
+        return [data for _, data in self._trees.values()]
 
     def get(self, key: int) -> Bound | None:
         """What moves the variable with this key."""
@@ -88,15 +94,15 @@ class Bindings:
         Raises:
             BusyError: It is a new one, and there are too many.
         """
-        keys = self._trees.get(digest_of(data))
-        if keys is None and len(self._trees) >= MOST:
+        tree = self._trees.get(digest_of(data))
+        if tree is None and len(self._trees) >= MOST:
             raise BusyError(
                 f"optimizer {self._name!r} has {MOST} trees already: make one "
                 "optimizer for each model, zs.Optimizer(transformation, params=params)"
             )
-        if keys is None:
+        if tree is None:
             return False
-        return all(key in self._bound or find(key) is None for key in keys)
+        return all(key in self._bound or find(key) is None for key in tree[0])
 
     def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
         """Cost: as tracing the transformation three times, and more for each leaf.
@@ -123,7 +129,7 @@ class Bindings:
                 leaves.update((held.entry.key, leaf) for held in here)
                 for held in here:
                     self._require_same(held, leaf)
-        return Tree(digest_of(data), frozenset(keys), leaves)
+        return Tree(digest_of(data), data, frozenset(keys), leaves)
 
     def add(self, tree: Tree, here: Iterable[int]) -> None:
         """Variables that are still here. Those that are bound stay as they are."""
@@ -131,7 +137,7 @@ class Bindings:
             leaf = tree.leaves[key]
             alike = self._alike.setdefault(leaf.digest, leaf.rule)
             self._bound.setdefault(key, Bound(leaf, alike))
-        self._trees[tree.digest] = tree.keys
+        self._trees[tree.digest] = tree.keys, tree.data
 
     def forget(self, keys: Iterable[int]) -> None:
         """The variables are gone, and others may get their keys."""

@@ -29,7 +29,7 @@ from ._bindings import Bindings, digest_of
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ._bindings import Bound
     from ._slots import HeldVariable, Slots
@@ -45,6 +45,7 @@ class Registered:
 
     optimizer: int
     name: str
+    code: bytes
     digest: bytes
     bindings: Bindings
     programs: UpdatePrograms
@@ -91,6 +92,9 @@ class OptimizerEngine:
     def __len__(self) -> int:
         return len(self._registered)
 
+    def __iter__(self) -> Iterator[Registered]:
+        return iter(self._registered.values())
+
     def load(self, optimizer: int, name: str, code: bytes) -> Registered:
         """Loads a transformation; the first one brings jax and optax with it.
 
@@ -114,7 +118,8 @@ class OptimizerEngine:
             Bindings(name, transformation),
             UpdatePrograms(optimizer, name),
         )
-        return Registered(optimizer, name, digest_of(code), bindings, programs)
+        digest = digest_of(code)
+        return Registered(optimizer, name, code, digest, bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
         """

@@ -21,7 +21,7 @@ from zstrat.ps.engine._arithmetic import is_floating
 from zstrat.ps.engine._slots import SlotArray, Unbound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.ps.engine._engine import Registered
     from zstrat.ps.engine._slots import HeldVariable, Slots
@@ -78,7 +78,7 @@ class _Target:
                 np.copyto(out, old)
         try:
             for move in self.moves:
-                move.source.read_into(self._place(out, move))
+                move.source.read_into(self.place(out, move))
         except BaseException:  # to whoever asked for the load
             if not beside:
                 cell.settle()  # some of it is new already
@@ -89,7 +89,8 @@ class _Target:
                 size = move.source.shape[0] if self.rows else 1
                 self.unbound.fill(move.leaf, move.at, move.at + size)
 
-    def _place(self, out: np.ndarray, move: Move) -> np.ndarray:
+    def place(self, out: np.ndarray, move: Move) -> np.ndarray:
+        """The rows of the array that a move fills."""
         if not self.rows:
             return out
         return out[move.at : move.at + move.source.shape[0]]
@@ -163,6 +164,12 @@ class Loading:
         for target in self._targets:
             if target.moves[0].optimizer is None:
                 target.moves[0].held.version += 1
+
+    def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
+        """What is where it was moved to, by targets. After `commit`."""
+        for target in self._targets:
+            value = target.cell.lease()
+            yield [(move, target.place(value, move)) for move in target.moves]
 
     def _check(
         self, moves: list[Move], made: dict[tuple[int, int], Slots]

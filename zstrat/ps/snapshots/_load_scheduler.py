@@ -17,7 +17,8 @@ import numpy as np
 
 from zstrat.checkpoint import TensorReader
 from zstrat.errors import InvalidArgumentError
-from zstrat.wire import Done, LoadEntry, LoadTensors, StoreTensors
+from zstrat.ps.store._changes import acknowledged
+from zstrat.wire import Done, LoadEntry, LoadTensors, StoreEntry, StoreTensors
 
 from ._load_plan import Loading, Move, Source
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from zstrat.ps._thread import ComputeThread
+    from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
-    from zstrat.wire import StoreEntry
 
     from ._file_thread import DiskThread
     from ._snapshot_write import Turn
@@ -71,7 +72,7 @@ class Loads:
         finally:
             with contextlib.suppress(Exception):  # the thread was closed: at exit
                 self._disk.submit(partial(_close, readers))
-        return Done()
+        return await acknowledged(self._store.log, Done())
 
     async def move(self, message: StoreTensors) -> Done:
         """Takes what was sent along. Cancellation: as of `load`."""
@@ -85,7 +86,7 @@ class Loads:
             for array in message.arrays
         ]
         await self._bring(message.session, message.entries, sources)
-        return Done()
+        return await acknowledged(self._store.log, Done())
 
     async def _bring(
         self,
@@ -120,10 +121,14 @@ class Loads:
                 await _shielded(self._compute.submit(loading.prepare))
             else:
                 loading.prepare()
+            whole = False
             try:
                 await _shielded(self._disk.submit(loading.compute))
+                whole = True
             finally:
                 loading.commit()
+                if store.log is not None:
+                    _tell(store.log, loading, anew, whole=whole)
 
     def _open(
         self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
@@ -157,6 +162,29 @@ class Loads:
                 reader.read_into(entry.name, start, out)
 
         return Source(what, info.numpy_dtype, shape, read_into)
+
+
+def _tell(
+    log: ChangeLog, loading: Loading, anew: Sequence[LoadEntry], *, whole: bool
+) -> None:
+    """What was loaded, as values: files may be seen by this server alone."""
+    if not whole:
+        log.spoil("a load failed half way")
+        return
+    if anew:
+        log.append(LoadTensors(0, list(anew)))
+    for target in loading.loaded():
+        entries = [
+            StoreEntry(
+                move.held.entry.key,
+                0 if move.optimizer is None else move.optimizer.optimizer,
+                move.leaf,
+                move.at,
+                move.rows,
+            )
+            for move, _ in target
+        ]
+        log.append(StoreTensors(0, entries, tuple([array for _, array in target])))
 
 
 def _copy(array: np.ndarray, out: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, final
 from zstrat.errors import BusyError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from zstrat.wire import Push, StepRun
 
@@ -88,6 +88,16 @@ class Ledger:
         if step != UNNAMED and step >= self.low_water:
             self._applied.setdefault(step, set()).add(part)
 
+    @property
+    def applied(self) -> list[tuple[int, int]]:
+        """Steps with their parts, all that are remembered."""
+        return [(step, part) for step, parts in self._applied.items() for part in parts]
+
+    @property
+    def over(self) -> Sequence[tuple[int, int]]:
+        """Runs ``[first, end)`` of steps above the mark that are over."""
+        return self._over
+
     def _is_over(self, step: int) -> bool:
         place = bisect_right(self._over, step, key=itemgetter(0))
         return place > 0 and step < self._over[place - 1][1]
@@ -137,11 +147,21 @@ class Writers:
                 f"{self._task}: update {push.step} of a program says that all of its "
                 f"updates below {push.low_water} are over, itself among them"
             )
-        ledger = self._ledgers.get(push.writer)
-        if ledger is None:
-            ledger = self._ledgers[push.writer] = Ledger()
-            if len(self._ledgers) > WRITERS:
-                self._ledgers.popitem(last=False)
-        self._ledgers.move_to_end(push.writer)
+        ledger = self.of(push.writer)
         ledger.raise_to(push.low_water)
         return ledger
+
+    def of(self, writer: int) -> Ledger:
+        """The ledger of a process, which is the latest now."""
+        ledger = self._ledgers.get(writer)
+        if ledger is None:
+            ledger = self._ledgers[writer] = Ledger()
+            if len(self._ledgers) > WRITERS:
+                self._ledgers.popitem(last=False)
+        self._ledgers.move_to_end(writer)
+        return ledger
+
+    @property
+    def ledgers(self) -> Iterable[tuple[int, Ledger]]:
+        """All, by their writers, the latest one last."""
+        return self._ledgers.items()

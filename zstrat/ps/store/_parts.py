@@ -25,7 +25,7 @@ from zstrat.errors import (
 from zstrat.wire import AppliedParts, PartEntry, Push, PushPart
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ._ledger import Ledger
 
@@ -126,6 +126,14 @@ class Parts:
                 return AppliedParts(entries, part)
             entries.append(PartEntry(part, names))
         return AppliedParts(entries, 0)
+
+    def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
+        """All that is remembered: step, attempt, part, names; a step without parts has
+        the part -1."""
+        for step, runs in self._steps.items():
+            yield step, runs.attempt, -1, ()
+            for part, names in runs.names.items():
+                yield step, runs.attempt, part, names
 
     def _full(self) -> ResourceExhaustedError:
         return ResourceExhaustedError(

@@ -25,17 +25,25 @@ from zstrat.errors import (
 from zstrat.ps.client._reading import READS
 from zstrat.wire import (
     Again,
+    AskParts,
+    DeleteVariables,
     Done,
     Exchange,
+    Fence,
     InitialEntry,
     Pulled,
     Push,
     Pushed,
+    PushPart,
+    RaiseMark,
+    RaiseWriterMark,
     Read,
     StepRun,
     VariableEntry,
+    Withdraw,
 )
 
+from ._changes import ChangeLog, tell
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import Ledger, Writers
@@ -48,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import AppliedParts, ArraySpec, PushPart
+    from zstrat.wire import AppliedParts, ArraySpec
 
 
 @dataclass(slots=True)
@@ -78,9 +86,10 @@ class Store:
         self.engine = engine
         self.variables = HeldVariables(task)
         """Those that are there, for their owner of the moment."""
-        self._ledger, self._writers = Ledger(), Writers(task)
-        self._parts = Parts(task)
+        self.ledger, self.writers = Ledger(), Writers(task)
+        self.parts = Parts(task)
         self.counts = Counts()
+        self.log: ChangeLog | None = None
 
     def __len__(self) -> int:
         return len(self.variables)
@@ -167,16 +176,23 @@ class Store:
         Raises:
             NotFoundError: No variable has one of the keys.
         """
-        self.variables.delete(keys)
-        self.engine.unbind(keys)
+        self._delete(keys)
+        if self.log is not None:
+            self.log.append(DeleteVariables(0, list(keys)))
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
         """Drops what is there of a creation that failed elsewhere."""
-        self.delete([key for key in keys if key in self.variables])
+        self._delete([key for key in keys if key in self.variables])
         for number in optimizers:
             self.engine.forget(number)
             for held in self.variables.values():
                 held.slots.pop(number, None)
+        if self.log is not None:
+            self.log.append(Withdraw(0, list(keys), list(optimizers)))
+
+    def _delete(self, keys: Sequence[int]) -> None:
+        self.variables.delete(keys)
+        self.engine.unbind(keys)
 
     def clear(self) -> None:
         """Drops the session's variables, optimizers and memory of pushes.
@@ -185,8 +201,8 @@ class Store:
         """
         self.variables.clear()
         self.engine.clear()
-        self._ledger, self._writers = Ledger(), Writers(self._task)
-        self._parts = Parts(self._task)
+        self.ledger, self.writers = Ledger(), Writers(self._task)
+        self.parts = Parts(self._task)
 
     # ---- pushing -----------------------------------------------------------------
 
@@ -212,11 +228,22 @@ class Store:
                 its writer is above the step.
             BusyError: The step could not be remembered.
         """
-        return self._duplicate(push) or push_plan(push, self.variables, self.engine)
+        return self._duplicate(push) or self.plan_again(push)
+
+    def plan_again(self, push: Push) -> PushPlan:
+        """`plan_push` of one that another store has applied, as the next one after all
+        that this one has: nobody asks whether it is a duplicate."""
+        return push_plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
         """All closures below are over: pushes of theirs are duplicates from now on."""
-        self._ledger.raise_to(low_water)
+        if self.log is not None:
+            self.log.append(RaiseMark(0, low_water))
+        self.ledger.raise_to(low_water)
+
+    def raise_writer_mark(self, writer: int, low_water: int) -> None:
+        """All own updates below of this process are over."""
+        self.writers.of(writer).raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
@@ -237,7 +264,8 @@ class Store:
         held = fold.held
         if self.variables.get(held.entry.key) is not held:
             return Again()  # it was deleted; the answer to the next one says so
-        if not fold.is_current or fold.sum is None:
+        if not fold.is_current or fold.sum is None or self.log is not None:
+            # With a log: the fold began before it, and has kept nothing to tell.
             held.no_fold_until = held.version + NOT_FOLDED_AFTER
             return Again()
         held.cell.replace(fold.sum)
@@ -254,9 +282,16 @@ class Store:
             RetryDiffersError: Another part was applied under its number.
             StaleSessionError: A later run of the step has begun.
         """
-        names = part.names
-        self._parts.take(part.step, part.attempt, part.part, names, self._ledger)
+        self.note_part(part)
         return self.plan_push(plain_push(part))
+
+    def note_part(self, part: PushPart) -> None:
+        """Remembers what a part does. Raises as `plan_part`."""
+        step, attempt, number, names = part.step, part.attempt, part.part, part.names
+        if self.log is not None:  # also what is refused may leave a trace
+            told = PushPart(0, step, number, part.low_water, attempt, names, [], ())
+            self.log.append(told)
+        self.parts.take(step, attempt, number, names, self.ledger)
 
     def claim(self, step: int, attempt: int) -> None:
         """Runs of an eager step before this one have no effect from now on.
@@ -264,17 +299,21 @@ class Store:
         Raises:
             StaleSessionError: A later run has begun.
         """
-        self._parts.claim(step, attempt, self._ledger)
+        if self.log is not None:
+            self.log.append(AskParts(0, step, attempt, 0))
+        self.parts.claim(step, attempt, self.ledger)
 
     def applied_parts(self, step: int, first: int) -> AppliedParts:
         """What the runs of an eager step have pushed, from a part on."""
-        return self._parts.applied(step, first, self._ledger)
+        return self.parts.applied(step, first, self.ledger)
 
     # ---- steps that are over -----------------------------------------------------
 
     def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
         """What steps below the mark, and these, push from now on has no effect."""
-        self._ledger.close([StepRun(0, low_water), *over])
+        if self.log is not None:
+            self.log.append(Fence(0, low_water, list(over), []))
+        self.ledger.close([StepRun(0, low_water), *over])
 
     def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
         """Forgets the steps below the mark.
@@ -282,8 +321,8 @@ class Store:
         Returns:
             Those of ``asked`` that have applied something.
         """
-        applied = [step for step in asked if self._ledger.has_applied(step)]
-        self._ledger.raise_to(low_water)
+        applied = [step for step in asked if self.ledger.has_applied(step)]
+        self.raise_mark(low_water)
         return applied
 
     # ---- optimizers --------------------------------------------------------------
@@ -352,7 +391,16 @@ class Store:
                 optimizer.bindings.add(tree, here)
             case _:
                 assert_never(plan)
+        if self.log is not None:
+            tell(self.log, plan)
         return Done()
+
+    def gave_up(self, plan: Plan) -> None:
+        """A plan has failed while it was computed; values may be lost."""
+        if self.log is None or not isinstance(plan, PushPlan):
+            return
+        if any(update.held.cell.lost for update in plan.updates):
+            self.log.spoil("an update failed half way, and what it wrote is lost")
 
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
@@ -361,6 +409,8 @@ class Store:
         return Pushed(applied=True, versions=self._versions(plan.push))
 
     def _record(self, push: Push, updates: int) -> None:
+        if self.log is not None:
+            self.log.append(push)
         self._ledger_of(push).record(push.step, push.part)
         self.counts.pushes += 1
         self.counts.updates += updates
@@ -370,11 +420,13 @@ class Store:
         Raises:
             InvalidArgumentError: The mark of its writer is above the step.
         """
-        return self._writers.ledger_of(push) if push.writer else self._ledger
+        return self.writers.ledger_of(push) if push.writer else self.ledger
 
     def _duplicate(self, push: Push) -> Pushed | None:
         """The answer to a push that was applied before; admits any other."""
         ledger = self._ledger_of(push)
+        if push.writer and self.log is not None:  # its mark rises, whatever follows
+            self.log.append(RaiseWriterMark(push.writer, push.low_water))
         if ledger.is_duplicate(push.step, push.part):
             self.counts.duplicates += 1
             return Pushed(applied=False, versions=self._versions(push))
@@ -400,8 +452,8 @@ class Store:
             "pushes": counts.pushes,
             "updates": counts.updates,
             "duplicates": counts.duplicates,
-            "remembered_steps": len(self._ledger) + len(self._writers),
-            "low_water": self._ledger.low_water,
+            "remembered_steps": len(self.ledger) + len(self.writers),
+            "low_water": self.ledger.low_water,
         }
 
     def _versions(self, push: Push) -> list[int]:

@@ -125,6 +125,7 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         cluster_resolver: Tells the tasks of the cluster, and which one this program is.
             Left out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first.
         devices: The replicas of this program; left out: all of its devices.
+        replicas: Of `ParameterServerStrategy`; here only 0.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -140,9 +141,16 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         cluster_resolver: ClusterResolver | None = None,
         *,
         devices: Sequence[jax.Device] | None = None,
+        replicas: int = 0,
         settings: Settings | None = None,
         connect: Connect = _connect,
     ) -> None:
+        if replicas != 0:
+            raise ValueError(
+                f"replicas={replicas!r}: programs that share parameter servers cannot "
+                "have second copies yet, as each would have to hear where they are: "
+                "leave it out, or use ParameterServerStrategy"
+            )
         resolver = cluster_resolver or detect()
         spec, job, index = _task(resolver)
         settings = settings_from(environment()) if settings is None else settings

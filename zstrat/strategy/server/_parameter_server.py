@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from zstrat.strategy.input._input_options import InputOptions
     from zstrat.variables import Creator
 
-    Connect = Callable[[ClusterSpec, Settings], ClusterSession]
+    Connect = Callable[..., ClusterSession]
+    """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -82,6 +84,15 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             `PSUnavailableError` names what it lacks.
         ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
             before calls raise `PSUnavailableError`. Default: 600.
+        replicas: 1: what each ps holds is in the memory of another one, too, and no
+            update is acknowledged that only one of them has. Any one ps may be killed,
+            frozen or cut off, then: the other copy takes its place within the patience,
+            nothing is raised, and no update is lost or applied twice. A ps that comes
+            back, empty or not, takes the copy that is missing while training goes on.
+            Until then there is one copy: a warning of logging says so, and
+            ``coordinator.metrics()["stores_without_backup"]``. If both copies are lost,
+            ``on_ps_loss`` says what follows. It takes twice the memory, and each update
+            is computed twice. Needs 2 ps at least.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -103,6 +114,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         output: str | None = None,
         on_ps_loss: str = "raise",
         ps_wait_timeout: float | None = None,
+        replicas: int = 0,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
@@ -129,6 +141,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                 )
             settings = replace(settings, output=output)
         patience = _ps_patience(on_ps_loss, ps_wait_timeout)
+        if replicas not in (0, 1):
+            raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
+        if replicas:
+            connect = partial(connect, replicas=int(replicas))
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         try:

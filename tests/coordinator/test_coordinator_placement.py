@@ -1,0 +1,301 @@
+"""Which process has which copy: any losses, returns and answers, in any order."""
+
+import dataclasses
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from zstrat.coordinator.replication._placement import (
+    Attach,
+    Copy,
+    Detach,
+    Drop,
+    Host,
+    Lose,
+    Phase,
+    Placement,
+    Promote,
+    Serve,
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """A copy in the memory of a process, as a server would have it."""
+
+    store: int
+    view: int
+    address: str
+    is_primary: bool = False
+    is_whole: bool = False
+    backup: "Held | None" = None
+    has: set = dataclasses.field(default_factory=set)
+
+
+class Stores(RuleBasedStateMachine):
+    """Processes that take each order as `zstrat.wire` says they do, or are away."""
+
+    count = 3
+
+    def __init__(self):
+        super().__init__()
+        homes = [f"home{n}" for n in range(self.count)]
+        self.placement = Placement(homes)
+        self.up, self.lives = [True] * self.count, [0] * self.count
+        self.memory = [
+            {n: Held(n, 1, homes[n], is_primary=True)} for n in range(self.count)
+        ]
+        self.known = [True] * self.count
+        """What the program believes of them."""
+        self.news = [[] for _ in range(self.count)]
+        self.lines = list(homes)
+        self.acked = [set() for _ in range(self.count)]
+        self.asked, self.strays = {}, []
+        """Orders that wait for their answer, and those that nobody waits for."""
+        self.lost, self.pushes = set(), 0
+        for number in range(self.count):
+            self.placement.joined(number, 0)
+        self.take(self.placement.start())
+
+    # ---- what the program does with orders
+
+    def take(self, orders):
+        for order in orders:
+            match order:
+                case Drop(store, view, process):
+                    self.drop(store, view, process)
+                case Serve(store, _, primary):
+                    self.lines[store] = primary.address
+                    self.lost.discard(store)
+                case Lose(store):
+                    self.lost.add(store)
+                case _:
+                    if order.store in self.asked:
+                        self.strays.append(self.asked[order.store])
+                    self.asked[order.store] = order, tuple(self.lives)
+
+    def drop(self, store, view, process):
+        held = self.memory[process].get(store)
+        if self.up[process] and held is not None and held.view < view:
+            del self.memory[process][store]
+
+    # ---- what processes do
+
+    def at(self, address, store):
+        """The copy there, and its process, if that answers."""
+        for number, memory in enumerate(self.memory):
+            held = memory.get(store)
+            if held is not None and held.address == address and self.up[number]:
+                return held
+        return None
+
+    def carry_out(self, order, lives):
+        """The outcome: "done" or "refused", or None if there is no answer."""
+        store, view = order.store, order.view
+        match order:
+            case Host(process=process):
+                if not self.up[process] or lives[process] != self.lives[process]:
+                    return None
+                held = self.memory[process].get(store)
+                if held is not None and held.view >= view:
+                    return "done" if held.view == view else "refused"
+                address = f"copy{process}.{store}.{view}"
+                self.memory[process][store] = Held(store, view, address)
+                return "done"
+            case Promote(backup=backup):
+                held = self.at(backup.address, store)
+                if held is None:
+                    return None
+                if not held.is_whole or held.view > view:
+                    return "refused"
+                held.is_primary, held.view = True, view
+                return "done"
+        primary = self.at(self.lines[store], store)
+        if primary is None:
+            return None
+        if not primary.is_primary or primary.view > view:
+            return "refused"
+        primary.view = view
+        if isinstance(order, Detach):
+            primary.backup = None
+            return "done"
+        backup = self.at(order.backup.address, store)
+        if backup is None or backup.is_primary:
+            return "refused"
+        backup.is_whole, backup.has = True, set(primary.has)
+        primary.backup = backup
+        return "done"
+
+    # ---- what happens
+
+    @rule(process=st.integers(0, count - 1), keeps=st.booleans())
+    def goes(self, process, keeps):
+        """It is killed, or frozen."""
+        if not keeps:
+            self.memory[process].clear()
+            self.lives[process] += 1
+        if self.up[process]:
+            self.up[process] = False
+            self.news[process].append("lost")
+
+    @rule(process=st.integers(0, count - 1))
+    def returns(self, process):
+        if not self.up[process]:
+            self.up[process] = True
+            self.news[process].append("joined")
+
+    @rule(process=st.integers(0, count - 1))
+    def hears(self, process):
+        """The program hears the next of what happened to a process."""
+        if self.news[process]:
+            happened = self.news[process].pop(0)
+            if happened == "lost":
+                self.take(self.placement.lost(process, "silence"))
+            elif not self.news[process]:  # else it is away again
+                self.take(self.placement.joined(process, self.lives[process]))
+
+    @rule(store=st.integers(0, count - 1))
+    def line_breaks(self, store):
+        """The link to a primary is lost, while that to its process may be open."""
+        reason = "cut"
+        self.take(self.placement.primary_lost(store, self.lines[store], reason))
+
+    @rule(store=st.integers(0, count - 1))
+    def complains(self, store):
+        """A primary cannot reach its backup."""
+        held = self.at(self.lines[store], store)
+        if held is not None and held.is_primary and held.backup is not None:
+            self.take(self.placement.backup_lost(store, held.view, "cut"))
+
+    @rule(store=st.integers(0, count - 1), is_heard=st.booleans())
+    def answers(self, store, is_heard):
+        if store not in self.asked:
+            return
+        order, lives = self.asked[store]
+        outcome = self.carry_out(order, lives)
+        del self.asked[store]
+        placement = self.placement
+        if outcome is None or not is_heard:
+            self.take(placement.unanswered(order, "no answer"))
+        elif outcome == "refused":
+            self.take(placement.refused(order, "no"))
+        else:
+            match order:
+                case Host(process=process, view=view):
+                    address = f"copy{process}.{store}.{view}"
+                    self.take(placement.hosted(order, address, view))
+                case Attach():
+                    self.take(placement.attached(order))
+                case Detach():
+                    self.take(placement.detached(order))
+                case Promote():
+                    self.take(placement.promoted(order))
+
+    @precondition(lambda self: self.strays)
+    @rule(data=st.data())
+    def arrives_late(self, data):
+        at = data.draw(st.integers(0, len(self.strays) - 1))
+        order, lives = self.strays.pop(at)
+        if lives == tuple(self.lives):
+            self.carry_out(order, lives)
+
+    @rule()
+    def forgives(self):
+        self.take(self.placement.forgive())
+
+    @rule(store=st.integers(0, count - 1), zombie=st.booleans())
+    def push(self, store, zombie):
+        """To where the program sends it, or to any that thinks that it serves."""
+        primary = self.at(self.lines[store], store)
+        if zombie:
+            held = [memory[store] for memory in self.memory if store in memory]
+            found = [copy for copy in held if copy.is_primary]
+            primary = found[0] if found else None
+        if primary is None or not primary.is_primary:
+            return
+        self.pushes += 1
+        backup = primary.backup
+        if backup is not None:
+            if self.at(backup.address, store) is not backup or backup.is_primary:
+                primary.has.add(self.pushes)  # it waits, and is not acknowledged
+                return
+            backup.has.add(self.pushes)
+        primary.has.add(self.pushes)
+        if primary.address == self.lines[store]:
+            assert self.acked[store] <= primary.has, "it lacks what was acknowledged"
+            self.acked[store].add(self.pushes)
+
+    # ---- what must hold
+
+    @invariant()
+    def one_primary_in_a_view(self):
+        views = [
+            (held.store, held.view)
+            for memory in self.memory
+            for held in memory.values()
+            if held.is_primary
+        ]
+        assert len(views) == len(set(views))
+
+    @invariant()
+    def backups_are_elsewhere(self):
+        for store in self.placement.stores:
+            assert store.backup is None or store.backup.process != store.primary.process
+
+    def teardown(self):
+        """All are back, and stay: each store that can be is served, and has two."""
+        for process in range(self.count):
+            self.returns(process)
+            while self.news[process]:
+                self.hears(process)
+        for _ in range(100):
+            self.forgives()
+            for store in list(self.asked):
+                self.answers(store, True)
+        assert not self.asked
+        for store in self.placement.stores:
+            number = store.number
+            if store.phase is Phase.EMPTY:
+                assert number in self.lost
+                assert not any(self._serves(number, memory) for memory in self.memory)
+                continue
+            assert store.phase is Phase.PAIRED, store
+            assert number not in self.lost
+            primary = self.at(self.lines[number], number)
+            assert primary.is_primary
+            assert self.acked[number] <= primary.has
+            assert primary.backup.has >= self.acked[number]
+            assert self.at(primary.backup.address, number) is primary.backup
+
+    def _serves(self, store, memory):
+        """A copy that has all, and knows that it is the primary."""
+        held = memory.get(store)
+        return held is not None and held.is_primary and self.acked[store] <= held.has
+
+
+class TwoProcesses(Stores):
+    count = 2
+
+
+TestStores = Stores.TestCase
+TestStores.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def test_each_store_gets_its_backup_in_the_next_process():
+    placement = Placement(["a", "b", "c"])
+    for number in range(3):
+        assert placement.joined(number, 0) == []
+    orders = placement.start()
+    assert orders == [Host(0, 2, 1), Host(1, 2, 2), Host(2, 2, 0)]
+    assert placement.without_backup == 3
+    for order in orders:
+        (attach,) = placement.hosted(order, f"{order.process}:7", 5)
+        assert attach.backup == Copy(order.process, 0, f"{order.process}:7", 5)
+        assert placement.attached(attach) == []
+    assert placement.without_backup == 0

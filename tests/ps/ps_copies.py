@@ -1,0 +1,98 @@
+"""A primary and its backup in this process, and the link between them."""
+
+import asyncio
+
+import optax
+from ps_callers import SESSION, caller
+
+from zstrat.config import Settings
+from zstrat.errors import PeerLostError
+from zstrat.ps import PsService
+from zstrat.testing import FakeLink, FakeRemote
+from zstrat.wire import (
+    AttachBackup,
+    Done,
+    Job,
+    OpenSession,
+    PromoteBackup,
+)
+
+TASK = "/job:ps/task:0"
+OPTIMIZERS = {
+    b"adam": lambda: optax.adam(0.1),
+    b"momentum": lambda: optax.sgd(0.1, momentum=0.9),
+}
+
+
+class Talker(FakeRemote):
+    """A primary as its backup sees it: notices go back over the link."""
+
+    link: FakeLink
+
+    def notify(self, message):
+        if self.link.peer is None:
+            raise PeerLostError(self.name, "it is not connected")
+        self.link.say(message)
+
+
+class Copies:
+    """``primary`` of the session, and ``backup``, which knows nothing yet."""
+
+    def __init__(self):
+        self.chief = caller()
+        self.links = []
+        self.primary = self.service(connect=self.connect)
+        self.primary.handle(self.chief, OpenSession(SESSION, 0, 1, []))
+        self.host()
+
+    def service(self, **options):
+        return PsService(
+            load_code=lambda code: OPTIMIZERS[code](),
+            settings=Settings(),
+            task=TASK,
+            incarnation=5,
+            **options,
+        )
+
+    def host(self, view=1):
+        """Another empty backup."""
+        self.backup = self.service(backup_of=(SESSION, view))
+        self.incarnation = FakeRemote(Job.PS).hello.incarnation
+
+    @property
+    def link(self):
+        return self.links[-1]
+
+    def connect(self, address, *, on_notice, on_open, on_lost):
+        talker = Talker(Job.PS)
+        backup = self.backup
+        talker.link = FakeLink(
+            lambda message: backup.handle(talker, message),
+            name=address,
+            hello=FakeRemote(Job.PS, self.incarnation).hello,
+            on_notice=on_notice,
+            on_open=on_open,
+            on_lost=on_lost,
+        )
+        self.links.append(talker.link)
+        return talker.link
+
+    async def ask(self, message, service=None, peer=None):
+        """The answer; waits for it if need be."""
+        answer = (service or self.primary).handle(peer or self.chief, message)
+        if answer is None or not hasattr(answer, "__await__"):
+            return answer
+        async with asyncio.timeout(60):
+            return await answer
+
+    async def attach(self, view=1):
+        attach = AttachBackup(SESSION, view, "nowhere:1", self.incarnation)
+        assert await self.ask(attach) == Done()
+
+    async def promote(self, view=2):
+        promote = PromoteBackup(SESSION, view)
+        assert await self.ask(promote, self.backup) == Done()
+
+    async def close(self):
+        for service in (self.primary, self.backup):
+            assert await service.drain()

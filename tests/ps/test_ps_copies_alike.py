@@ -1,0 +1,294 @@
+"""Whatever happens to a primary, its backup becomes what the primary is, bit for bit:
+values, slots, versions, and what it answers to repetitions."""
+
+import asyncio
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ps_callers import SESSION
+from ps_copies import OPTIMIZERS, Copies
+from ps_trees import message, of_values
+
+from zstrat.errors import ZstratError
+from zstrat.wire import (
+    AskParts,
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    DetachBackup,
+    Exchange,
+    Fence,
+    LoadEntry,
+    LoadTensors,
+    PinSnapshot,
+    Pull,
+    Push,
+    PushPart,
+    RaiseMark,
+    Read,
+    ReadSnapshot,
+    ReleaseSnapshot,
+    StepRun,
+    StoreEntry,
+    StoreTensors,
+    Update,
+    UpdateOp,
+    VariableEntry,
+    Withdraw,
+)
+
+JUMP = 2**40
+KEYS = range(4)
+SHAPES = ((3,), (5, 2), (5, 2), ())
+
+keys, steps = st.sampled_from(KEYS), st.integers(0, 6)
+number = st.integers(-3, 3)
+
+
+def value(key, filled):
+    return np.full(SHAPES[key], filled, np.float32)
+
+
+def update(key, op, filled):
+    """An update with its operands; a scatter where the variable has rows."""
+    if op is UpdateOp.SCATTER_ADD and len(SHAPES[key]) == 2:
+        rows = np.array([abs(filled), 4, abs(filled)])
+        return Update(key, op, 0, 2), (rows, np.full((3, 2), filled, np.float32))
+    op = UpdateOp.ADD if op is UpdateOp.SCATTER_ADD else op
+    return Update(key, op, 0, 1), (value(key, filled),)
+
+
+operations = st.sampled_from(
+    (UpdateOp.ADD, UpdateOp.ASSIGN, UpdateOp.SUB, UpdateOp.SCATTER_ADD)
+)
+updates = st.lists(st.builds(update, keys, operations, number), max_size=3)
+
+
+def push(step, part, low_water, made, writer=0):
+    arrays = tuple(array for _, arrays in made for array in arrays)
+    low = min(low_water, step) if writer else 0
+    each = [update for update, _ in made]
+    return Push(SESSION, step, part, low, each, arrays, writer)
+
+
+def part_of(step, part, attempt, names, made):
+    plain = push(step, part, 0, made)
+    return PushPart(
+        SESSION, step, part, 0, attempt, list(names), plain.updates, plain.arrays
+    )
+
+
+def exchange(step, made, read):
+    plain = push(step, 0, 0, made)
+    reads = [Read(read, -1)]
+    return Exchange(SESSION, step, 0, 0, plain.updates, reads, [], plain.arrays)
+
+
+def create(key, filled):
+    entry = VariableEntry(key, f"v{key}", True, False)
+    return CreateVariables(SESSION, [entry], (value(key, filled),))
+
+
+def store(key, start, filled):
+    rows = np.full((2, 2), filled, np.float32) if key in (1, 2) else value(key, filled)
+    at = start if key in (1, 2) else 0
+    return StoreTensors(SESSION, [StoreEntry(key, 0, "", at)], (rows,))
+
+
+asked = st.one_of(
+    st.builds(push, steps, st.integers(0, 1), st.just(0), updates),
+    st.builds(push, steps, st.just(0), steps, updates, st.sampled_from((5, 6))),
+    st.builds(exchange, steps, updates, keys),
+    st.builds(
+        part_of, steps, st.integers(0, 2), st.integers(0, 2), st.text("ab"), updates
+    ),
+    st.builds(lambda s, a: AskParts(SESSION, s, a, 0), steps, st.integers(0, 3)),
+    st.builds(
+        lambda low, first: Fence(SESSION, low, [StepRun(first, first + 1)], [1, 2, 3]),
+        st.integers(0, 3),
+        steps,
+    ),
+    st.builds(lambda low: RaiseMark(SESSION, low), st.integers(0, 3)),
+    st.builds(create, keys, number),
+    st.builds(lambda key: DeleteVariables(SESSION, [key]), keys),
+    st.builds(lambda key: Withdraw(SESSION, [key], [3]), keys),
+    st.builds(lambda key: Pull(SESSION, [Read(key, -1)]), keys),
+    st.builds(store, keys, st.integers(0, 3), number),
+)
+events = st.lists(
+    st.one_of(asked, st.sampled_from(("cut", "turn", "hold", "release"))), max_size=25
+)
+
+
+class Story:
+    """What is asked of a primary, one thing before the answer to the other."""
+
+    def __init__(self, rig):
+        self.rig = rig
+        self.asked = []
+        self.waiting = []
+
+    async def tell(self, events):
+        for event in events:
+            self.happen(event)
+            await asyncio.sleep(0)
+
+    def happen(self, event):
+        links = self.rig.links
+        if not isinstance(event, str):
+            self.asked.append(event)
+            self.waiting.append(asyncio.ensure_future(answer_of(self.rig, event)))
+        elif event == "cut" and links:
+            self.rig.link.cut()
+            self.rig.link.connect()
+        elif event == "hold" and links:
+            self.rig.link.hold()
+        elif event == "release" and links:
+            self.rig.link.release()
+
+    async def end(self):
+        """Until all is answered, by both."""
+        if self.rig.links:
+            self.rig.link.release()
+        self.happen(Push(SESSION, -1, 0, 0, [], ()))
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*self.waiting)
+
+
+async def answer_of(rig, asked, service=None):
+    """The answer, or what kind of an error."""
+    try:
+        return await rig.ask(asked, service)
+    except ZstratError as error:
+        return type(error)
+
+
+async def all_of(rig, service, key, optimizers):
+    """Version, value and slots; None if there is no such variable."""
+    pulled = await answer_of(rig, Pull(SESSION, [Read(key, -1)]), service)
+    if isinstance(pulled, type):
+        return None
+    number = 70 + key
+    pinned = await rig.ask(PinSnapshot(SESSION, number, [key], optimizers), service)
+    tensors = {}
+    for place, entry in enumerate(pinned.tensors):
+        size = int(np.prod(entry.shape)) * np.dtype(entry.dtype).itemsize
+        reading = ReadSnapshot(SESSION, number, place, 0, size)
+        (data,) = (await rig.ask(reading, service)).arrays
+        tensors[entry.leaf] = entry.dtype, entry.shape, entry.rows, data.tobytes()
+    return pulled.versions[0], tensors
+
+
+async def compare(rig, past, optimizers=()):
+    """The two go apart, and are what they were together; then both are told the same
+    again, and are the same afterwards."""
+    await rig.ask(DetachBackup(SESSION, 8))
+    await rig.promote(9)
+    await alike(rig, list(optimizers))
+    for again in past:
+        answers = [
+            await answer_of(rig, again, service)
+            for service in (rig.primary, rig.backup)
+        ]
+        one, other = (
+            answer if isinstance(answer, type) else told(answer) for answer in answers
+        )
+        assert one == other, again
+    for key in KEYS:
+        for service in (rig.primary, rig.backup):
+            await rig.ask(ReleaseSnapshot(SESSION, 70 + key), service)
+    await alike(rig, list(optimizers))
+
+
+def told(answer):
+    """All that is not a version, which has jumped."""
+    return type(answer), [
+        getattr(answer, name, None)
+        for name in ("applied", "parts", "push_error", "pull_error")
+    ]
+
+
+async def alike(rig, optimizers):
+    for key in KEYS:
+        one = await all_of(rig, rig.primary, key, optimizers)
+        other = await all_of(rig, rig.backup, key, optimizers)
+        if one is not None:
+            one = one[0] + JUMP, one[1]
+        assert one == other
+
+
+@given(before=st.lists(asked, max_size=15), during=st.lists(asked), after=events)
+@settings(max_examples=60)
+def test_a_backup_becomes_what_its_primary_is(before, during, after):
+    async def run():
+        rig = Copies()
+        story = Story(rig)
+        for key in (0, 1, 3):
+            story.happen(create(key, key))
+        await story.tell(before)
+        attaching = asyncio.ensure_future(rig.attach())
+        await story.tell(during)
+        await attaching
+        await story.tell(after)
+        await story.end()
+        await compare(rig, story.asked)
+        await rig.close()
+
+    asyncio.run(run())
+
+
+def gradient(step, key, filled, rows):
+    if rows:
+        at, some = np.array([4, 1]), np.full((2, 2), filled, np.float32)
+        each, arrays = Update(key, UpdateOp.OPTIMIZE_ROWS, 9, 2), (at, some)
+    else:
+        each, arrays = Update(key, UpdateOp.OPTIMIZE, 9, 1), (value(key, filled),)
+    return Push(SESSION, step, 0, 0, [each], arrays)
+
+
+gradients = st.lists(
+    st.one_of(
+        st.builds(gradient, steps, st.sampled_from((1, 2)), number, st.booleans()),
+        st.builds(lambda key: Pull(SESSION, [Read(key, -1)]), keys),
+        st.builds(
+            lambda key: LoadTensors(SESSION, [LoadEntry(key, 9, "", "", "", 0, 0, 0)]),
+            st.sampled_from((1, 2)),
+        ),
+        st.builds(
+            lambda key, at, filled: StoreTensors(
+                SESSION,
+                [StoreEntry(key, 9, "[0].trace", at, True)],
+                (np.full((2, 2), filled, np.float32),),
+            ),
+            st.sampled_from((1, 2)),
+            st.integers(0, 3),
+            number,
+        ),
+    ),
+    max_size=6,
+)
+
+
+@given(before=gradients, during=gradients, after=gradients)
+@settings(max_examples=12)
+def test_slots_are_alike(before, during, after):
+    async def run():
+        rig = Copies()
+        story = Story(rig)
+        await rig.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+        for key in KEYS:
+            story.happen(create(key, key))
+        values = {key: value(key, 0) for key in (1, 2)}
+        told = of_values(OPTIMIZERS[b"momentum"](), values)
+        story.happen(message(SESSION, 9, told))
+        await story.tell(before)
+        attaching = asyncio.ensure_future(rig.attach())
+        await story.tell(during)
+        await attaching
+        await story.tell(after)
+        await story.end()
+        await compare(rig, story.asked, [9])
+        await rig.close()
+
+    asyncio.run(run())

@@ -1,0 +1,487 @@
+"""Which process has which copy of each store, and what follows if one is lost. Decides
+only: it is told what happened and returns orders, each for one process.
+
+A store is *served* at its primary's address. Its *view* grows with each change of that,
+and is in each order, so that what an earlier one has begun is refused, and what is said
+of it is not heard here.
+
+    ALONE ──host──▶ HOSTING ──attach──▶ ATTACHING ──whole──▶ PAIRED
+      ▲ ▲                                   │ │                │ │
+      │ └──────────detached── DETACHING ◀───┘─│──backup lost───┘ │
+      │                        ▲     │        │                  │
+      │              backup    │     │refused │    primary lost  │
+      │              refuses,  │     ▼        ▼                  │
+      └──promoted── or is lost └─ PROMOTING ◀────────────────────┘
+                                     │
+    EMPTY: no copy lives that has all; whoever asks for the store is told.
+
+The law of this file: a copy is only promoted, and a primary only goes on alone, if no
+other copy can have acknowledged what it lacks. So while one of the two is asked, and
+does not answer, the other is not; and a copy that is not known to be whole may refuse.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Of a store: ``life`` is that of the process that has it in its memory."""
+
+    process: int
+    life: int
+    address: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The process is to keep a backup, empty for now."""
+
+    store: int
+    view: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """The primary is to fill the backup, and to keep it equal."""
+
+    store: int
+    view: int
+    backup: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The primary is to go on alone."""
+
+    store: int
+    view: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """The backup is to be the primary."""
+
+    store: int
+    view: int
+    backup: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The process need not keep the copy that it may have."""
+
+    store: int
+    view: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Whoever asks for the store finds it there now."""
+
+    store: int
+    view: int
+    primary: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Nobody serves the store. ``gone``: nobody ever will."""
+
+    store: int
+    reason: str
+    gone: bool = False
+
+
+Asked = Host | Attach | Detach | Promote
+"""Orders that are answered, one at a time for each store: a later one replaces it."""
+PlacementOrder = Asked | Drop | Serve | Lose
+
+
+class Phase(enum.Enum):
+    """What is asked for a store now."""
+
+    ALONE = "alone"
+    HOSTING = "hosting"
+    ATTACHING = "attaching"
+    PAIRED = "paired"
+    DETACHING = "detaching"
+    PROMOTING = "promoting"
+    EMPTY = "empty"
+
+
+@dataclass(slots=True, eq=False)
+class Placed:
+    """Where one store is. Only `Placement` changes it."""
+
+    number: int
+    primary: Copy
+    view: int = 1
+    phase: Phase = Phase.ALONE
+    backup: Copy | None = None
+    """While it is hosted its address is not known yet."""
+    is_lost: bool = False
+    """That nobody serves it was ordered."""
+    reason: str = ""
+    """Why a copy of it was lost, the last time."""
+
+
+@dataclass(slots=True)
+class _Process:
+    address: str
+    life: int = 0
+    is_there: bool = False
+    unwilling: set[int] = field(default_factory=set)
+    """Stores of which it shall not have a backup for a while."""
+
+
+@final
+class Placement:
+    """That of all stores: of store ``i`` at first in process ``i``.
+
+    Args:
+        addresses: Of the processes.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._processes = [_Process(address) for address in addresses]
+        self.stores = [
+            Placed(number, Copy(number, 0, address))
+            for number, address in enumerate(addresses)
+        ]
+        self.failovers = 0
+        """How often a backup became primary."""
+        self._is_started = False
+
+    @property
+    def without_backup(self) -> int:
+        """How many stores have no second copy that has all."""
+        return sum(store.phase is not Phase.PAIRED for store in self.stores)
+
+    def start(self) -> list[PlacementOrder]:
+        """All stores are served where they belong, by processes that are there."""
+        self._is_started = True
+        for store in self.stores:
+            process = self._processes[store.number]
+            store.primary = Copy(store.number, process.life, process.address)
+        return self._seek_all()
+
+    def reset(self) -> None:
+        """All stores begin anew where they belong, in another session; up to `start`
+        nothing is decided. Views go on."""
+        self._is_started = False
+        for store in self.stores:
+            store.phase, store.backup, store.is_lost = Phase.ALONE, None, False
+            store.view += 1
+            home = self._processes[store.number]
+            store.primary = Copy(store.number, home.life, home.address)
+
+    # ---- processes -------------------------------------------------------------------
+
+    def joined(self, number: int, life: int) -> list[PlacementOrder]:
+        """The process is in the session. ``life`` is the one of before if it has all
+        that it had."""
+        process = self._processes[number]
+        process.is_there, process.life = True, life
+        process.unwilling.clear()
+        if not self._is_started:
+            return []
+        orders: list[PlacementOrder] = []
+        for store in self.stores:
+            orders += self._returned(store, number)
+        return orders + self._seek_all()
+
+    def lost(self, number: int, reason: str) -> list[PlacementOrder]:
+        """The process is away."""
+        self._processes[number].is_there = False
+        if not self._is_started:
+            return []
+        orders: list[PlacementOrder] = []
+        for store in self.stores:
+            if store.primary.process == number:
+                orders += self._primary_lost(store, reason)
+            elif store.backup is not None and store.backup.process == number:
+                orders += self._backup_away(store, reason)
+        return orders
+
+    # ---- copies ----------------------------------------------------------------------
+
+    def primary_lost(
+        self, number: int, address: str, reason: str
+    ) -> list[PlacementOrder]:
+        """The address does not answer for the store, or not with what it had."""
+        store = self.stores[number]
+        if not self._is_started or store.primary.address != address:
+            return []
+        return self._primary_lost(store, reason)
+
+    def backup_lost(self, number: int, view: int, reason: str) -> list[PlacementOrder]:
+        """The primary says so of the backup that it has in this view."""
+        store = self.stores[number]
+        if store.view != view or store.phase not in (Phase.ATTACHING, Phase.PAIRED):
+            return []
+        self._refused_by_backup(store)
+        return self._detach(store, reason)
+
+    # ---- answers ---------------------------------------------------------------------
+
+    def hosted(
+        self, order: Host, address: str, incarnation: int
+    ) -> list[PlacementOrder]:
+        """The process keeps an empty copy there."""
+        store = self.stores[order.store]
+        if not self._is_of_now(order, Phase.HOSTING):
+            return [Drop(store.number, store.view, order.process)]
+        life = self._processes[order.process].life
+        store.backup = Copy(order.process, life, address, incarnation)
+        store.phase = Phase.ATTACHING
+        return [Attach(store.number, store.view, store.backup)]
+
+    def attached(self, order: Attach) -> list[PlacementOrder]:
+        """The backup has all."""
+        if self._is_of_now(order, Phase.ATTACHING):
+            self.stores[order.store].phase = Phase.PAIRED
+        return []
+
+    def detached(self, order: Detach) -> list[PlacementOrder]:
+        """The primary goes on alone."""
+        store = self.stores[order.store]
+        if not self._is_of_now(order, Phase.DETACHING):
+            return []
+        backup, store.backup = store.backup, None
+        orders: list[PlacementOrder] = []
+        if backup is not None and self._processes[backup.process].is_there:
+            orders.append(Drop(store.number, store.view, backup.process))
+        return orders + self._served(store)
+
+    def promoted(self, order: Promote) -> list[PlacementOrder]:
+        """The backup is the primary."""
+        store = self.stores[order.store]
+        if not self._is_of_now(order, Phase.PROMOTING):
+            return []
+        former, store.primary, store.backup = store.primary, order.backup, None
+        self.failovers += 1
+        orders = self._served(store)
+        if self._processes[former.process].is_there:
+            drop = Drop(store.number, store.view, former.process)
+            orders.insert(0, drop)  # before a new backup of it is asked for
+        return orders
+
+    def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
+        """Who was asked has said no: nothing of the order was done, nor will be."""
+        store = self.stores[order.store]
+        if store.view != order.view or not self._is_started:
+            return []
+        store.reason = reason
+        match store.phase:
+            case Phase.HOSTING:
+                return self._not_hosted(store)
+            case Phase.ATTACHING:
+                self._refused_by_backup(store)
+                return self._detach(store, reason)
+            case Phase.PROMOTING:
+                store.backup = None
+                return self._detach_or_lose(store, reason)
+            case Phase.DETACHING:
+                return self._promote_or_lose(store, reason)
+            case _:
+                return []
+
+    def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
+        """Nobody knows whether the order was carried out; it is given once more."""
+        store = self.stores[order.store]
+        if store.view != order.view or not self._is_started:
+            return []
+        if isinstance(order, Host):
+            return self._not_hosted(store) if store.phase is Phase.HOSTING else []
+        store.reason = reason
+        return [order]
+
+    def forgive(self) -> list[PlacementOrder]:
+        """Some time has passed: who would not, or could not, keep a backup is asked."""
+        for process in self._processes:
+            process.unwilling.clear()
+        return self._seek_all() if self._is_started else []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `forgive` is of use."""
+        return any(process.unwilling for process in self._processes)
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _is_of_now(self, order: Asked, phase: Phase) -> bool:
+        store = self.stores[order.store]
+        return self._is_started and (store.view, store.phase) == (order.view, phase)
+
+    def _lives(self, copy: Copy | None) -> bool:
+        """Whether the memory is as it was; its process may be away."""
+        return copy is not None and self._processes[copy.process].life == copy.life
+
+    def _is_there(self, copy: Copy | None) -> bool:
+        return (
+            copy is not None
+            and self._lives(copy)
+            and self._processes[copy.process].is_there
+        )
+
+    def _returned(self, store: Placed, number: int) -> Iterator[PlacementOrder]:
+        """A process is here that may have copies of the store."""
+        primary, backup = store.primary, store.backup
+        if primary.process == number:
+            if not self._lives(primary):
+                yield from self._primary_emptied(store)
+            elif store.phase is Phase.PROMOTING and not self._is_there(backup):
+                yield from self._detach(store, store.reason)
+        elif backup is not None and backup.process == number:
+            if not self._lives(backup):
+                yield from self._backup_emptied(store)
+            elif store.phase is Phase.PROMOTING:
+                yield from self._promote(store, store.reason)
+        else:
+            yield Drop(store.number, store.view, number)
+
+    def _primary_emptied(self, store: Placed) -> Iterator[PlacementOrder]:
+        """Its process begins anew. What it has said in this life is of no store."""
+        number = store.primary.process
+        if store.phase is Phase.PROMOTING and self._lives(store.backup):
+            pass  # the backup is asked already, or when it is back
+        elif store.phase in (Phase.ATTACHING, Phase.PAIRED):
+            yield from self._primary_lost(store, "it was started again")
+        else:
+            store.backup = store.backup if store.phase is Phase.PROMOTING else None
+            yield from self._lose(store, "it was started again")
+        yield Drop(store.number, store.view, number)
+
+    def _backup_emptied(self, store: Placed) -> Iterator[PlacementOrder]:
+        reason = "the process of its backup was started again"
+        assert store.backup is not None, store
+        yield Drop(store.number, store.view, store.backup.process)
+        if store.phase is Phase.PROMOTING:
+            store.backup = None
+            yield from self._detach_or_lose(store, reason)
+        elif store.phase is Phase.HOSTING:
+            yield from self._not_hosted(store, unwilling=False)
+        elif store.phase in (Phase.ATTACHING, Phase.PAIRED):
+            yield from self._detach(store, reason)
+
+    def _primary_lost(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        store.reason = reason
+        match store.phase:
+            case Phase.ATTACHING | Phase.PAIRED if self._is_there(store.backup):
+                return self._promote(store, reason)
+            case Phase.PROMOTING if not self._is_there(store.backup):
+                return self._tell(store, reason)
+            case Phase.PROMOTING | Phase.EMPTY:
+                return []
+            case Phase.DETACHING:
+                return self._tell(store, reason)
+            case _:
+                store.backup = None
+                return [*self._tell(store, reason), *self._detach(store, reason)]
+
+    def _backup_away(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        match store.phase:
+            case Phase.HOSTING:
+                return self._not_hosted(store, unwilling=False)
+            case Phase.ATTACHING | Phase.PAIRED:
+                return self._detach(store, reason)
+            case Phase.PROMOTING if self._is_there(store.primary):
+                return self._detach(store, reason)
+            case Phase.PROMOTING:  # whoever is back first
+                return self._tell(store, reason)
+            case _:
+                return []
+
+    def _promote(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        assert store.backup is not None, store
+        store.view, store.phase, store.reason = store.view + 1, Phase.PROMOTING, reason
+        return [Promote(store.number, store.view, store.backup)]
+
+    def _detach(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        store.view, store.phase, store.reason = store.view + 1, Phase.DETACHING, reason
+        return [Detach(store.number, store.view)]
+
+    def _detach_or_lose(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        """The backup is of no use: the primary, if it has not lost its memory."""
+        if not self._lives(store.primary):
+            return self._lose(store, reason)
+        told = [] if self._is_there(store.primary) else self._tell(store, reason)
+        return [*told, *self._detach(store, reason)]
+
+    def _promote_or_lose(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        """The primary is of no use, and has not gone on alone: its backup, if that has
+        not lost its memory."""
+        if self._is_there(store.backup):
+            return self._promote(store, reason)
+        if not self._lives(store.backup):
+            return self._lose(store, reason)
+        store.phase = Phase.PROMOTING  # when it is back
+        store.primary = Copy(store.primary.process, -1, store.primary.address)
+        return self._tell(store, reason)
+
+    def _tell(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        if store.is_lost:
+            return []
+        store.is_lost = True
+        return [Lose(store.number, reason)]
+
+    def _lose(self, store: Placed, reason: str) -> list[PlacementOrder]:
+        """No copy is left that has all."""
+        if store.phase is Phase.EMPTY:
+            return []
+        store.view, store.phase, store.backup = store.view + 1, Phase.EMPTY, None
+        store.is_lost = True
+        return [Lose(store.number, reason, gone=True)]
+
+    def _served(self, store: Placed) -> list[PlacementOrder]:
+        store.phase, store.is_lost = Phase.ALONE, False
+        served = Serve(store.number, store.view, store.primary)
+        return [served, *self._seek(store)]
+
+    def _not_hosted(
+        self, store: Placed, *, unwilling: bool = True
+    ) -> list[PlacementOrder]:
+        if unwilling:
+            self._refused_by_backup(store)
+        store.phase, store.backup = Phase.ALONE, None
+        return self._seek(store)
+
+    def _refused_by_backup(self, store: Placed) -> None:
+        if store.backup is not None:
+            self._processes[store.backup.process].unwilling.add(store.number)
+
+    def _seek_all(self) -> list[PlacementOrder]:
+        return [order for store in self.stores for order in self._seek(store)]
+
+    def _seek(self, store: Placed) -> list[PlacementOrder]:
+        """A backup, in the process that has the fewest copies and not this one's."""
+        if store.phase is not Phase.ALONE:
+            return []
+        at, count = store.primary.process, len(self._processes)
+        fit = [
+            number
+            for number, process in enumerate(self._processes)
+            if process.is_there
+            and number != at
+            and store.number not in process.unwilling
+        ]
+        if not fit:
+            return []
+        chosen = min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))
+        store.view, store.phase = store.view + 1, Phase.HOSTING
+        store.backup = Copy(chosen, self._processes[chosen].life, "")
+        return [Host(store.number, store.view, chosen)]
+
+    def _copies_of(self, process: int) -> int:
+        copies = [copy for s in self.stores for copy in (s.primary, s.backup) if copy]
+        return sum(copy.process == process for copy in copies)

@@ -1,0 +1,480 @@
+"""Keeps a second copy of each store, and goes on with that when the first is lost.
+
+Carries out what `Placement` decides: asks processes and copies, moves the program's own
+lines, has the workers told. Each process is watched by a session of its own for as long
+as the program's lasts, whoever serves its store. On the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
+
+from zstrat.coordinator.connecting import TaskSession
+from zstrat.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    NotPrimaryError,
+    PeerLostError,
+    ZstratError,
+)
+from zstrat.wire import (
+    AttachBackup,
+    BackupLost,
+    DetachBackup,
+    DropStore,
+    HostStore,
+    Message,
+    OpenSession,
+    PromoteBackup,
+    StoreHosted,
+)
+
+from ._placement import (
+    Attach,
+    Detach,
+    Drop,
+    Host,
+    Lose,
+    Phase,
+    Placement,
+    Promote,
+    Serve,
+)
+from ._reachable import reachable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.coordinator.connecting import MakeTaskLink
+    from zstrat.errors import PSUnavailableError
+    from zstrat.ps import PsClient
+    from zstrat.wire import CloseSession
+
+    from ._placement import Asked, Placed, PlacementOrder
+
+log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
+
+AGAIN: Final = 0.1
+"""Seconds until an order is given again whose answer did not come."""
+FORGIVING: Final = 5.0
+"""Seconds until a process is asked again to keep a backup that it could not."""
+LONG: Final = 86400.0
+"""Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
+
+
+class ReplicatedCluster(Protocol):
+    """What becomes of the stores is told here (`Cluster`)."""
+
+    @property
+    def ps(self) -> Sequence[TaskSession]:
+        """The sessions with those that serve the stores, by number."""
+        ...
+
+    @property
+    def client(self) -> PsClient: ...
+
+    @property
+    def broken(self) -> PSUnavailableError | None:
+        """The parameter server that is not there, and no other in its place."""
+        ...
+
+    def store_moved(self, store: int, view: int, address: str) -> None:
+        """The store is served there."""
+        ...
+
+    def store_lost(self, store: int, reason: str) -> None:
+        """It is served nowhere; its task session says whether it is gone for good."""
+        ...
+
+
+@final
+class Replication:
+    """That of one session. On the loop.
+
+    Args:
+        addresses: Of the processes, in task order, each with a store at first.
+    """
+
+    def __init__(
+        self,
+        cluster: ReplicatedCluster,
+        session: int,
+        addresses: Sequence[str],
+        timeouts: Timeouts,
+        make_link: MakeTaskLink,
+    ) -> None:
+        self.placement: Final = Placement(addresses)
+        self._cluster, self._session = cluster, session
+        self.addresses: Final = addresses
+        self._timeouts, self._make_link = timeouts, make_link
+        self._lives = [0] * len(addresses)
+        self.processes: Final = [
+            TaskSession(
+                "ps",
+                index,
+                index,
+                address,
+                OpenSession(session, index, 0, []),
+                make_link,
+                self,
+                one_life=True,
+                turn=timeouts.turn,
+            )
+            for index, address in enumerate(addresses)
+        ]
+        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._telling: dict[int, asyncio.TimerHandle] = {}
+        self._forgiving: asyncio.TimerHandle | None = None
+        self._ended: list[asyncio.Task[None]] = []
+        self._whole = asyncio.Event()
+        self._bare = dict.fromkeys(range(len(addresses)), logging.INFO)
+        """Stores without a second copy, and the level at which its coming is logged."""
+        self.is_started = False
+
+    # ---- life ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """All stores are served where they belong: each is to get a second copy."""
+        self.is_started = True
+        self._carry_out(self.placement.start())
+
+    async def open(self, deadline: float) -> None:
+        """Takes all processes, and waits until each store has a second copy.
+
+        Raises:
+            DeadlineExceededError: One has none at ``deadline`` (loop time).
+            BusyError, VersionMismatchError, PermissionDeniedError: As a process says.
+        """
+        for process in self.processes:
+            process.start()
+        for process in self.processes:
+            await process.wait_ready(deadline)
+        self.start()
+        await self._wait_whole(deadline)
+
+    async def _wait_whole(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._whole.wait()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"replicas=1, but not each parameter server has a backup in time: "
+                f"{self._words()}; look at the logs of the parameter servers"
+            ) from None
+
+    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+        """All stores begin anew where they belong, in another session; `start` follows
+        when they are filled."""
+        self._session = session
+        self._stop()
+        self.placement.reset()
+        for task, home in zip(self._cluster.ps, self.addresses, strict=True):
+            if task.address != home:
+                task.move(home, is_empty=True)
+        for process in self.processes:
+            process.renew(session, farewells)
+
+    async def stop(self) -> None:
+        """Decides nothing any more. The processes are left by whoever leaves all tasks.
+
+        Cancellation: as without.
+        """
+        self._stop()
+        await asyncio.gather(*self._ended, return_exceptions=True)
+
+    async def through(
+        self, work: Callable[[], Awaitable[T]], *, again: bool = True
+    ) -> T:
+        """Carries a request out, and once more if it failed because another copy took a
+        server's place.
+
+        Args:
+            again: It may be made twice.
+        """
+        while True:
+            before = self.failovers
+            try:
+                return await work()
+            except ZstratError:
+                if not again or not await self.settled(before):
+                    raise
+
+    async def settled(self, since: int) -> bool:
+        """Waits while it is not known who serves a store; returns whether that was so
+        now, or another copy took its place since so many `failovers`."""
+        if self._cluster.broken is not None:
+            return False
+        lines = self._cluster.client.lines
+        waited = any(line.is_held or line.peer is None for line in lines)
+        if waited:
+            # The lines have them wait until that is known.
+            with contextlib.suppress(ZstratError):
+                await self._cluster.client.statistics()
+        return waited or self.failovers != since
+
+    @property
+    def failovers(self) -> int:
+        """How often a backup became primary."""
+        return self.placement.failovers
+
+    def statistics(self) -> dict[str, int]:
+        """How often a backup became primary, and how many stores have none now."""
+        return {
+            "failovers": self.failovers,
+            "stores_without_backup": self.placement.without_backup,
+        }
+
+    # ---- told by the sessions with the processes -------------------------------------
+
+    def ready(self, task: TaskSession) -> None:
+        self._carry_out(self.placement.joined(task.index, self._lives[task.index]))
+
+    def lost(self, task: TaskSession, reason: str) -> None:
+        if task.is_moved:
+            return
+        if task.gone:
+            self._lives[task.index] += 1
+            asyncio.get_running_loop().call_soon(self._take_back, task)
+        self._carry_out(self.placement.lost(task.index, reason))
+
+    def heard(self, task: TaskSession, message: Message) -> None:
+        """A notice from the process of a store's primary, or from its copy."""
+        if isinstance(message, BackupLost) and message.session == self._session:
+            log.warning("%s has lost its backup: %s", task.name, message.reason)
+            store, view = task.index, message.view
+            self._carry_out(self.placement.backup_lost(store, view, message.reason))
+
+    def _take_back(self, task: TaskSession) -> None:
+        """What it held is gone, and it is as good as any for a new copy."""
+        if self.is_started:
+            task.renew(self._session, ())
+
+    # ---- told by the cluster ---------------------------------------------------------
+
+    def store_lost(self, task: TaskSession, reason: str) -> None:
+        """Who serves the store does not answer, or not with what it had."""
+        orders = self.placement.primary_lost(task.index, task.address, reason)
+        self._carry_out(orders)
+
+    # ---- orders ----------------------------------------------------------------------
+
+    def _carry_out(self, orders: Sequence[PlacementOrder]) -> None:
+        for order in orders:
+            match order:
+                case Drop():
+                    self._drop(order)
+                case Serve():
+                    self._serve(order)
+                case Lose():
+                    self._lose(order)
+                case _:
+                    self._ask(order)
+        self._look()
+
+    def _ask(self, order: Asked) -> None:
+        earlier = self._asking.pop(order.store, None)
+        if earlier is not None:
+            earlier.cancel()
+            self._ended = [task for task in self._ended if not task.done()] + [earlier]
+        asking = asyncio.get_running_loop().create_task(
+            self._asked(order), name=f"{type(order).__name__} of store {order.store}"
+        )
+        self._asking[order.store] = asking  # cancelled by the next, or _stop
+
+    async def _asked(self, order: Asked) -> None:
+        placement = self.placement
+        told: Callable[[], Sequence[PlacementOrder]]
+        try:
+            answer = await self._answer(order)
+        except (PeerLostError, DeadlineExceededError, ClosedError) as error:
+            await asyncio.sleep(AGAIN)  # a link that is not open says so at once
+            told = partial(placement.unanswered, order, str(error))
+        except ZstratError as error:
+            log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
+            told = partial(placement.refused, order, str(error))
+        else:
+            told = partial(self._done, order, answer)
+        del self._asking[order.store]
+        self._carry_out(told())
+
+    async def _answer(self, order: Asked) -> Message:
+        loop, session, view = asyncio.get_running_loop(), self._session, order.view
+        deadline = loop.time() + LONG
+        match order:
+            case Host(store, _, number):
+                process = self.processes[number]
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                host = HostStore(session, store, view)
+                return await process.link.submit(host, deadline=deadline)
+            case Attach(store, _, backup):
+                primary = self._cluster.ps[store]
+                await primary.wait_ready(deadline)
+                attach = AttachBackup(session, view, backup.address, backup.incarnation)
+                return await primary.link.submit(attach, deadline=deadline)
+            case Detach(store):
+                primary = self._cluster.ps[store]
+                await primary.wait_ready(deadline)
+                detach = DetachBackup(session, view)
+                return await primary.link.submit(detach, deadline=deadline)
+            case Promote():
+                return await self._promote(order)
+
+    async def _promote(self, order: Promote) -> Message:
+        """Over a link of its own: the program's line goes there when it is done."""
+        loop, name = asyncio.get_running_loop(), self._cluster.ps[order.store].name
+        deadline = loop.time() + 2 * self._timeouts.patience
+        link = self._make_link(
+            order.backup.address,
+            name=name,
+            expect=("ps", order.store),
+            on_notice=_ignored,
+            on_open=_ignored,
+            on_lost=_ignored,
+        )
+        link.start()
+        try:
+            hello = await link.wait_open(deadline)
+            if hello.incarnation != order.backup.incarnation:
+                raise NotPrimaryError(f"another process is at {order.backup.address}")
+            promote = PromoteBackup(self._session, order.view)
+            return await link.submit(promote, deadline=deadline)
+        finally:
+            await link.close()
+
+    def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
+        placement = self.placement
+        match order:
+            case Host():
+                assert isinstance(answer, StoreHosted), answer
+                address = reachable(answer.address, self.addresses[order.process])
+                return placement.hosted(order, address, answer.incarnation)
+            case Attach():
+                return placement.attached(order)
+            case Detach():
+                return placement.detached(order)
+            case Promote():
+                log.warning(
+                    "%s is lost (%s): its backup, in the process of /job:ps/task:%d, "
+                    "is in its place with all that was acknowledged",
+                    self._cluster.ps[order.store].name,
+                    placement.stores[order.store].reason,
+                    order.backup.process,
+                )
+                return placement.promoted(order)
+
+    def _drop(self, order: Drop) -> None:
+        process = self.processes[order.process]
+        if process.is_ready:  # else it is told when it is back
+            drop = DropStore(self._session, order.store, order.view)
+            process.link.submit(drop).add_done_callback(_unheeded)
+
+    def _serve(self, order: Serve) -> None:
+        self._stop_telling(order.store)
+        address = order.primary.address
+        self._cluster.store_moved(order.store, order.view, address)
+        task = self._cluster.ps[order.store]
+        if task.address != address:
+            task.move(address)
+
+    def _lose(self, order: Lose) -> None:
+        self._stop_telling(order.store)
+        if order.gone:
+            task = self._cluster.ps[order.store]
+            task.move(self.addresses[order.store], is_empty=True)
+            self._tell(order)
+        else:
+            # As for a server without a copy: a line may be cut for so long.
+            loop, grace = asyncio.get_running_loop(), self._timeouts.reconnect
+            self._telling[order.store] = loop.call_later(grace, self._tell, order)
+
+    def _tell(self, order: Lose) -> None:
+        self._telling.pop(order.store, None)
+        task = self._cluster.ps[order.store]
+        if not task.is_ready:
+            task.give_up(order.reason)
+            self._cluster.store_lost(order.store, order.reason)
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """What follows from all orders together."""
+        for store in self.placement.stores:
+            self._say(store)
+        if self.placement.without_backup:
+            self._whole.clear()
+        else:
+            self._whole.set()
+        if self.placement.is_waiting and self._forgiving is None:
+            loop = asyncio.get_running_loop()
+            self._forgiving = loop.call_later(FORGIVING, self._forgive)
+
+    def _say(self, store: Placed) -> None:
+        name, bare = self._cluster.ps[store.number].name, self._bare
+        if store.phase is Phase.PAIRED and store.number in bare:
+            level = bare.pop(store.number)
+            at = "" if store.backup is None else f"/job:ps/task:{store.backup.process}"
+            log.log(level, "%s has a backup, in the process of %s", name, at)
+        elif store.phase is not Phase.PAIRED and store.number not in bare:
+            bare[store.number] = logging.WARNING
+            words = "%s has no backup until another process has taken what it holds"
+            log.warning(f"{words} (%s)", name, store.reason)
+
+    def _words(self) -> str:
+        return "; ".join(
+            f"{self._cluster.ps[store.number].name}: {store.phase.value}"
+            f"{f' ({store.reason})' if store.reason else ''}"
+            for store in self.placement.stores
+            if store.phase is not Phase.PAIRED
+        )
+
+    def _what(self, order: Asked) -> str:
+        name = self._cluster.ps[order.store].name
+        match order:
+            case Host():
+                return f"/job:ps/task:{order.process} keeps no backup of {name}"
+            case Attach():
+                return f"{name} does not fill its backup"
+            case Detach():
+                return f"{name} does not go on without its backup"
+            case Promote():
+                return f"the backup of {name} does not take its place"
+
+    def _forgive(self) -> None:
+        self._forgiving = None
+        self._carry_out(self.placement.forgive())
+
+    def _stop_telling(self, store: int) -> None:
+        telling = self._telling.pop(store, None)
+        if telling is not None:
+            telling.cancel()
+
+    def _stop(self) -> None:
+        """What was asked may be carried out; nobody waits for it."""
+        self.is_started = False
+        for asking in self._asking.values():
+            asking.cancel()
+        self._ended += self._asking.values()
+        self._asking.clear()
+        for store in list(self._telling):
+            self._stop_telling(store)
+        if self._forgiving is not None:
+            self._forgiving.cancel()
+            self._forgiving = None
+
+
+def _ignored(_: object) -> None:
+    pass
+
+
+def _unheeded(answer: asyncio.Future[Message]) -> None:
+    """Who does not hear it is told again when it is back."""
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("dropping a copy: %s", error)

@@ -1,0 +1,157 @@
+"""All that a store holds at one moment, as messages that make it on an empty one.
+
+What is small is told at once; values and slots are pinned, and follow in parts while
+updates go on. Slots come without a layout: the backup takes them as what was restored
+from a checkpoint, and its optimizers make them their own (`Unbound`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from zstrat.ps.engine._slots import Unbound
+from zstrat.ps.snapshots._snapshot import SnapshotTensor
+from zstrat.wire import (
+    AskParts,
+    BindOptimizer,
+    CopiedSlot,
+    CopiedVariable,
+    CopyLedger,
+    CopySlots,
+    CopyVariables,
+    CreateOptimizer,
+    Message,
+    PushPart,
+    TensorEntry,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.ps.engine._slots import HeldVariable, Slots
+    from zstrat.ps.store._cell import Cell
+    from zstrat.ps.store._ledger import Ledger
+    from zstrat.ps.store._store import Store
+
+_ENTRIES: Final = 256
+"""Variables or slots that one message describes: with long names they fit into a
+header."""
+
+
+@final
+class StoreCopy:
+    """A store as it is now. Whoever makes it has the turn of all its names; `release`
+    it.
+
+    Raises:
+        Exception: Whatever pinning raises; nothing stays pinned.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.tensors: list[SnapshotTensor] = []
+        """What follows in parts."""
+        try:
+            for held in store.variables.values():
+                self.tensors += _pinned(held)
+        except BaseException:  # to whoever asked
+            self.release()
+            raise
+        self.messages: Sequence[Message] = [
+            *_ledgers(store),
+            *_parts(store),
+            *_variables(store),
+            *_optimizers(store),
+            *_slots(store),
+        ]
+        """What makes the rest, in order."""
+
+    def release(self) -> None:
+        for tensor in self.tensors:
+            tensor.pin.release()
+        self.tensors = []
+
+
+def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
+    key, cell = held.entry.key, held.cell
+    if not cell.lost:
+        yield _tensor(key, 0, "", cell, bool(cell.shape))
+    for number, slots in held.slots.items():
+        for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+            yield _tensor(key, number, leaf.name, cell, leaf.rows)
+
+
+def _tensor(
+    key: int, optimizer: int, leaf: str, cell: Cell, rows: bool
+) -> SnapshotTensor:
+    shape = list(cell.shape)
+    entry = TensorEntry(key, optimizer, leaf, cell.dtype.name, shape, rows)
+    return SnapshotTensor(entry, cell.pin())
+
+
+def _ledgers(store: Store) -> Iterator[Message]:
+    yield _ledger(0, store.ledger)
+    for writer, ledger in store.writers.ledgers:
+        yield _ledger(writer, ledger)
+
+
+def _ledger(writer: int, ledger: Ledger) -> CopyLedger:
+    pairs = [
+        np.array(each, np.int64).reshape(-1, 2)
+        for each in (ledger.applied, ledger.over)
+    ]
+    return CopyLedger(writer, ledger.low_water, tuple(pairs))
+
+
+def _parts(store: Store) -> Iterator[Message]:
+    for step, attempt, part, names in store.parts.noted():
+        if part < 0:
+            yield AskParts(0, step, attempt, 0)
+        else:
+            yield PushPart(0, step, part, 0, attempt, list(names), [], ())
+
+
+def _variables(store: Store) -> Iterator[Message]:
+    variables = store.variables
+    entries = [
+        CopiedVariable(
+            *held.entry,
+            held.version,
+            held.cell.dtype.name,
+            list(held.cell.shape),
+            held.cell.lost,
+        )
+        for held in variables.values()
+    ]
+    for at in range(0, max(1, len(entries)), _ENTRIES):
+        yield CopyVariables(variables.first_version, entries[at : at + _ENTRIES])
+
+
+def _optimizers(store: Store) -> Iterator[Message]:
+    for known in store.engine:
+        yield CreateOptimizer(0, known.optimizer, known.name, known.code)
+        for data in known.bindings.told:
+            tree = np.frombuffer(data, np.uint8)
+            yield BindOptimizer(0, known.optimizer, (tree,))
+
+
+def _slots(store: Store) -> Iterator[Message]:
+    entries = [
+        entry
+        for held in store.variables.values()
+        for optimizer, slots in held.slots.items()
+        for entry in _leaves(held.entry.key, optimizer, slots)
+    ]
+    for at in range(0, len(entries), _ENTRIES):
+        yield CopySlots(entries[at : at + _ENTRIES])
+
+
+def _leaves(key: int, optimizer: int, slots: Slots) -> Iterator[CopiedSlot]:
+    for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+        filled = [(0, cell.shape[0] if leaf.rows else 1)]
+        if isinstance(slots, Unbound):
+            filled = slots.filled[leaf.name]
+        ends = [end for run in filled for end in run]
+        shape, name = list(cell.shape), cell.dtype.name
+        yield CopiedSlot(key, optimizer, leaf.name, leaf.rows, name, shape, ends)

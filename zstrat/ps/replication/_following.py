@@ -1,0 +1,279 @@
+"""A backup: takes the changes of its primary in their order, and waits to be it.
+
+Changes are made one after the other, what takes long on the compute thread. One counts
+as taken when it is in memory here and not too much waits before it; so the primary does
+not wait for the arithmetic, and cannot fill this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol, final, get_args
+
+from zstrat.errors import (
+    NotPrimaryError,
+    PeerLostError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.wire import (
+    BackupLost,
+    CopyWhole,
+    Done,
+    Hello,
+    Job,
+    LogTaken,
+    Message,
+    OpenLog,
+    PromoteBackup,
+)
+
+from ._log import WINDOW, nbytes_of
+from ._repeating import CHANGES, Computation, repeat
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from zstrat.ps._thread import ComputeThread
+    from zstrat.ps.store._store import Store
+
+JUMP: Final = 2**40
+"""By how much versions grow when a backup becomes the primary: an old one that nobody
+can reach would need weeks to give out so many, and a field holds eight million jumps.
+"""
+
+_AT_ONCE: Final = 4 * 2**20
+"""Bytes of changes that are made in one turn of the loop."""
+
+_CHANGES: Final = frozenset(get_args(CHANGES))
+_LOG: Final = logging.getLogger("zstrat.ps")
+
+
+class Primary(Protocol):
+    """What is needed of a `zstrat.transport.Remote`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hello(self) -> Hello: ...
+    @property
+    def role(self) -> Job: ...
+    def notify(self, message: Message) -> None: ...
+
+
+@final
+class Following:
+    """The backup of one store of ``session``, named ``task`` in errors.
+
+    Args:
+        on_promoted: Called once, when all is done that the old primary told, with who
+            asked for it.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        thread: ComputeThread,
+        session: int,
+        view: int,
+        on_promoted: Callable[[Primary, int], None],
+    ) -> None:
+        self.session, self.view = session, view
+        self.is_whole = False
+        """All is here, or waits here, that the primary has acknowledged."""
+        self.trouble = ""
+        """How it differs from its primary."""
+        self._task, self._store, self._thread = task, store, thread
+        self._on_promoted = on_promoted
+        self._primary: Primary | None = None
+        self._promotion: asyncio.Future[None] | None = None
+        self._queue: deque[Message] = deque()
+        self._nbytes = 0
+        self._received = self._told = 0
+        self._is_busy = self._speaks_soon = self._goes_on_soon = False
+
+    def statistics(self) -> dict[str, str | int | bool]:
+        return {
+            "whole": self.is_whole,
+            "primary": "" if self._primary is None else self._primary.name,
+            "changes": self._received,
+            "behind": len(self._queue),
+            "trouble": self.trouble,
+        }
+
+    def handle(
+        self, remote: Primary, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """What its primary and the coordinator say.
+
+        Raises:
+            NotPrimaryError: It serves nobody yet.
+            StaleSessionError: The view, or the session, is over.
+        """
+        if type(message) in _CHANGES and remote is self._primary:
+            self._take(message)
+            return None
+        if remote.role is Job.PS and isinstance(message, OpenLog):
+            return self._open(remote, message)
+        if remote.role is Job.CHIEF and isinstance(message, PromoteBackup):
+            self.require(message.session, message.view)
+            return self._promote(remote, message.view)
+        raise NotPrimaryError(
+            f"{self._task}: this process has the second copy of its variables, and "
+            "does not serve it"
+        )
+
+    def require(self, session: int, view: int) -> None:
+        """
+        Raises:
+            StaleSessionError: The view, or the session, is over.
+        """
+        if session != self.session or view < self.view:
+            raise StaleSessionError(
+                f"{self._task}: this copy belongs to session {self.session:#x} and "
+                f"view {self.view}, not to {session:#x} and {view}"
+            )
+
+    # ---- changes -----------------------------------------------------------------
+
+    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken:
+        self.require(opening.session, opening.view)
+        if self._promotion is not None:
+            raise StaleSessionError(f"{self._task} has another primary by now")
+        self._primary, self.view = remote, opening.view
+        self._told = self._received
+        return LogTaken(self._received)
+
+    def _take(self, change: Message) -> None:
+        self._received += 1
+        if self.trouble:
+            return
+        if isinstance(change, CopyWhole):
+            self.is_whole = True
+        self._queue.append(change)
+        self._nbytes += nbytes_of(change)
+        self._speak()
+        if not self._is_busy:
+            self._go_on_soon()
+
+    def _speak(self) -> None:
+        """Once for all that a turn of the loop brings."""
+        if self._nbytes <= WINDOW and not self._speaks_soon:
+            self._speaks_soon = True
+            asyncio.get_running_loop().call_soon(self._speak_now)
+
+    def _speak_now(self) -> None:
+        self._speaks_soon = False
+        if self._primary is not None and self._told < self._received:
+            self._told = self._received
+            self._tell(LogTaken(self._received))
+
+    def _tell(self, message: Message) -> None:
+        if self._primary is None:
+            return
+        with contextlib.suppress(PeerLostError):  # it asks when it is back
+            self._primary.notify(message)
+
+    def _go_on_soon(self) -> None:
+        if not self._goes_on_soon:
+            self._goes_on_soon = True
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Makes changes until one has to be computed, or others have their turn."""
+        self._goes_on_soon = False
+        left = _AT_ONCE
+        while self._queue and left > 0 and not self._is_busy:
+            change = self._queue[0]
+            left -= nbytes_of(change)
+            try:
+                computation = repeat(self._store, change)
+                if computation is None:
+                    self._made()
+                elif computation.is_short:
+                    computation.compute()
+                    computation.commit()
+                    self._made()
+                else:
+                    self._compute(computation)
+            except Exception as error:  # to the log and to the primary
+                self._differ(change, error)
+        if self._queue and not self._is_busy:
+            self._go_on_soon()
+
+    def _compute(self, computation: Computation) -> None:
+        done = self._thread.submit(computation.compute)
+        self._is_busy = True
+        done.add_done_callback(lambda done: self._computed(computation, done))
+
+    def _computed(self, computation: Computation, done: asyncio.Future[None]) -> None:
+        self._is_busy = False
+        if not self._queue:  # it was closed meanwhile
+            return
+        try:
+            done.result()
+            computation.commit()
+        except BaseException as error:  # to the log and to the primary
+            self._differ(self._queue[0], error)
+        else:
+            self._made()
+            self._go_on()
+
+    def _made(self) -> None:
+        self._nbytes -= nbytes_of(self._queue.popleft())
+        if self._told < self._received:
+            self._speak()
+        if not self._queue:
+            self._look_at_promotion()
+
+    def _differ(self, change: Message, error: BaseException) -> None:
+        """From here on this copy is worth nothing."""
+        what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
+        self.trouble, self.is_whole = what, False
+        _LOG.error("%s: the copy differs from its primary: %s", self._task, what)
+        self._stop()
+        self._tell(BackupLost(self.session, self.view, what))
+
+    def close(self) -> None:
+        """Nothing more is made here: it was dropped."""
+        self.trouble, self.is_whole = self.trouble or "it was dropped", False
+        self._primary = None
+        self._stop()
+
+    def _stop(self) -> None:
+        self._queue.clear()
+        self._nbytes = 0
+        self._look_at_promotion()
+
+    # ---- promotion ---------------------------------------------------------------
+
+    async def _promote(self, remote: Primary, view: int) -> Message:
+        if not self.is_whole:
+            why = self.trouble or "it has not everything yet"
+            raise UnavailableError(f"{self._task} cannot become the primary: {why}")
+        self.view = view
+        if self._promotion is None:
+            self._tell(PromoteBackup(self.session, view))
+            self._primary = None
+            self._promotion = asyncio.get_running_loop().create_future()
+            if not self._queue:
+                self._look_at_promotion()
+        await asyncio.shield(self._promotion)
+        if self.trouble:
+            raise UnavailableError(
+                f"{self._task} cannot become the primary: {self.trouble}"
+            )
+        self._on_promoted(remote, view)
+        return Done()
+
+    def _look_at_promotion(self) -> None:
+        promotion = self._promotion
+        if promotion is None or promotion.done():
+            return
+        if not self.trouble:
+            self._store.variables.jump(JUMP)
+        promotion.set_result(None)

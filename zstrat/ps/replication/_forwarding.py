@@ -1,0 +1,413 @@
+"""The way from a primary to its backup: a copy first, then every change as it comes.
+
+Law of the file: from the moment at which the backup is told that nothing is missing
+(`CopyWhole`), no answer leaves that the backup has not everything for which it stands.
+Only a coordinator may end that, because only it knows that nobody makes the backup the
+primary meanwhile.
+
+While the copy is under way changes wait here, and nobody waits for them, unless they
+are too many bytes. The link may break and come back: the backup then says what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, final
+
+import numpy as np
+
+from zstrat.errors import (
+    ClosedError,
+    PeerLostError,
+    StaleSessionError,
+    UnavailableError,
+    ZstratError,
+)
+from zstrat.ps.snapshots._snapshot import cut
+from zstrat.wire import (
+    BackupLost,
+    CopiedPart,
+    CopyParts,
+    CopyWhole,
+    Hello,
+    LogTaken,
+    Message,
+    OpenLog,
+    PromoteBackup,
+)
+
+from ._copying import StoreCopy
+from ._log import WINDOW, ReplicationLog, nbytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from zstrat.ps.snapshots._snapshot import TensorPart
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import AttachBackup
+
+    Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[None]]
+    """Names that the body has for itself."""
+
+HELD: Final = 256 * 2**20
+"""Bytes of changes that wait for the end of a copy, before those wait who make more."""
+
+_LOG: Final = logging.getLogger("zstrat.ps")
+
+
+class BackupLink(Protocol):
+    """What is needed of a `zstrat.transport.Link`."""
+
+    def start(self) -> None: ...
+    async def wait_open(self, deadline: float) -> Hello: ...
+    def submit(self, message: Message) -> asyncio.Future[Message]: ...
+    def notify(self, message: Message) -> None: ...
+    async def close(self, reason: str = ...) -> None: ...
+
+
+class Connect(Protocol):
+    """Makes a link to the backup at an address."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        on_notice: Callable[[Message], None],
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> BackupLink: ...
+
+
+class _Answer(NamedTuple):
+    """Leaves when the backup has the change ``number``."""
+
+    number: int
+    future: asyncio.Future[Message]
+    message: Message
+
+
+@final
+class Forwarding:
+    """To one backup of one store, which is empty at first.
+
+    Args:
+        turn: Holds off others from names.
+        on_lost: Told why, each time that the backup cannot be reached any more.
+        on_replaced: Told that the backup is the primary by now.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        turn: Turn,
+        attached: AttachBackup,
+        connect: Connect,
+        *,
+        on_lost: Callable[[str], None],
+        on_replaced: Callable[[], None],
+    ) -> None:
+        self.attached = attached
+        """What it was asked for by."""
+        self.trouble = ""
+        """Why the backup cannot be reached; "" if it can."""
+        self.is_strict = False
+        """The backup has all that answers stand for, and only a coordinator may say
+        that it need not."""
+        self._store, self._turn = store, turn
+        self._on_lost, self._on_replaced = on_lost, on_replaced
+        self._log = ReplicationLog()
+        self._held: list[Message] = []
+        self._held_bytes = 0
+        self._answers: deque[_Answer] = deque()
+        self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
+        self._news = asyncio.Event()
+        self._flows = self._is_over = self._is_spoilt = False
+        self._ending: asyncio.Task[None] | None = None
+        self._link = connect(
+            attached.address,
+            on_notice=self._noticed,
+            on_open=self._opened,
+            on_lost=lambda error: self._lost(str(error)),
+        )
+
+    def statistics(self) -> dict[str, str | int]:
+        state = "copying" if not self.is_strict else "attached"
+        return {
+            "backup": self.attached.address,
+            "backup_state": "lost" if self.trouble else state,
+            "backup_trouble": self.trouble,
+            "behind": self._log.head - self._log.taken + len(self._held),
+            "log_bytes": self._log.nbytes + self._held_bytes,
+            "unacknowledged": len(self._answers) + len(self._slowed),
+        }
+
+    # ---- changes and answers -----------------------------------------------------
+
+    def append(self, change: Message) -> None:
+        """See `ChangeLog`."""
+        if not self.is_strict:
+            self._held.append(change)
+            self._held_bytes += nbytes_of(change)
+            return
+        self._log.append(change)
+        self._send()
+
+    def spoil(self, why: str) -> None:
+        """See `ChangeLog`."""
+        self._is_spoilt = True
+        self._lost(f"it cannot follow any more: {why}")
+
+    def hold(self, message: Message) -> Message | asyncio.Future[Message]:
+        """See `ChangeLog`."""
+        if self._may_leave:
+            return message
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._wait(future, message)
+        return future
+
+    def answer(self, future: asyncio.Future[Message], message: Message) -> None:
+        """See `ChangeLog`."""
+        if self._may_leave:
+            future.set_result(message)
+        else:
+            self._wait(future, message)
+
+    @property
+    def _may_leave(self) -> bool:
+        if self._is_over:
+            return True
+        if not self.is_strict:
+            return self._held_bytes < HELD
+        return self._log.is_taken
+
+    def _wait(self, future: asyncio.Future[Message], message: Message) -> None:
+        if self.is_strict:
+            self._answers.append(_Answer(self._log.head, future, message))
+        else:
+            self._slowed.append((future, message))
+
+    # ---- the end -----------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Until all that waits has left, or will not by itself.
+
+        Cancellation: loses nothing.
+        """
+        with contextlib.suppress(UnavailableError):
+            await self._until(lambda: not self._answers and not self._slowed)
+
+    def release(self) -> None:
+        """The primary goes on alone: what waits may leave."""
+        self._end()
+        for future, message in self._take_answers():
+            if not future.done():
+                future.set_result(message)
+
+    def refuse(self, error: ZstratError) -> None:
+        """What waits will not be acknowledged."""
+        self._end()
+        for future, _ in self._take_answers():
+            if not future.done():
+                future.set_exception(error)
+
+    async def ended(self) -> None:
+        """Until its link is closed, after `release` or `refuse`.
+
+        Cancellation: it is closed all the same.
+        """
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over, self._flows = True, False
+        if self._store.log is self:
+            self._store.log = None
+        self._held.clear()
+        self._news.set()
+        self._ending = asyncio.get_running_loop().create_task(
+            self._link.close("it has no backup any more"), name="closing a backup"
+        )
+
+    def _take_answers(self) -> list[tuple[asyncio.Future[Message], Message]]:
+        waiting = [(each.future, each.message) for each in self._answers]
+        waiting += self._slowed
+        self._answers.clear()
+        self._slowed = []
+        return waiting
+
+    # ---- the link ----------------------------------------------------------------
+
+    def _opened(self, hello: Hello) -> None:
+        self._flows = False
+        if hello.incarnation != self.attached.incarnation:
+            self._is_spoilt = True
+            self._lost("its process has lost it: it was started anew")
+            return
+        opening = OpenLog(self.attached.session, self.attached.view)
+        self._link.submit(opening).add_done_callback(self._resumed)
+
+    def _resumed(self, opened: asyncio.Future[Message]) -> None:
+        if opened.cancelled() or self._is_over:
+            return
+        error = opened.exception()
+        if error is None:
+            taken = opened.result()
+            assert isinstance(taken, LogTaken)
+            if self._acknowledged(taken.number, resumed=True):
+                self._flows, self.trouble = True, ""
+                self._send()
+        elif isinstance(error, StaleSessionError):
+            self._replaced()
+        elif not isinstance(error, PeerLostError | ClosedError):
+            self._lost(f"it refuses the log: {error}")
+
+    def _noticed(self, message: Message) -> None:
+        if self._is_over:
+            return
+        match message:
+            case LogTaken(number=number):
+                if self._flows:
+                    self._acknowledged(number)
+                    self._send()
+            case BackupLost(reason=reason):
+                self.spoil(reason)
+            case PromoteBackup():
+                self._replaced()
+
+    def _acknowledged(self, number: int, *, resumed: bool = False) -> bool:
+        log = self._log
+        try:
+            if resumed:
+                log.resume(number)
+            else:
+                log.acknowledge(number)
+        except ZstratError as error:  # to the coordinator, as the loss of the backup
+            self.spoil(str(error))
+            return False
+        answers = self._answers
+        while answers and answers[0].number <= log.taken:
+            _, future, message = answers.popleft()
+            if not future.done():
+                future.set_result(message)
+        self._news.set()
+        return True
+
+    def _replaced(self) -> None:
+        if not self._is_over:
+            self._on_replaced()
+
+    def _lost(self, why: str) -> None:
+        self._flows = False
+        if self._is_over or self.trouble:
+            return
+        self.trouble = why
+        _LOG.warning("the backup at %s is lost: %s", self.attached.address, why)
+        self._news.set()
+        self._on_lost(why)
+
+    def _send(self) -> None:
+        while self._flows and (change := self._log.take()) is not None:
+            try:
+                self._link.notify(change)
+            except (PeerLostError, ClosedError):  # sent again when the link is back
+                self._flows = False
+            except (TypeError, ValueError) as error:
+                self.spoil(str(error))
+
+    # ---- the copy ----------------------------------------------------------------
+
+    async def copy(self, deadline: float) -> None:
+        """Makes the backup whole.
+
+        Args:
+            deadline: Loop time until which the backup has to be there.
+
+        Raises:
+            UnavailableError: It is lost, or is not wanted any more.
+            ZstratError: As of `Link.wait_open`.
+
+        Cancellation: it is not whole; `release` ends it.
+        """
+        self._link.start()
+        await self._link.wait_open(deadline)
+        await self._until(lambda: self._flows)
+        copy = await self._cut()
+        try:
+            for message in copy.messages:
+                await self._pass_on(message)
+            for parts in cut(copy.tensors):
+                await self._pass_on(await self._read(parts))
+                for part in parts:
+                    part.tensor.pin.forget(part.stop)
+        finally:
+            copy.release()
+        self._become_strict()
+        head = self._log.head
+        await self._until(lambda: self._log.taken >= head)
+
+    def _become_strict(self) -> None:
+        self._require_wanted()
+        for change in self._held:
+            self._log.append(change)
+        self._held, self._held_bytes = [], 0
+        self._log.append(CopyWhole())
+        self.is_strict = True
+        slowed, self._slowed = self._slowed, []
+        for future, message in slowed:
+            self._wait(future, message)
+        self._send()
+
+    async def _cut(self) -> StoreCopy:
+        """One moment between changes; from then on they are kept."""
+        while True:
+            names = self._names()
+            async with self._turn(names):
+                self._require_wanted()
+                if self._names() == names:  # none came while it waited
+                    copy = StoreCopy(self._store)
+                    self._store.log = self
+                    return copy
+
+    def _names(self) -> list[Hashable]:
+        optimizers = (("optimizer", known.optimizer) for known in self._store.engine)
+        return [*self._store.variables, *optimizers]
+
+    async def _pass_on(self, message: Message) -> None:
+        self._require_wanted()
+        self._log.append(message)
+        self._send()
+        await asyncio.sleep(0)  # requests come between two pieces
+        await self._until(lambda: self._log.nbytes < WINDOW)
+
+    async def _read(self, parts: list[TensorPart]) -> CopyParts:
+        places, arrays = [], []
+        for tensor, start, stop in parts:
+            data = tensor.pin.view(start, stop)
+            if data is None:
+                data = np.empty(stop - start, np.uint8)
+                async with self._turn([tensor.entry.key]):
+                    tensor.pin.copy(start, data)
+            arrays.append(data)
+            entry = tensor.entry
+            places.append(CopiedPart(entry.key, entry.optimizer, entry.leaf, start))
+        return CopyParts(places, tuple(arrays))
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._require_wanted()
+            self._news.clear()
+            await self._news.wait()
+
+    def _require_wanted(self) -> None:
+        if self._is_over:
+            raise UnavailableError("the backup is not wanted any more")
+        if self.trouble:
+            raise UnavailableError(
+                f"the backup at {self.attached.address} is lost: {self.trouble}"
+            )

@@ -1,0 +1,224 @@
+"""Second copies that one process keeps for others, each at an address of its own.
+
+A copy is a whole parameter server beside the one of its process: store, compute thread,
+endpoint and incarnation. So an address is a store, and no request says which one it
+means. A copy lives until it is dropped, or its session is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableError
+from zstrat.ps._service import PsService
+from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.wire import Done, DropStore, HostStore, Job, Message, StoreHosted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.config import Settings
+    from zstrat.errors import PeerLostError
+    from zstrat.transport import Remote, Security
+    from zstrat.wire import Hello, PlainTree
+
+    from ._forwarding import Connect
+
+_LOG: Final = logging.getLogger("zstrat.ps")
+
+HostingRequest = HostStore | DropStore
+
+
+@dataclass(frozen=True, slots=True)
+class _HostedCopy:
+    """``view`` is that in which it was asked for."""
+
+    session: int
+    view: int
+    hosted: StoreHosted
+    service: PsService
+    endpoint: Endpoint
+
+    async def close(self, reason: str) -> None:
+        """Cancellation: its address is free all the same."""
+        try:
+            await self.service.drain()
+        finally:
+            await self.endpoint.close(reason)
+
+
+@final
+class HostedStores:
+    """The copies that the process of ``task`` keeps for others.
+
+    Args:
+        session: The one that is open at the process itself.
+        bind: The address of the process; copies get others of the same interface.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        bind: str,
+        session: Callable[[], int | None],
+        *,
+        load_code: Callable[[bytes], object],
+        settings: Settings,
+        security: Security | None,
+    ) -> None:
+        self._task, self._bind, self._session = task, bind, session
+        self._load_code = load_code
+        self._settings, self._security = settings, security
+        self._copies: dict[int, _HostedCopy] = {}
+        self._changing = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_over = False
+
+    def statistics(self) -> list[PlainTree]:
+        return [
+            {
+                "store": store,
+                "address": copy.hosted.address,
+                **copy.service.statistics(),
+            }
+            for store, copy in sorted(self._copies.items())
+        ]
+
+    async def handle(self, remote: Remote, message: HostingRequest) -> Message:
+        """What a coordinator asks of the process.
+
+        Raises:
+            PermissionDeniedError: Somebody else asks.
+            StaleSessionError: The session is not the open one, or the view is over.
+            OSError, ZstratError: No address can be bound.
+
+        Cancellation: nothing is left half made.
+        """
+        if remote.role is not Job.CHIEF:
+            raise PermissionDeniedError(
+                f"{self._task} takes {type(message).__name__} from a coordinator, and "
+                f"{remote.name} is {remote.role}"
+            )
+        async with self._changing:
+            self._require(message)
+            if isinstance(message, HostStore):
+                return await self._host(message)
+            await self._drop(message.store, "its coordinator does not need it")
+            return Done()
+
+    def look(self) -> None:
+        """The session of the process, or of a copy, has changed: what belongs to one
+        that is over goes. A copy that serves goes when its own session is closed."""
+        mine = self._session()
+        for store, copy in self._copies.items():
+            at = copy.service.session
+            over = at is None if mine is None else copy.session != mine
+            if over or (at is None and not copy.service.is_backup):
+                task = asyncio.get_running_loop().create_task(
+                    self._end(store, copy), name=f"dropping store {store}"
+                )
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """Drops all. Cancellation: what is left is closed with the process."""
+        self._is_over = True
+        async with self._changing:
+            for store in list(self._copies):
+                await self._drop(store, "its process was shut down")
+
+    # ---- private -----------------------------------------------------------------
+
+    def _require(self, message: HostingRequest) -> None:
+        if self._is_over:
+            raise UnavailableError(f"{self._task} is shutting down")
+        mine, copy = self._session(), self._copies.get(message.store)
+        if mine != message.session:
+            raise StaleSessionError(
+                f"{self._task} serves session {mine or 0:#x}, and keeps no copies for "
+                f"{message.session:#x}"
+            )
+        newest = -1 if copy is None else max(copy.view, copy.service.view)
+        if message.view < newest and copy is not None and copy.session == mine:
+            raise StaleSessionError(
+                f"{self._task} keeps store {message.store} in view {newest}, and view "
+                f"{message.view} is over"
+            )
+
+    async def _host(self, message: HostStore) -> StoreHosted:
+        store, copy = message.store, self._copies.get(message.store)
+        if copy is not None:
+            if (copy.session, copy.view) == (message.session, message.view):
+                return copy.hosted
+            await self._drop(store, "an empty one takes its place")
+        me = hello(Job.PS, store, new_incarnation())
+        service = PsService(
+            load_code=self._load_code,
+            settings=self._settings,
+            task=f"/job:ps/task:{store}",
+            incarnation=me.incarnation,
+            connect=backup_links(me, self._settings, self._security),
+            backup_of=(message.session, message.view),
+            on_cleared=self.look,
+        )
+        endpoint = Endpoint(
+            me,
+            service.handle,
+            settings=self._settings,
+            absorb=service.absorb,
+            on_lost=service.lost,
+            security=self._security,
+        )
+        address = await endpoint.bind(_beside(self._bind, store, me.incarnation))
+        hosted = StoreHosted(address, me.incarnation)
+        self._copies[store] = _HostedCopy(
+            message.session, message.view, hosted, service, endpoint
+        )
+        _LOG.info("%s keeps a copy of store %d at %s", self._task, store, address)
+        return hosted
+
+    async def _drop(self, store: int, why: str) -> None:
+        copy = self._copies.pop(store, None)
+        if copy is not None:
+            await copy.close(why)
+            _LOG.info("%s keeps no copy of store %d: %s", self._task, store, why)
+
+    async def _end(self, store: int, copy: _HostedCopy) -> None:
+        async with self._changing:
+            if self._copies.get(store) is copy:
+                await self._drop(store, "its session is over")
+
+
+def backup_links(me: Hello, settings: Settings, security: Security | None) -> Connect:
+    """How the task ``me`` reaches a backup of its store, which has the same name."""
+
+    def connect(
+        address: str,
+        *,
+        on_notice: Callable[[Message], None],
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> Link:
+        return Link(
+            address,
+            me,
+            name=f"the backup of /job:{me.job}/task:{me.index}",
+            settings=settings,
+            on_notice=on_notice,
+            on_open=on_open,
+            on_lost=on_lost,
+            security=security,
+            expect=(me.job, me.index),
+        )
+
+    return connect
+
+
+def _beside(bind: str, store: int, incarnation: int) -> str:
+    """An address of the same interface that nobody has."""
+    if bind.startswith("ipc:"):
+        return f"{bind}.{store}-{incarnation:x}"
+    return f"{bind.rpartition(':')[0]}:0"

@@ -1,0 +1,236 @@
+"""What one service is to its store: its primary, its backup, or what was its primary.
+
+Views are kept here: a number that a coordinator makes and that only grows. Whatever
+names an older one than is known is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Protocol, final
+
+from zstrat.errors import (
+    BusyError,
+    InvalidArgumentError,
+    NotPrimaryError,
+    PeerLostError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.wire import (
+    AttachBackup,
+    BackupLost,
+    DetachBackup,
+    Done,
+    Message,
+    PromoteBackup,
+)
+
+from ._forwarding import Forwarding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.errors import ZstratError
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import PlainTree
+
+    from ._following import Following
+    from ._forwarding import Connect, Turn
+
+ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
+
+
+class Notified(Protocol):
+    """Who holds the session."""
+
+    def notify(self, message: Message) -> None: ...
+
+
+@final
+class Standing:
+    """Of the service of the store ``task``. Lives on the loop.
+
+    Args:
+        tell: Sends a notice to the coordinator that holds the session.
+        on_replaced: Called when another process serves the store by now.
+        connect: None: it may have no backup.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        turn: Turn,
+        *,
+        tell: Callable[[Message], None],
+        on_replaced: Callable[[], None],
+        connect: Connect | None,
+        patience: float,
+    ) -> None:
+        self.following: Following | None = None
+        """If it is a backup."""
+        self.is_replaced = False
+        self.view = 0
+        self._task, self._store, self._turn = task, store, turn
+        self._tell, self._on_replaced = tell, on_replaced
+        self._connect, self._patience = connect, patience
+        self._forwarding: Forwarding | None = None
+        self._copying: asyncio.Task[None] | None = None
+
+    @property
+    def refusal(self) -> NotPrimaryError:
+        """The words for whoever asks for what another process serves."""
+        return NotPrimaryError(
+            f"{self._task}: another process serves its variables by now, which has "
+            "taken over while this one could not be reached"
+        )
+
+    def statistics(self) -> dict[str, PlainTree]:
+        following, forwarding = self.following, self._forwarding
+        if following is not None:
+            return {
+                "role": "backup",
+                "view": following.view,
+                "session": following.session,
+                **following.statistics(),
+            }
+        role = "replaced" if self.is_replaced else "primary"
+        values: dict[str, PlainTree] = {"role": role, "view": self.view, "backup": ""}
+        if forwarding is not None:
+            values.update(forwarding.statistics())
+        return values
+
+    def require(self, view: int) -> None:
+        """
+        Raises:
+            StaleSessionError: The view is over.
+        """
+        if view < self.view:
+            raise StaleSessionError(
+                f"{self._task} is in view {self.view} of its store, and view {view} "
+                "is over: another coordinator, or a later word of this one, came first"
+            )
+
+    async def handle(self, message: ReplicationRequest) -> Message:
+        """What a coordinator says to the primary.
+
+        Raises:
+            StaleSessionError: The view is over.
+            ZstratError: The backup could not be made whole.
+
+        Cancellation: the copy goes on.
+        """
+        self.require(message.view)
+        if isinstance(message, AttachBackup):
+            await self._attach(message)
+        elif isinstance(message, DetachBackup):
+            self.view = message.view
+            await self._detach()
+        elif message.view != self.view:  # it was told before, and so it is
+            raise InvalidArgumentError(f"{self._task} is the primary already")
+        return Done()
+
+    def remind(self) -> None:
+        """The coordinator is back: it may have missed that the backup is lost."""
+        forwarding = self._forwarding
+        if forwarding is not None and forwarding.is_strict and forwarding.trouble:
+            self._lost(forwarding.trouble)
+
+    def end(self, error: ZstratError) -> None:
+        """The session is over, and with it what its backup was for."""
+        if self._copying is not None:
+            self._copying.cancel()
+        if self._forwarding is not None:
+            self._forwarding.refuse(error)
+        self._forwarding = self._copying = None
+        self.view, self.is_replaced = 0, False
+
+    async def close(self, deadline: float) -> None:
+        """Waits until what waits for the backup was answered, at the latest at the
+        deadline (loop time); then it is refused."""
+        forwarding = self._forwarding
+        if self.following is not None:
+            self.following.close()
+        if forwarding is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await forwarding.settled()
+            self.end(UnavailableError(f"{self._task} is shutting down"))
+            await forwarding.ended()
+
+    # ---- the backup --------------------------------------------------------------
+
+    async def _attach(self, message: AttachBackup) -> None:
+        if self._connect is None:
+            raise BusyError(f"{self._task} cannot have a backup")
+        forwarding = self._forwarding
+        if forwarding is None or forwarding.attached != message:
+            await self._detach()
+            self.require(message.view)
+            self.view = message.view
+            forwarding = self._forward(message)
+        assert self._copying is not None
+        try:
+            await asyncio.shield(self._copying)
+        except asyncio.CancelledError:
+            if self._forwarding is forwarding:
+                raise  # this coroutine was
+            raise UnavailableError(
+                f"{self._task}: the backup is not wanted any more"
+            ) from None
+        except BaseException:  # to the coordinator, who has to say what is next
+            if self._forwarding is forwarding and not forwarding.is_strict:
+                await self._detach()
+            raise
+
+    def _forward(self, message: AttachBackup) -> Forwarding:
+        assert self._connect is not None
+        loop = asyncio.get_running_loop()
+        self._forwarding = Forwarding(
+            self._store,
+            self._turn,
+            message,
+            self._connect,
+            on_lost=self._lost,
+            on_replaced=self._replaced,
+        )
+        self._copying = loop.create_task(
+            self._forwarding.copy(loop.time() + self._patience),
+            name=f"copying {self._task}",
+        )
+        return self._forwarding
+
+    async def _detach(self) -> None:
+        forwarding, self._forwarding = self._forwarding, None
+        if self._copying is not None:
+            self._copying.cancel()
+            self._copying = None
+        if forwarding is not None:
+            forwarding.release()
+            await forwarding.ended()
+
+    def _lost(self, why: str) -> None:
+        forwarding = self._forwarding
+        if forwarding is not None and forwarding.is_strict:
+            session = forwarding.attached.session
+            self._tell(BackupLost(session, self.view, why))
+
+    def _replaced(self) -> None:
+        """The backup is the primary: nothing that waits for it was acknowledged, and
+        nothing that is here is worth anything."""
+        if self._copying is not None:
+            self._copying.cancel()
+        forwarding, self._forwarding = self._forwarding, None
+        self._copying, self.is_replaced = None, True
+        if forwarding is not None:
+            forwarding.refuse(self.refusal)
+        self._on_replaced()
+
+
+def tell_owner(owner: Notified | None, message: Message) -> None:
+    """A notice, if somebody is there; else it is told again when he is back."""
+    if owner is not None:
+        with contextlib.suppress(PeerLostError, BusyError):
+            owner.notify(message)

@@ -1,0 +1,72 @@
+"""What is told of the changes of a store to whoever keeps a second copy of it.
+
+A change is told by the message that makes it, or by one that makes the same again on a
+store that had all changes before it, without being decided anew: what was refused, or
+was a duplicate, is not told. What nobody can make again is shipped as values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from zstrat.wire import (
+    BindOptimizer,
+    CreateOptimizer,
+    CreateVariables,
+    Message,
+    VariableEntry,
+)
+
+from ._creating import CreatePlan, InitializePlan
+from ._plans import BindPlan, OptimizerPlan
+
+T = TypeVar("T", bound=Message)
+
+
+class ChangeLog(Protocol):
+    """Whoever keeps a second copy of a store."""
+
+    def append(self, change: Message) -> None:
+        """Told of each change when it is true, by a message that makes it again: on a
+        store that had all changes before it, and without being decided anew. Sessions
+        in these messages are 0."""
+
+    def spoil(self, why: str) -> None:
+        """The store has changed in a way that cannot be told."""
+
+    def hold(self, message: Message) -> Message | asyncio.Future[Message]:
+        """The answer to whoever has changed the store, or will be when it may leave."""
+
+    def answer(self, future: asyncio.Future[Message], message: Message) -> None:
+        """`hold`, for an answer that is awaited already."""
+
+
+async def acknowledged(log: ChangeLog | None, answer: T) -> T:
+    """The answer, when it may leave. Cancellation: it is given up."""
+    held = answer if log is None else log.hold(answer)
+    if isinstance(held, asyncio.Future):
+        await held
+    return answer
+
+
+def tell(
+    log: ChangeLog, plan: CreatePlan | InitializePlan | OptimizerPlan | BindPlan
+) -> None:
+    """What was committed."""
+    match plan:
+        case CreatePlan(entries=entries, arrays=arrays):
+            if entries:
+                log.append(CreateVariables(0, list(entries), tuple(arrays)))
+        case InitializePlan(entries=initial, cells=cells):
+            # One at a time, and as values: an initializer may draw them at random.
+            for entry, cell in zip(initial, cells, strict=True):
+                made = VariableEntry(*entry[:4])
+                log.append(CreateVariables(0, [made], (cell.lease(),)))
+        case OptimizerPlan(optimizer=optimizer, name=name, code=code):
+            log.append(CreateOptimizer(0, optimizer, name, code))
+        case BindPlan(optimizer=known, data=data):
+            tree = np.frombuffer(data, np.uint8)
+            log.append(BindOptimizer(0, known.optimizer, (tree,)))

@@ -1,0 +1,106 @@
+"""What keeps a second copy of what a parameter server holds, and puts it in its place.
+
+A *store* is what one logical parameter server holds: variables, slots, ledger and
+versions, under the number that handles have of it. One process serves it, the
+*primary*; with replicas another one has a copy in its memory, the *backup*, at an
+address of its own. Which is which is a *view* of the store: a number that only grows,
+made by the coordinator that holds the session, and told to whoever is concerned before
+it is used. Whatever names an older view than its receiver knows is refused as stale.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ._schema import message
+
+
+@message
+class HostStore:
+    """A coordinator has the process of a parameter server keep a backup of ``store``,
+    empty for now, at an address of its own. Answered by `StoreHosted`; asked again in
+    the same view it answers the same."""
+
+    kind: ClassVar = 80
+    session: int
+    store: int
+    view: int
+
+
+@message
+class StoreHosted:
+    """``incarnation`` is that of the copy, which greets with it at ``address``."""
+
+    kind: ClassVar = 81
+    address: str
+    incarnation: int
+
+
+@message
+class DropStore:
+    """A coordinator does not need the copy of ``store`` that the process hosts."""
+
+    kind: ClassVar = 82
+    session: int
+    store: int
+    view: int
+
+
+@message
+class AttachBackup:
+    """A coordinator gives the primary a backup, which is empty. Answered by `Done` when
+    the backup has all: from then on nothing is acknowledged that it has not. Training
+    goes on meanwhile."""
+
+    kind: ClassVar = 83
+    session: int
+    view: int
+    address: str
+    incarnation: int
+
+
+@message
+class DetachBackup:
+    """The primary goes on alone; what waits for its backup is acknowledged. Answered by
+    `Done`, also if there is none. Only a coordinator may say so: a primary that
+    has lost its backup acknowledges nothing by itself."""
+
+    kind: ClassVar = 84
+    session: int
+    view: int
+
+
+@message
+class BackupLost:
+    """The primary cannot reach its backup, or the backup differs from it. A notice to
+    the coordinator."""
+
+    kind: ClassVar = 85
+    session: int
+    view: int
+    reason: str
+
+
+@message
+class PromoteBackup:
+    """A coordinator makes the backup the primary of its store: it takes nothing from
+    the old one any more, and serves. Answered by `Done`. All versions jump
+    past whatever the old primary can have given out. Refused by a backup that
+    does not have all yet."""
+
+    kind: ClassVar = 86
+    session: int
+    view: int
+
+
+@message
+class MoveServer:
+    """A coordinator tells a worker that the parameter server of this index is at
+    another address. ``view`` is that of its store. Answered by `Done`, when what the
+    worker has for it is on its way there."""
+
+    kind: ClassVar = 87
+    session: int
+    index: int
+    view: int
+    address: str

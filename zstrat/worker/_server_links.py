@@ -1,0 +1,203 @@
+"""The ways of a worker's session to the parameter servers, which may move.
+
+Who has the session of the cluster decides where a server is; a worker that cannot reach
+one, or finds another process in its place, waits for a word of that for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import ClosedError, ProtocolError
+from zstrat.wire import Done
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.errors import PeerLostError
+    from zstrat.ps import ServerLine
+    from zstrat.transport import Link
+    from zstrat.wire import Hello, Message, MoveServer
+
+RESTARTED: Final = "it was started again, and what it held is gone"
+
+
+class MakeWorkerLink(Protocol):
+    """A link that is not started yet, from the address of a task and its name."""
+
+    def __call__(
+        self,
+        address: str,
+        name: str,
+        *,
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> Link: ...
+
+
+@final
+class ServerPresence:
+    """How one parameter server stands, as its link says it and its line is told.
+
+    A server that was started again has lost what it held of the session, so it stays
+    lost for as long as the session lasts, or until it is elsewhere. One that is only
+    away has a while to come back. The line is set before the link is started.
+
+    Args:
+        grace: Seconds that a server whose link has lost it has to come back.
+        moves: What it held may be elsewhere, and it has as long to be found there.
+    """
+
+    line: ServerLine
+
+    def __init__(self, grace: float, *, moves: bool = False) -> None:
+        self._grace, self._moves = grace, moves
+        self._life: int | None = None
+        """The incarnation that holds what is the session's."""
+        self._absence: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def opened(self, hello: Hello) -> None:
+        """The link says that the server has greeted."""
+        if self._is_closed:
+            return
+        if self._life in (None, hello.incarnation):
+            self._stop_absence()
+            self._life = hello.incarnation
+            self.line.resume()
+        elif self._moves:
+            self.line.hold()
+            self._miss(RESTARTED)
+        else:
+            self._stop_absence()
+            self.line.lose(RESTARTED, gone=True)
+
+    def lost(self, error: PeerLostError) -> None:
+        """The link says that it has lost the server."""
+        if not self._is_closed:
+            self._miss(error.reason)
+
+    def leave(self) -> None:
+        """Another one tells the line from now on."""
+        self._is_closed = True
+        self._stop_absence()
+
+    def close(self, error: Exception) -> None:
+        """Nobody waits for the server any more."""
+        self.leave()
+        self.line.close(error)
+
+    def _stop_absence(self) -> None:
+        if self._absence is not None:
+            self._absence.cancel()
+            self._absence = None
+
+    def _miss(self, reason: str) -> None:
+        if self._absence is None:
+            loop = asyncio.get_running_loop()
+            self._absence = loop.call_later(self._grace, self._give_up, reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._absence = None
+        self.line.lose(reason, gone=False)
+
+
+@final
+class ServerLinks:
+    """To all parameter servers of a session, in task order. On the loop.
+
+    Args:
+        views: Of the stores at these addresses; empty if they stay where they are.
+    """
+
+    def __init__(
+        self,
+        make_link: MakeWorkerLink,
+        addresses: Sequence[str],
+        views: Sequence[int],
+        timeouts: Timeouts,
+    ) -> None:
+        self._make_link, self._views = make_link, list(views)
+        # The program takes as long to miss a server, and then it finds another one.
+        self._grace = timeouts.reconnect + (2 * timeouts.patience if views else 0.0)
+        self._presences: list[ServerPresence] = []
+        self._lines: Sequence[ServerLine] = ()
+        self._is_closed = False
+        self.links = [self._new(index, at) for index, at in enumerate(addresses)]
+
+    def attach(self, lines: Sequence[ServerLine]) -> None:
+        """Whom it is told how the servers stand. Called once, before `start`."""
+        self._lines = lines
+        for presence, line in zip(self._presences, lines, strict=True):
+            presence.line = line
+
+    def start(self) -> None:
+        """Begins to connect."""
+        for link in self.links:
+            link.start()
+
+    async def wait_open(self, deadline: float) -> None:
+        """Waits until all have answered.
+
+        Raises:
+            DeadlineExceededError: One did not by ``deadline`` (loop time); names it.
+            ClosedError: The session ended meanwhile.
+
+        Cancellation: the links go on connecting.
+        """
+        for index, link in enumerate(list(self.links)):
+            try:
+                await link.wait_open(deadline)
+            except ClosedError:
+                if link is self.links[index]:
+                    raise  # else it has moved, and what is asked of it waits there
+
+    async def move(self, message: MoveServer) -> Message:
+        """The server is at another address. Ends when what was asked of it is on its
+        way there, or waits for the connection.
+
+        Cancellation: the link is not opened.
+        """
+        index = message.index
+        if not 0 <= index < len(self._views):
+            raise ProtocolError(f"MoveServer of ps {index}, which may not move")
+        if message.view <= self._views[index] or self._is_closed:
+            return Done()
+        self._views[index] = message.view
+        before = self.links[index]
+        if before.address == message.address:
+            return Done()
+        self._presences[index].leave()
+        link = self.links[index] = self._new(index, message.address)
+        self._presences[index].line = self._lines[index]
+        self._lines[index].move(link)
+        await before.close("it has moved")
+        # Behind what the end of its requests sets going: they come first at the next.
+        asyncio.get_running_loop().call_soon(partial(self._start, index, link))
+        return Done()
+
+    async def close(self, reason: str) -> None:
+        """Closes all; the last thing.
+
+        Cancellation: links that are not closed yet are left open.
+        """
+        self._is_closed = True
+        for presence in self._presences:
+            presence.close(ClosedError(reason))
+        await asyncio.gather(*[link.close(reason) for link in self.links])
+
+    def _start(self, index: int, link: Link) -> None:
+        if self.links[index] is link and not self._is_closed:
+            link.start()
+
+    def _new(self, index: int, address: str) -> Link:
+        there = ServerPresence(self._grace, moves=bool(self._views))
+        if index < len(self._presences):
+            self._presences[index] = there
+        else:
+            self._presences.append(there)
+        name = f"/job:ps/task:{index}"
+        return self._make_link(address, name, on_open=there.opened, on_lost=there.lost)
