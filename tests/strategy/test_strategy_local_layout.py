@@ -1,6 +1,7 @@
 """What lies on devices has memory of its own, which is used again when it is gone."""
 
 import gc
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.data import Dataset
 from zstrat.transport import POOL
 
 ROWS, COLUMNS = 64, 1024
@@ -98,3 +100,40 @@ def test_what_a_program_reads_stays_until_it_ends():
     layout.place_batch(batch)
     results = [slow(layout.place_batch(batch * n)) for n in range(1, 9)]
     assert [float(x) for x in results] == [batch.size * n for n in range(1, 9)]
+
+
+def drawn(strategy, data):
+    """The first batch, and what the strategy has made of it."""
+    layout, shares = strategy._mesh.layout, []
+
+    def place(share):
+        shares.append(share)
+        return layout.place_share(share)
+
+    inputs = replace(strategy._inputs(), place=place)
+    placed = next(iter(inputs.of_dataset(data)))
+    return shares[0].rows, np.asarray(placed.whole.addressable_shards[0].data)
+
+
+@pytest.mark.parametrize("after", [Dataset.prefetch, Dataset.repeat, Dataset.take])
+def test_a_batch_that_nobody_else_has_is_not_copied(after):
+    rows = Dataset.from_tensor_slices(np.ones((8, COLUMNS), np.float32))
+    strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    batch, placed = drawn(strategy, after(rows.batch(4), 2))
+    assert np.shares_memory(batch, placed)
+
+
+def test_a_batch_that_a_function_has_seen_is_a_copy():
+    seen = []
+
+    def keep(batch):
+        seen.append(batch)
+        return True
+
+    rows = Dataset.from_tensor_slices(np.ones((8, COLUMNS), np.float32))
+    strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    for data in (rows.batch(4).filter(keep), rows.batch(4).cache()):
+        batch, placed = drawn(strategy, data)
+        assert not np.shares_memory(batch, placed)
+    seen[0][...] = 3
+    np.testing.assert_array_equal(placed, np.ones((2, COLUMNS)))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transport_pair import SMALL, Pair, big, flow, kinds
 
+from zstrat.config import Limits
 from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from zstrat.wire import (
     Again,
@@ -25,6 +26,8 @@ from zstrat.wire import (
 )
 from zstrat.wire.connection import Answered, Closed, Requested, aligned
 from zstrat.wire.connection._body import Assembly, allocate, cut
+from zstrat.wire.connection._lane import MOST
+from zstrat.wire.connection._outbox import Outbox
 
 
 def test_a_later_small_message_does_not_overtake_a_large_one(pair):
@@ -67,6 +70,35 @@ def test_an_acceptor_gives_no_credit_while_many_bodies_wait_for_their_outcome(pa
             pair.server.reply(order.number, Done())
         at_server, answers = pair.both_ways()
     assert answers[-1].token == 5
+
+
+class SlowLane:
+    """Shared memory into which a body is copied step by step."""
+
+    def begin(self, raws, nbytes):
+        return 4096, iter([None] * (len(raws) + 1))
+
+
+def test_a_body_leaves_when_all_of_it_was_copied():
+    outbox = Outbox(Limits(), SlowLane())
+    large = np.zeros(MOST, np.uint8), np.zeros(1, np.uint8)
+    outbox.put(Push(1, -1, 0, 0, [Update(1, 0, 0, 2)], large), 3)
+    outbox.put(CancelSteps(5), 4)
+    outbox.put(Push(1, -1, 0, 0, [Update(1, 0, 0, 2)], large), 5)
+    steps = 0
+    while outbox.is_copying:
+        assert not outbox.is_ready
+        assert outbox.take() is None
+        outbox.say(Beat(False))
+        assert kinds(outbox.take()) is Beat
+        outbox.copy()
+        steps += 1
+    assert steps == 4
+    assert [kinds(outbox.take()) for _ in range(2)] == [Push, CancelSteps]
+    assert outbox.is_copying
+    outbox.drop()
+    assert not outbox.is_copying
+    outbox.copy()
 
 
 @given(

@@ -9,6 +9,7 @@ from transport_talk import pull, push, soon
 
 from zstrat.config import Limits, Settings
 from zstrat.errors import BusyError, ClosedError, DeadlineExceededError, NotFoundError
+from zstrat.transport import POOL
 from zstrat.wire import (
     Again,
     CancelSteps,
@@ -158,6 +159,19 @@ async def test_replies_do_not_wait_for_a_large_push(net, lane):
     await asyncio.gather(slow, *[other.submit(Inspect()) for _ in range(5)])
     order = [type(message) for _, message in service.seen]
     assert order == [*[Inspect] * 5, Push]  # each body needs several round trips
+
+
+async def test_a_body_too_large_to_copy_at_once_lies_in_shared_memory(net):
+    _, address, service = await net.serve(settings=Settings(lane="shm"))
+    link, _ = await net.open(address, settings=Settings(lane="shm"))
+    await link.request(push(np.zeros(100_000, np.uint8)))  # from then on it is shared
+    before = POOL.statistics()["leases"]
+    large = np.tile(np.arange(250, dtype=np.uint8), 300_000)
+    replies = [link.submit(push(large, large[:7])), link.submit(Inspect())]
+    echo, _ = await asyncio.gather(*replies)
+    assert all(map(np.array_equal, echo.arrays, (large, large[:7])))
+    assert [type(message) for _, message in service.seen] == [Push, Push, Inspect]
+    assert POOL.statistics()["leases"] == before  # no memory received any of it
 
 
 async def test_pipelined_requests_beyond_the_high_water_mark(net):

@@ -63,6 +63,11 @@ class Allotment:
         return lineage.is_steady(self.recipe)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nobody but who draws it has the memory of an element."""
+        return lineage.is_fresh(self.recipe)
+
+    @property
     def is_infinite(self) -> bool:
         return self.recipe.size() == INFINITE
 

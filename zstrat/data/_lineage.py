@@ -19,9 +19,11 @@ from ._cached import Cached
 from ._foreign import Foreign
 from ._options import AutoShardPolicy, Options
 from ._passes import (
+    Batched,
     Batching,
     Derived,
     Enumerated,
+    Filtered,
     MappedPass,
     Prefetched,
     Recipe,
@@ -128,6 +130,19 @@ def is_steady(recipe: Recipe) -> bool:
             return all(map(is_steady, recipe.sources))
         case _:
             return True
+
+
+def is_fresh(recipe: Recipe) -> bool:
+    """Whether nobody but who draws it has the memory of an element."""
+    match recipe:
+        case Batched():
+            return True
+        case Filtered():  # a function of the user has seen it
+            return False
+        case Reordered() | Prefetched():
+            return is_fresh(recipe.source)
+        case _:
+            return False
 
 
 def file_count(recipe: Recipe) -> int | None:

@@ -25,7 +25,7 @@ from ._elements import ending
 from ._parallel import in_order, numbered
 from ._prefetch import Prefetcher
 from ._spec import TensorSpec, fitted, leaf_spec, row_spec, stacked_spec
-from ._tree import mapped, owned, stacked
+from ._tree import gathered, mapped, owned, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,8 +159,7 @@ class Rows(Recipe):
         return mapped(lambda array: array[item], self.arrays)
 
     def many(self, items: list[int]) -> Element:
-        rows = np.array(items)
-        return mapped(lambda array: array[rows], self.arrays)
+        return gathered(self.arrays, np.array(items))
 
 
 @final

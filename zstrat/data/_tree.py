@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from zstrat.rows import aligned
+
 from ._leaves import Element, require_text
 
 if TYPE_CHECKING:
@@ -79,6 +81,21 @@ def own(leaf: Any) -> Any:
             return np.array(leaf)
         memory = memory.base
     return leaf
+
+
+def gathered(arrays: Element, rows: np.ndarray) -> Element:
+    """The rows of these numbers, all of which are there, of every array: a copy, where
+    jax takes it as it is."""
+    return mapped(lambda array: _gathered(array, rows), arrays)
+
+
+def _gathered(array: Any, rows: np.ndarray) -> Any:
+    is_plain = isinstance(array, np.ndarray) and not array.dtype.hasobject
+    if not (is_plain and array.nbytes and array.flags.c_contiguous):
+        return array[rows]
+    found = aligned((len(rows), *array.shape[1:]), array.dtype)
+    # Clipped: if a number could be wrong, numpy would write to a copy first.
+    return np.take(array, rows, 0, found, "clip")
 
 
 def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:

@@ -178,6 +178,7 @@ class Outlet:
     """
 
     __slots__ = (
+        "_is_copying",
         "_loop",
         "_outbox",
         "_pump",
@@ -200,7 +201,7 @@ class Outlet:
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
-        self.is_gone = False
+        self.is_gone = self._is_copying = False
 
     def flush(self) -> None:
         """Sends all that may be sent now."""
@@ -216,5 +217,14 @@ class Outlet:
                 self.is_gone = True
             frames = peer.transmit(now) if self._outbox.is_ready else None
         self._stuck = None
+        if self._outbox.is_copying and not self._is_copying:
+            self._is_copying = True
+            self._loop.call_soon(self._copy)
         if self.on_flushed is not None:
             self.on_flushed()
+
+    def _copy(self) -> None:
+        self._is_copying = False
+        if not self.is_gone:
+            self._outbox.copy()
+            self.flush()

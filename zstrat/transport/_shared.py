@@ -37,7 +37,7 @@ from ._pool import lend
 from ._seldom import Seldom
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.config import Settings
     from zstrat.wire import Hello
@@ -51,6 +51,8 @@ CAPACITY: Final = 2**30
 arena costs what was in flight at most; what does not fit travels by socket."""
 
 _PAGE: Final = 4096
+_STEP: Final = 8 * 2**20
+"""Bytes that are copied in one go, if not all: two milliseconds, if memory is slow."""
 _WORD: Final = 16
 _BATCH: Final = 4096
 """Releases in one message: they fit the header by far."""
@@ -154,18 +156,42 @@ class Arena:
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
         """Copies a body (uint8 [n] each, aligned one behind the other) into the arena;
         its offset, or None if it does not fit now."""
+        start = self._reserve(nbytes)
+        if start is not None:
+            for _ in self._copy(raws, start, nbytes):
+                pass
+        return start
+
+    def begin(
+        self, raws: Sequence[np.ndarray], nbytes: int
+    ) -> tuple[int, Iterator[None]] | None:
+        """The same, with an iterator that copies so much with each step."""
+        start = self._reserve(nbytes)
+        return None if start is None else (start, self._copy(raws, start, _STEP))
+
+    def _reserve(self, nbytes: int) -> int | None:
         start = self._blocks.take(nbytes)
         if start is None:
             return None
         if not self._may_touch(start + nbytes):
             self._blocks.give_back(start)
             return None
-        position = start
+        return start
+
+    def _copy(
+        self, raws: Sequence[np.ndarray], position: int, step: int
+    ) -> Iterator[None]:
+        left = step
         for raw in raws:
             position = aligned(position)
-            self.memory[position : position + raw.nbytes] = raw
-            position += raw.nbytes
-        return start
+            for at in range(0, raw.nbytes, step):
+                part = raw[at : at + step]
+                self.memory[position : position + part.nbytes] = part
+                position += part.nbytes
+                left -= part.nbytes
+                if left <= 0:
+                    left = step
+                    yield
 
     def give_back(self, offset: int) -> bool:
         return self._blocks.give_back(offset)
@@ -280,6 +306,15 @@ class SharedLane:
         offset = self._arena.place(raws, nbytes)
         self.placed += offset is not None
         return offset
+
+    def begin(
+        self, raws: Sequence[np.ndarray], nbytes: int
+    ) -> tuple[int, Iterator[None]] | None:
+        if not self._agreed or self._arena is None:
+            return None
+        begun = self._arena.begin(raws, nbytes)
+        self.placed += begun is not None
+        return begun
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
         if self._mapping is None:

@@ -24,7 +24,7 @@ from zstrat.data._elements import ending
 from zstrat.data._passes import UNKNOWN, Recipe
 from zstrat.data._recut import appended
 from zstrat.data._spec import TensorSpec
-from zstrat.data._tree import kind_of, leaves, mapped, owned
+from zstrat.data._tree import gathered, kind_of, leaves, mapped, owned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -119,12 +119,12 @@ class TableRows(Files):
         opened = {id(table): table for table, _ in items}
         if len(opened) == 1:
             (table,) = opened.values()
-            return _gathered(table.arrays, rows)
+            return gathered(table.arrays, rows)
         _require_alike(list(opened.values()))
         files = np.array([id(table) for table, _ in items])
         order = np.argsort(files, kind="stable")
         parts = [
-            _gathered(opened[int(name)].arrays, rows[files == name])
+            gathered(opened[int(name)].arrays, rows[files == name])
             for name in np.unique(files)
         ]
         back = np.argsort(order)
@@ -340,7 +340,3 @@ def _column(array: Any) -> str:
 
 def _worded(columns: dict[str, str]) -> str:
     return ", ".join(f"{name} {column}" for name, column in columns.items())
-
-
-def _gathered(arrays: Element, rows: np.ndarray) -> Element:
-    return mapped(lambda array: array[rows], arrays)

@@ -88,6 +88,7 @@ class ProcessInputs:
         refuse_distributed(dataset)
         allotment = allotted(dataset, self._worker())
         alone = self.context.num_replicas_in_sync == 1
+        is_fresh = allotment.is_fresh
         is_partial = not self.static_shapes
         if not is_partial:
             self._require_even(allotment.batch_size)
@@ -96,11 +97,15 @@ class ProcessInputs:
             begun, order = allotment.begin()
             batches = self._read(begun, allotment, chosen)
             if alone:
-                found = shares_of_elements(batches, 1, is_partial=is_partial)
+                found = shares_of_elements(
+                    batches, 1, is_partial=is_partial, is_fresh=is_fresh
+                )
             else:
                 batches = dense(batches, _CUT)
                 cutter = allotment.cutter()
-                found = shares_of_batches(batches, cutter, is_partial=is_partial)
+                found = shares_of_batches(
+                    batches, cutter, is_partial=is_partial, is_fresh=is_fresh
+                )
             return Begun(_ending_with(batches, found), order)
 
         length = Length(
@@ -133,7 +138,9 @@ class ProcessInputs:
 
         def shares() -> Begun:
             elements = self._read(made.elements(), made, chosen)
-            found = shares_of_elements(elements, self.local, is_partial=is_partial)
+            found = shares_of_elements(
+                elements, self.local, is_partial=is_partial, is_fresh=made.is_fresh
+            )
             return Begun(_ending_with(elements, found))
 
         size = made.recipe.size()

@@ -36,11 +36,13 @@ class Share:
         rows: A pytree whose leaves hold the rows of all replicas in replica order, or
             None if the elements lie apart.
         apart: The elements, if they do.
+        is_fresh: Nobody else has their memory, which may be given away.
     """
 
     sizes: tuple[int, ...]
     rows: Any = None
     apart: tuple[Any, ...] = ()
+    is_fresh: bool = False
 
     @property
     def whole(self) -> Any:
@@ -81,11 +83,12 @@ def leaf_by_leaf(parts: Sequence[Any]) -> Any:
 
 
 def shares_of_batches(
-    batches: Iterator[Any], cutter: Cutter, *, is_partial: bool
+    batches: Iterator[Any], cutter: Cutter, *, is_partial: bool, is_fresh: bool = False
 ) -> Iterator[Share]:
     """The batches, cut.
 
     Args:
+        is_fresh: Nobody else has their memory.
         is_partial: Whether a step in which a replica has no rows is a step; if not,
             it ends the data.
 
@@ -98,21 +101,22 @@ def shares_of_batches(
         for cut in cutter.take(rows_of(batch)):
             if not (is_partial or _is_full(cut)):
                 return
-            yield _share(cut, held)
+            yield _share(cut, held, is_fresh)
         for old in [n for n in held if n < cutter.oldest]:
             del held[old]
         del batch  # the reader may be its only owner while the next is made
     for cut in cutter.finish():
         if is_partial or _is_full(cut):
-            yield _share(cut, held)
+            yield _share(cut, held, is_fresh)
 
 
 def shares_of_elements(
-    elements: Iterator[Any], replicas: int, *, is_partial: bool
+    elements: Iterator[Any], replicas: int, *, is_partial: bool, is_fresh: bool = False
 ) -> Iterator[Share]:
     """One element for each replica in turn, as they are.
 
     Args:
+        is_fresh: Nobody else has their memory.
         is_partial: Whether the last step may have too few; the other replicas then get
             empty elements.
     """
@@ -122,7 +126,7 @@ def shares_of_elements(
                 return
             missing = replicas - len(several)
             several += tuple(empty_like(several[0]) for _ in range(missing))
-        yield Share((), apart=several)
+        yield Share((), apart=several, is_fresh=is_fresh)
 
 
 def shares_of_pipelines(
@@ -167,16 +171,17 @@ def empty_like(element: Any) -> Any:
     )
 
 
-def _share(cut: Cut, held: dict[int, Any]) -> Share:
+def _share(cut: Cut, held: dict[int, Any], is_fresh: bool) -> Share:
     sizes = tuple(sum(span.stop - span.start for span in piece) for piece in cut)
     spans = [span for piece in cut for span in piece]
     if not _are_neighbours(spans):
-        return Share(sizes, apart=tuple(_joined(piece, held) for piece in cut))
+        parts = tuple(_joined(piece, held) for piece in cut)
+        return Share(sizes, apart=parts, is_fresh=is_fresh)
     first, last = spans[0], spans[-1]
     batch = held[first.batch]
     if (first.start, last.stop) != (0, rows_of(batch)):
         batch = sliced(batch, first.start, last.stop)
-    return Share(sizes, batch)
+    return Share(sizes, batch, is_fresh=is_fresh)
 
 
 def _are_neighbours(spans: Sequence[Span]) -> bool:

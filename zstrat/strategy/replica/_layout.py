@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zstrat.program.trace import fits
+from zstrat.rows import ALIGNMENT
 from zstrat.transport import POOL
 
 from ._arguments import is_known
@@ -57,11 +58,12 @@ class MeshLayout:
     def replicas(self) -> int:
         return len(self.devices)
 
-    def place(self, parts: Sequence[Any]) -> Any:
+    def place(self, parts: Sequence[Any], *, is_fresh: bool = False) -> Any:
         """One pytree of those of all replicas, on their devices.
 
         Args:
             parts: One pytree of arrays for each replica.
+            is_fresh: Nobody else has their memory, nor writes to it.
 
         Returns:
             A pytree of `PerReplica`: of one array over the devices where the parts have
@@ -72,24 +74,27 @@ class MeshLayout:
             ValueError: The pytrees differ in their structure.
         """
         if self.replicas == 1:
-            return jax.tree.map(self._put, parts[0])
+            return jax.tree.map(lambda array: self._put(array, is_fresh), parts[0])
         # Not `regroup`: to jax None is structure, as in the rows of a batch.
-        return jax.tree.map(lambda *leaves: self.placed(leaves), *parts)
+        return jax.tree.map(lambda *leaves: self.placed(leaves, is_fresh), *parts)
 
-    def place_batch(self, batch: Any) -> Any:
+    def place_batch(self, batch: Any, *, is_fresh: bool = False) -> Any:
         """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
         dealt out in order: replica i gets those from ``i * n`` on.
+
+        Args:
+            is_fresh: As in `place`.
 
         Raises:
             ValueError: The rows of an array do not split evenly.
         """
         if self.replicas == 1:
-            return jax.tree.map(self._put, batch)
-        return jax.tree.map(self._dealt, batch)
+            return jax.tree.map(lambda array: self._put(array, is_fresh), batch)
+        return jax.tree.map(lambda array: self._dealt(array, is_fresh), batch)
 
-    def _dealt(self, array: Any) -> PerReplica:
+    def _dealt(self, array: Any, is_fresh: bool) -> PerReplica:
         if is_known(array):
-            return PerReplica.of_whole(self._put(array), self.replicas)
+            return PerReplica.of_whole(self._put(array, is_fresh), self.replicas)
         return PerReplica(np.split(array, self.replicas))  # text stays here
 
     def place_share(self, share: Share) -> Any:
@@ -97,9 +102,11 @@ class MeshLayout:
         evenly."""
         POOL.age(time.monotonic())
         whole = share.whole
-        return self.place(share.parts) if whole is None else self.place_batch(whole)
+        if whole is None:
+            return self.place(share.parts, is_fresh=share.is_fresh)
+        return self.place_batch(whole, is_fresh=share.is_fresh)
 
-    def _put(self, array: Any) -> Any:
+    def _put(self, array: Any, is_fresh: bool = False) -> Any:
         """The array on the devices. What they do not know (text, dates) stays on the
         host as it is. So do integers of 64 bits that jax would cut: a program that
         computes ids of rows from them refuses them."""
@@ -107,7 +114,7 @@ class MeshLayout:
             return array
         if not fits(array):
             return np.array(array)
-        own = self._own(array)
+        own = self._own(array, is_fresh)
         placed: jax.Array
         if isinstance(own, np.ndarray) and self.replicas > 1:
             # The same as below, with less ado.
@@ -117,19 +124,22 @@ class MeshLayout:
             placed = jax.device_put(own, self.rows)
         return placed
 
-    def _own(self, array: Any) -> Any:
+    def _own(self, array: Any, is_fresh: bool) -> Any:
         """A copy, where jax would use the very memory of an array of numpy: whoever
         made it may fill it again. It lies where jax takes it as it is, and its memory
         is used again when the arrays in it are gone: to touch fresh pages for each
-        batch takes longer than to copy it."""
+        batch takes longer than to copy it. What is fresh, and lies so, is not
+        copied."""
         if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
             return array
         source = np.asarray(array)
+        if is_fresh and source.ctypes.data % ALIGNMENT == 0:
+            return source
         copy = POOL.empty(source.shape, source.dtype)
         np.copyto(copy, source)
         return copy
 
-    def placed(self, parts: Sequence[Any]) -> PerReplica:
+    def placed(self, parts: Sequence[Any], is_fresh: bool = False) -> PerReplica:
         """One leaf of `place`: an array for each replica."""
         arrays = [
             part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
@@ -151,7 +161,7 @@ class MeshLayout:
             return PerReplica.of_whole(joined, self.replicas)
         if not all(map(fits, arrays)):
             return PerReplica.of_whole(np.concatenate(arrays), self.replicas)
-        own = [self._own(array) for array in arrays]
+        own = [self._own(array, is_fresh) for array in arrays]
         there = jax.device_put(own, list(self.devices))
         return PerReplica.of_whole(self.joined(there), self.replicas)
 

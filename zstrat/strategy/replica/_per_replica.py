@@ -11,6 +11,7 @@ sees of it: the values, each a leaf. Only zstrat's own flattening sees the one a
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, final
 
 import jax
@@ -172,33 +173,38 @@ def local_results(value: Any) -> tuple[Any, ...]:
 
 
 def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
-    shards = _shards(whole, count)
-    if shards is not None:
-        weak = is_weak(whole)
-        return tuple(loose(shard, stacked, weak=weak) for shard in shards)
+    at = _shards(whole.sharding, whole.shape, count) if is_concrete(whole) else None
+    if at is not None:
+        shards = {device: whole.addressable_data(i) for device, i in at.items()}
+        return tuple(_loose(shards, stacked, is_weak(whole)))
     if stacked:
         return tuple(whole[i] for i in range(count))
     rows = whole.shape[0] // count
     return tuple(whole[i * rows : (i + 1) * rows] for i in range(count))
 
 
-def _shards(whole: Any, count: int) -> list[jax.Array] | None:
-    """What each device has, if that is what each replica has; of several devices of a
-    replica the first one's."""
-    if not is_concrete(whole):
+@functools.lru_cache(256)
+def _shards(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], count: int
+) -> dict[jax.Device, int] | None:
+    """The device of each replica and the number of its addressable part, if what a
+    device has is what a replica has; of several devices of a replica the first one."""
+    rows = shape[0] // count
+    indices = sharding.addressable_devices_indices_map(shape)
+    devices, places = list(indices), list(indices.values())
+    if count == 1 or len(places) % count or None in places:
         return None
-    shards = whole.addressable_shards
-    rows = whole.shape[0] // count
-    wanted = (rows, *whole.shape[1:])
-    if count == 1 or len(shards) % count:
+    if sharding.shard_shape(shape) != (rows, *shape[1:]):
         return None
     # Backwards: the first one of each replica stays. They come in the mesh's order.
-    found = {shard.index[0].start or 0: shard.data for shard in reversed(shards)}
+    found = {
+        (index[0].start or 0): at
+        for at, index in reversed(list(enumerate(places)))
+        if index is not None
+    }
     if sorted(found) != [rows * i for i in range(count)]:
         return None
-    if any(data.shape != wanted for data in found.values()):
-        return None
-    return [found[rows * i] for i in range(count)]
+    return {devices[at]: at for _, at in sorted(found.items())}
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
@@ -222,24 +228,42 @@ def loose(
     out: as it says itself.
     """
     (device,) = shard.devices()
-    is_extended = jnp.issubdtype(shard.dtype, jax.dtypes.extended)
-    found: jax.Array
-    if device.platform != "cpu" or is_extended:
-        found = shard[0] if stacked else shard
-    else:
-        view = np.asarray(shard)
-        with jax.default_device(device):
-            found = jax.device_put(view[0] if stacked else view)
-    is_wanted = is_weak(shard) if weak is None else weak
-    return _weak(found, device) if is_wanted and not is_weak(found) else found
-
-
-def _weak(array: jax.Array, device: jax.Device) -> jax.Array:
-    """The array with a weak type, which none of jax's functions gives it."""
-    with jax.default_device(device):
-        like = jnp.full(array.shape, array.dtype.type(0).item())
-        found: jax.Array = like.at[...].set(array)
+    wanted = is_weak(shard) if weak is None else weak
+    (found,) = _loose({device: shard}, stacked, wanted)
     return found
+
+
+def _loose(
+    shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool
+) -> list[jax.Array]:
+    """`loose` of shards that are alike, each on its device."""
+    first, device = next(iter(shards.values())), next(iter(shards))
+    if device.platform != "cpu" or jnp.issubdtype(first.dtype, jax.dtypes.extended):
+        if not stacked and (is_weak(first) or not weak):
+            return list(shards.values())
+        return [_part(shard, stacked, weak) for shard in shards.values()]
+    found = []
+    # A shard is no array of the host that a program forgot to put on a device.
+    with jax.transfer_guard_host_to_device("allow"):
+        for device, shard in shards.items():
+            view = np.asarray(shard)
+            with jax.default_device(device):
+                found.append(
+                    _part(view, stacked, weak)
+                    if stacked or weak
+                    else jax.device_put(view)
+                )
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _part(array: Any, stacked: bool, weak: bool) -> Any:
+    """The array or its first row, of a weak type if so wanted, which none of jax's
+    functions gives it."""
+    part = array[0] if stacked else array
+    if not weak or is_weak(part):
+        return part
+    return jnp.full(part.shape, part.dtype.type(0).item()).at[...].set(part)
 
 
 def on_one_device(arrays: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Sized
+    from collections.abc import Iterator, Sequence, Sized
 
     import numpy as np
 
@@ -22,7 +22,7 @@ PLACE: Final = 64
 """A frame as short as this stands for a body above `LEAST`: it says where that lies."""
 
 MOST: Final = 64 * 2**20
-"""A larger body travels in chunks: copying it in one go would hold up the loop."""
+"""A larger body is copied bit by bit: in one go that would hold up the loop."""
 
 
 def is_placeable(specs: Sequence[ArraySpec]) -> bool:
@@ -49,6 +49,12 @@ class SharedMemoryLane(Protocol):
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
         """Copies a body into our memory: its offset, or None if it does not fit now."""
+
+    def begin(
+        self, raws: Sequence[np.ndarray], nbytes: int
+    ) -> tuple[int, Iterator[None]] | None:
+        """The same, but the body is there when the iterator ends: each step copies
+        some."""
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
         """The body in the peer's memory, read-only; None if it cannot lie there."""

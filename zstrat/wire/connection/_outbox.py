@@ -19,7 +19,9 @@ from ._body import Frame, aligned, cut
 from ._lane import LEAST, MOST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
 
     from zstrat.config import Limits
 
@@ -40,6 +42,8 @@ class _WaitingFrames(NamedTuple):
     body: Iterator[tuple[int, memoryview]] | None
     number: int
     nbytes: int
+    copying: Iterator[None] | None
+    """Of a body that is not yet where `Placed` says: nothing leaves before it is."""
 
 
 _waiting: Final[Callable[[Any], _WaitingFrames]] = partial(
@@ -77,7 +81,26 @@ class Outbox:
             ordered = self._ordered
             if not ordered or not ordered[0].is_heavy:
                 return bool(ordered)
+            if ordered[0].copying is not None:
+                return False
         return self._credit > 0
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the next message waits for `copy`."""
+        return (
+            self._body is None
+            and bool(self._ordered)
+            and self._ordered[0].copying is not None
+        )
+
+    def copy(self) -> None:
+        """Copies some of the body of the next message, if it `is_copying`."""
+        if self.is_copying:
+            first = self._ordered[0]
+            assert first.copying is not None
+            if next(first.copying, self) is self:
+                self._ordered[0] = first._replace(copying=None)
 
     @property
     def is_urgent(self) -> bool:
@@ -97,7 +120,9 @@ class Outbox:
         if not raws:
             nbytes = len(header)
             self.nbytes += nbytes
-            self._ordered.append(_waiting(((header,), False, None, number, nbytes)))
+            self._ordered.append(
+                _waiting(((header,), False, None, number, nbytes, None))
+            )
             return False
         total = sum([raw.nbytes for raw in raws])
         if total > self._limits.body:
@@ -105,10 +130,8 @@ class Outbox:
                 f"{type(message).__name__}: {total} bytes of arrays, at most "
                 f"{self._limits.body} may be sent: split the message"
             )
-        if self._lane is not None and LEAST < total <= MOST:
-            offset = self._lane.place(raws, sum([aligned(r.nbytes) for r in raws]))
-            if offset is not None:
-                self._put_placed(header, number, offset, total)
+        if total > LEAST and self._lane is not None:
+            if self._put_placed(self._lane, header, number, raws, total):
                 return False
             self.wants_lane = True
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
@@ -120,10 +143,27 @@ class Outbox:
         self._wait((header,), False, body, number, len(header) + total)
         return True
 
-    def _put_placed(self, header: bytes, number: int, offset: int, total: int) -> None:
+    def _put_placed(
+        self,
+        lane: SharedMemoryLane,
+        header: bytes,
+        number: int,
+        raws: Sequence[np.ndarray],
+        total: int,
+    ) -> bool:
+        """Queues a message whose body lies in our memory; False if it is full."""
+        nbytes = sum([aligned(raw.nbytes) for raw in raws])
+        offset, copying = None, None
+        if total <= MOST:
+            offset = lane.place(raws, nbytes)
+        elif begun := lane.begin(raws, nbytes):
+            offset, copying = begun
+        if offset is None:
+            return False
         # Costs a credit, as a body in one frame does: the window bounds both.
         frames: Frames = (header, encode(Placed(number, offset))[0])
-        self._wait(frames, True, None, number, len(header) + total)
+        self._wait(frames, True, None, number, len(header) + total, copying)
+        return True
 
     def _wait(
         self,
@@ -132,9 +172,12 @@ class Outbox:
         body: Iterator[tuple[int, memoryview]] | None,
         number: int,
         nbytes: int,
+        copying: Iterator[None] | None = None,
     ) -> None:
         self.nbytes += nbytes
-        self._ordered.append(_waiting((frames, is_heavy, body, number, nbytes)))
+        self._ordered.append(
+            _waiting((frames, is_heavy, body, number, nbytes, copying))
+        )
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""
@@ -149,7 +192,7 @@ class Outbox:
         if not self._ordered:
             return None
         if self._ordered[0].is_heavy:
-            if not self._credit:
+            if not self._credit or self._ordered[0].copying is not None:
                 return None
             self._credit -= 1
         waiting = self._ordered.popleft()
