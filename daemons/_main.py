@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
+from zstrat.health import register, serve_as_told
 from zstrat.launch import ProcessOutput, Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zstrat.config import Settings
+    from zstrat.wire import PlainTree
 
 DRAINED: Final = 0
 CRASHED: Final = 1
@@ -108,17 +110,35 @@ class Program(Protocol):
         ...
 
 
-def run_program(task: str, make: Callable[[], Program], as_json: bool) -> int:
+@dataclass(frozen=True)
+class Accompanied:
+    """A program as others see it who ask over HTTP: it works, and counts nothing."""
+
+    program: Program
+
+    def readiness(self) -> str:
+        return ""
+
+    def statistics(self) -> dict[str, PlainTree]:
+        return {}
+
+
+def run_program(task: str, make: Callable[[], Program], settings: Settings) -> int:
     """Runs a program until it is done or told to end; returns the exit code.
 
     ``make`` is called when the log is there. What it raises as ValueError is a mistake
     of whoever started the daemon.
     """
-    start_logging(task, new_incarnation(), as_json=as_json)
+    start_logging(task, new_incarnation(), as_json=settings.log_json)
     notifier = Notifier(environment())
     try:
+        serve_as_told(settings)
+    except (ValueError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return TRY_AGAIN if _may_pass(error) else MISTAKEN
+    try:
         program = make()
-        return run_loop(_accompany(program, notifier))
+        return run_loop(_accompany(task, program, notifier))
     except ValueError as error:
         log.error("cannot start: %s", error)
         return MISTAKEN
@@ -142,8 +162,10 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-async def _accompany(program: Program, notifier: Notifier) -> int:
+async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
+    watched = Accompanied(program)
+    register(watched, task, loop)
 
     def end(reason: str) -> None:
         log.info("ending: %s", reason)

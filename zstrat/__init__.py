@@ -72,6 +72,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.data",
     ),
     **dict.fromkeys(
+        ("serve_http",),
+        "zstrat.health",
+    ),
+    **dict.fromkeys(
         (
             "LocalCluster",
             "Server",

@@ -32,7 +32,12 @@ TAIL: Final = 20
 TRY_AGAIN: Final = 75
 """Exit code of a daemon that had to end before all was done (`zstrat.daemons`)."""
 
-_OF_THIS_PROCESS: Final = ("TF_CONFIG", "NOTIFY_SOCKET", "WATCHDOG_USEC")
+_OF_THIS_PROCESS: Final = (
+    "TF_CONFIG",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "ZSTRAT_HTTP",
+)
 """Variables that speak of one process: what they say of us is not so of a child."""
 
 
