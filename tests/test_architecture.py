@@ -59,6 +59,7 @@ DOORS = {
     "cloudpickle": "zstrat.program.ship._pickler",
     "greenlet": "zstrat.strategy.replica._turns",
     "psutil": "zstrat.launch",
+    "yaml": "zstrat.launch.manifests",
     "safetensors": "zstrat.checkpoint",
     "xxhash": "zstrat.checkpoint",
     "grain": "zstrat.data",

@@ -10,6 +10,7 @@ from ._bench import bench
 from ._cluster import cluster
 from ._files import keygen, units
 from ._look import doctor, status
+from ._manifests import write_manifests
 from ._run import run
 
 
@@ -19,5 +20,5 @@ def main() -> None:
     """Parameter-server training for JAX."""
 
 
-for _command in (bench, cluster, doctor, keygen, run, status, units):
+for _command in (bench, cluster, doctor, keygen, run, status, units, write_manifests):
     main.add_command(_command)
