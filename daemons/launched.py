@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from zstrat.launch.fleet import write_keys
+from zstrat.launch.fleet import share, write_keys
 from zstrat.transport import hello, new_incarnation
 
 from . import ps, worker
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.write(report, json.dumps(greeting).encode() + b"\n")
     told = _told()
     os.environ.update(told["env"])
+    # As beside other workers of a `LocalCluster`; a ps takes one in any case.
+    if job == "worker":
+        os.environ.setdefault("NPROC", str(share(int(told["beside"]["count"]))))
     # Python has read it when it started.
     paths = told["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path]

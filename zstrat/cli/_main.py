@@ -11,6 +11,7 @@ from ._cluster import cluster
 from ._files import keygen, units
 from ._look import doctor, status
 from ._run import run
+from ._up import down, up
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,5 +20,6 @@ def main() -> None:
     """Parameter-server training for JAX."""
 
 
-for _command in (bench, cluster, doctor, keygen, run, status, units):
+_COMMANDS = (bench, cluster, doctor, down, keygen, run, status, units, up)
+for _command in _COMMANDS:
     main.add_command(_command)

@@ -32,6 +32,9 @@ they say the words of the command. Those that hold `zs.Server` in an actor make 
 `TaskLaunch.keys` by `write_keys`.
 """
 
+from zstrat.launch._runtime_dir import share as share
+
+from ._beside import run_beside as run_beside
 from ._engine import End as End
 from ._engine import Engine as Engine
 from ._engine import FleetTask as FleetTask
@@ -39,5 +42,7 @@ from ._engine import RunningTask as RunningTask
 from ._engine import TaskEvents as TaskEvents
 from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
+from ._hosts import SshHost as SshHost
 from ._keys import write_keys as write_keys
+from ._ssh import ssh as ssh
 from ._state import FleetState as FleetState

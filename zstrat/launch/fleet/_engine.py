@@ -33,7 +33,8 @@ class TaskLaunch:
     ``bind`` is the address that the task had before, "" the first time. ``keys`` are
     the files of its key folder, name -> text: the secret of its role and all public
     halves. ``env`` are variables for it, and ``arguments`` those of its daemon beside
-    index and address. ``log`` is the file that takes what it prints; None: it goes
+    index and address. ``beside`` is the number of tasks of its job on the same host,
+    which share its cores. ``log`` is the file that takes what it prints; None: it goes
     where this process's own errors go.
     """
 
@@ -42,6 +43,7 @@ class TaskLaunch:
     keys: Mapping[str, str]
     env: Mapping[str, str]
     arguments: tuple[str, ...]
+    beside: int
     log: Path | None
 
 
@@ -50,12 +52,13 @@ class End:
     """How a process ended.
 
     ``words`` go behind the name of the task: "ended with exit code 1". ``code`` is 0
-    for a task that drained, None where nobody knows. ``mistake`` is what is wrong
-    with the run as a whole, for which no second try helps.
+    for a task that drained, None where nobody knows. ``why`` says more, and what to do.
+    ``mistake`` is what is wrong with the run as a whole, for which no second try helps.
     """
 
     words: str
     code: int | None = None
+    why: str = ""
     mistake: ZstratError | None = None
 
 

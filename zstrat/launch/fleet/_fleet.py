@@ -86,12 +86,15 @@ class FleetPlan:
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task = self.tasks[name]
         file = f"{task.job}-{task.index}.log"
+        place = task.job, task.where
+        beside = sum((each.job, each.where) == place for each in self.tasks.values())
         return TaskLaunch(
             task,
             bind,
             self.keys.of(task.job),
             self.env,
             self.arguments.get(task.job, ()),
+            beside,
             None if self.logs is None else self.logs / file,
         )
 
@@ -196,7 +199,7 @@ class FleetThread:
                 error if isinstance(error, ZstratError) else UnavailableError(words)
             )
             self._running[task] = _Nothing()
-            hear.ended(End(f"could not be started: {error}", None, mistake))
+            hear.ended(End(f"could not be started: {error}", mistake=mistake))
 
 
 class _Nothing:
@@ -304,6 +307,11 @@ class Fleet:
     def tasks(self) -> tuple[str, ...]:
         """Names such as "ps:0", parameter servers first."""
         return tuple(self._tasks)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Tasks that ended by themselves with an error, whatever became of them."""
+        return tuple(sorted(self._thread.failed))
 
     def where(self, task: str) -> str:
         """The host of ``task``, as the engine calls it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import threading
 from abc import ABC, abstractmethod
@@ -26,9 +25,15 @@ from ._engine import End
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from typing import IO
 
+    from zstrat.errors import ZstratError
+
     from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
+
+MISTAKEN: Final = 2
+"""Exit code of a daemon that was told what cannot be (`zstrat.daemons`)."""
 
 LONGEST_LINE: Final = 2**16
 """Bytes of one line of the conversation; what a shell prints before it is cut there."""
@@ -52,13 +57,14 @@ class Piped(ABC):
     def python(self, task: FleetTask) -> str:
         """The interpreter there."""
 
-    def why(self, task: FleetTask, code: int) -> str:
-        """What the exit code of the command says, beyond its number, and what to do."""
+    def why(self, launch: TaskLaunch, code: int) -> str:
+        """What the exit code of the command says beyond its number, and what to do."""
         return ""
 
-    def variables(self) -> Mapping[str, str] | None:
-        """The environment of the command; None: ours."""
-        return None
+    def turn(self, task: FleetTask) -> AbstractContextManager[object]:
+        """Held from the start of a command until it answers, for hosts that take few
+        newcomers at a time."""
+        return contextlib.nullcontext()
 
     @final
     def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
@@ -67,20 +73,7 @@ class Piped(ABC):
         daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
         daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
         words = self.command(launch, [*daemon, *launch.arguments])
-        with contextlib.ExitStack() as stack:
-            log = None
-            if launch.log is not None:
-                log = stack.enter_context(launch.log.open("ab"))
-            process = subprocess.Popen(
-                [*WATCHING_PARENT, *words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self.variables(),
-                # Ctrl-C at the terminal is for the program; it then ends its tasks.
-                start_new_session=True,
-            )
-        return _Conversation(self, launch, hear, process)
+        return _Conversation(self, launch, hear, words)
 
     @final
     def close(self) -> None:
@@ -89,99 +82,141 @@ class Piped(ABC):
 
 
 class _Conversation:
-    """One process and the thread that listens to it, until it has ended."""
+    """One process and the thread that starts it and listens to it, until it has ended:
+    the kernel takes the end of that thread for the death of the parent."""
 
     def __init__(
-        self,
-        engine: Piped,
-        launch: TaskLaunch,
-        hear: TaskEvents,
-        process: subprocess.Popen[bytes],
+        self, engine: Piped, launch: TaskLaunch, hear: TaskEvents, words: list[str]
     ) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
         self._engine, self._launch, self._hear = engine, launch, hear
-        self._process = process
-        self._said: IO[bytes] = process.stdin
-        self._answers: IO[bytes] = process.stdout
-        self._mistake: VersionMismatchError | UnavailableError | None = None
-        self._is_ready = self._is_killed = False
+        self._words = words
+        self._lock = threading.Lock()
+        """Guards the next two, which other threads end it by."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
+        self._mistake: ZstratError | None = None
         name = f"zstrat hears {launch.task.name}"
-        threading.Thread(target=self._listen, name=name, daemon=True).start()
+        threading.Thread(target=self._live, name=name, daemon=True).start()
 
     def drain(self) -> None:
         """By the end of its standard input."""
-        self._close()
+        with self._lock:
+            self._is_ending = True
+            if self._process is not None:
+                _hang_up(self._process)
 
     def kill(self) -> None:
-        self._is_killed = True
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
+        with self._lock:
+            self._is_ending = True
+            if self._process is not None:
+                self._process.kill()
 
-    def _listen(self) -> None:
+    def _live(self) -> None:
         try:
-            greeting = self._answer()
+            end = self._lived()
+        except Exception as error:
+            # To the fleet, which is told of an end in any case.
+            mistake = self._misspoke(error)
+            end = End(f"could not be started: {error}", mistake=mistake)
+            self.kill()
+        self._hear.ended(end)
+
+    def _lived(self) -> End:
+        with self._engine.turn(self._launch.task):
+            process = self._started()
+            if process is None:
+                return End("was not started: it was told to end before")
+            greeting = _answer(process)
+        try:
             if greeting is not None:
-                self._mistake = _mismatch(self._where(), greeting)
-                self._hand_over()
-                report = self._answer()
-                if report is not None:
-                    self._is_ready = True
-                    port = str(report["address"]).rpartition(":")[2]
-                    host = self._engine.host(self._launch.task)
-                    self._hear.bound(f"{host}:{port}")
-            while self._answers.read(LONGEST_LINE):
+                self._talk(process, greeting)
+            while _stream(process.stdout).read(LONGEST_LINE):
                 pass  # it has nothing more to say, but its end is heard so
         except (OSError, ValueError, KeyError) as error:
-            self._mistake = UnavailableError(
-                f"{self._where()} does not talk as a daemon of zstrat does: {error!r}"
-            )
+            self._mistake = self._misspoke(error)
             self.kill()
-        self._hear.ended(self._end())
+        return self._ended(process)
 
-    def _hand_over(self) -> None:
-        """Keys and variables, or, where nothing fits, the end of the conversation."""
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        with contextlib.ExitStack() as stack:
+            log = None
+            if self._launch.log is not None:
+                log = stack.enter_context(self._launch.log.open("ab"))
+            stack.enter_context(self._lock)
+            if not self._is_ending:
+                self._process = subprocess.Popen(
+                    [*WATCHING_PARENT, *self._words],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    # Ctrl-C at the terminal is for the program, which ends its tasks.
+                    start_new_session=True,
+                )
+            return self._process
+
+    def _talk(
+        self, process: subprocess.Popen[bytes], greeting: Mapping[str, object]
+    ) -> None:
+        self._mistake = _mismatch(self._where(), greeting)
         if self._mistake is not None:
-            self._close()
+            with self._lock:
+                _hang_up(process)
             return
-        told = {"env": dict(self._launch.env), "keys": dict(self._launch.keys)}
+        launch = self._launch
+        told = {"env": dict(launch.env), "keys": dict(launch.keys)}
+        told["beside"] = {"count": str(launch.beside)}
         with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
-            self._said.write(json.dumps(told).encode() + b"\n")
-            self._said.flush()
+            _stream(process.stdin).write(json.dumps(told).encode() + b"\n")
+            _stream(process.stdin).flush()
+        report = _answer(process)
+        if report is not None:
+            port = str(report["address"]).rpartition(":")[2]
+            self._hear.bound(f"{self._engine.host(launch.task)}:{port}")
 
-    def _answer(self) -> dict[str, object] | None:
-        """The next line that it says; None at the end. What else a shell prints before
-        is passed over."""
-        while line := self._answers.readline(LONGEST_LINE):
-            if line.startswith(b"{"):
-                found: dict[str, object] = json.loads(line)
-                return found
-        return None
-
-    def _end(self) -> End:
-        code = self._process.wait()
-        self._close()
-        self._answers.close()
-        words = f"ended with exit code {code}"
+    def _ended(self, process: subprocess.Popen[bytes]) -> End:
+        code = process.wait()
+        with self._lock:
+            _hang_up(process)
+        _stream(process.stdout).close()
+        words = f"on {self._where()} ended with exit code {code}"
         if code < 0:
-            words = f"was ended by {signal_name(-code)}"
-        why = "" if self._is_killed else self._engine.why(self._launch.task, code)
-        if why:
-            words = f"{words} ({why})"
+            words = f"on {self._where()} was ended by {signal_name(-code)}"
+        why = "" if self._is_ending else self._engine.why(self._launch, code)
         # A daemon that says 2 would end so again; not one that served already: what it
         # was told was right, but its port, say, may be somebody else's just now.
         mistake = self._mistake
-        if mistake is None and code == 2 and not self._launch.bind:
-            name = self._launch.task.name
-            mistake = UnavailableError(f"{name} on {self._where()} {words}")
-        return End(words, code, mistake)
+        if mistake is None and code == MISTAKEN and not self._launch.bind:
+            mistake = UnavailableError(f"{self._launch.task.name} {words}")
+        return End(words, code, why, mistake)
 
-    def _close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._said.close()
+    def _misspoke(self, error: Exception) -> UnavailableError:
+        return UnavailableError(
+            f"{self._launch.task.name} on {self._where()} does not talk as a daemon of "
+            f"zstrat does: {error!r}"
+        )
 
     def _where(self) -> str:
-        return f"{self._engine.name} host {self._launch.task.where}"
+        return self._launch.task.where
+
+
+def _stream(found: IO[bytes] | None) -> IO[bytes]:
+    assert found is not None
+    return found
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        _stream(process.stdin).close()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
+    """The next line that it says; None at the end. What else a shell prints before is
+    passed over."""
+    while line := _stream(process.stdout).readline(LONGEST_LINE):
+        if line.startswith(b"{"):
+            found: dict[str, object] = json.loads(line)
+            return found
+    return None
 
 
 def _bind(host: str, before: str) -> str:

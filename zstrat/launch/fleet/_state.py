@@ -194,7 +194,8 @@ class FleetState:
         match self._stage:
             case FleetStage.BEGINNING:
                 moment = "" if was_ready else " before it was ready"
-                error = end.mistake or UnavailableError(f"{task} {end.words}{moment}")
+                words = f"{task} {end.words}{moment}{_because(end)}"
+                error = end.mistake or UnavailableError(words)
                 return self._fail(task, error, now)
             case FleetStage.RUNNING:
                 return self._judge(task, known, end, now)
@@ -260,7 +261,8 @@ class FleetState:
         if end.code == 0:
             return self._over_if_all_down([])
         if end.mistake is not None:
-            note = FleetNote(f"{task} {end.words}: not started again", task)
+            words = f"{end.words}; not started again: {end.mistake}"
+            note = FleetNote(f"{task} {words}", task)
             return self._over_if_all_down([note])
         window, most = self._patience.window, self._patience.restarts
         known.failures.append(now)
@@ -268,11 +270,12 @@ class FleetState:
             known.failures.popleft()
         count = len(known.failures)
         if count > most:
-            words = f"{task} {end.words}, for the {_nth(count)} time in {window:g} s"
-            note = FleetNote(f"{words}: not started again", task)
+            often = f"for the {_nth(count)} time in {window:g} s{_because(end)}"
+            note = FleetNote(f"{task} {end.words} {often}; not started again", task)
             return self._over_if_all_down([note])
         pause = _pause(count)
-        note = FleetNote(f"{task} {end.words}: started again{_in(pause)}", task)
+        words = f"{task} {end.words}{_because(end)}"
+        note = FleetNote(f"{words}; started again{_in(pause)}", task)
         if not pause:
             return [note, self._start(task, now)]
         known.phase, known.due = TaskPhase.WAITING, now + pause
@@ -319,6 +322,10 @@ class FleetState:
         for task in alive:
             self._tasks[task].is_killed = True
         return [KillTask(task) for task in alive]
+
+
+def _because(end: End) -> str:
+    return f": {end.why}" if end.why else ""
 
 
 def _pause(count: int) -> float:
