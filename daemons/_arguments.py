@@ -80,6 +80,8 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     )
     # For LocalCluster, whose parent is its own: where the address is reported.
     add("--report", type=int, default=-1, help=argparse.SUPPRESS)
+    # For `launched`, which was told the keys: a folder around them, to be removed.
+    add("--passing", type=Path, help=argparse.SUPPRESS)
     return made
 
 
@@ -95,6 +97,7 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
         settings=settings_of(parsed, env),
         parent=parsed.parent,
         report=parsed.report,
+        passing=parsed.passing,
     )
 
 

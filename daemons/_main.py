@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -43,6 +44,7 @@ from ._parent_watch import die_with, is_there, watch_parent, watch_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from zstrat.config import Settings
     from zstrat.wire import PlainTree
@@ -65,13 +67,15 @@ class Order:
     ``parent`` is the process that it must not outlive, 0 for none; ``report`` is the
     descriptor that the bound address is written to, -1 for none. With a report the
     parent is the program that started it, and the daemon is killed with it; else any
-    process, and the daemon drains.
+    process, and the daemon drains. ``passing``: a folder with the keys, which is
+    removed when they are read; None: they are where they stay.
     """
 
     place: TaskPlace
     settings: Settings
     parent: int = 0
     report: int = -1
+    passing: Path | None = None
 
 
 def run(order: Order) -> int:
@@ -92,6 +96,7 @@ def run(order: Order) -> int:
         return CRASHED
     finally:
         notifier.close()
+        _forget(order.passing)
 
 
 class Program(Protocol):
@@ -200,6 +205,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
         task = Task(
             order.place, order.settings, incarnation, is_alone=True, listen=listen
         )
+        _forget(order.passing)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
@@ -269,6 +275,11 @@ class Pulse:
         self._timer = self._loop.call_later(
             self._notifier.watchdog or self.interval, self._beat
         )
+
+
+def _forget(keys: Path | None) -> None:
+    if keys is not None:
+        shutil.rmtree(keys, ignore_errors=True)
 
 
 def _may_pass(error: Exception) -> bool:

@@ -12,6 +12,7 @@ from ._files import keygen, units
 from ._look import doctor, status
 from ._manifests import write_manifests
 from ._run import run
+from ._up import down, up
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,5 +21,17 @@ def main() -> None:
     """Parameter-server training for JAX."""
 
 
-for _command in (bench, cluster, doctor, keygen, run, status, units, write_manifests):
+_COMMANDS = (
+    bench,
+    cluster,
+    doctor,
+    down,
+    keygen,
+    run,
+    status,
+    units,
+    up,
+    write_manifests,
+)
+for _command in _COMMANDS:
     main.add_command(_command)

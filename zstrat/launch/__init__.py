@@ -20,3 +20,6 @@ from ._task import Task as Task
 from ._task import TaskPlace as TaskPlace
 from ._task import serve as serve
 from ._units import write_units as write_units
+from .fleet import Fleet as Fleet
+from .fleet import run_beside as run_beside
+from .fleet import ssh as ssh
