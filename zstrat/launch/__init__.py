@@ -21,5 +21,7 @@ from ._task import TaskPlace as TaskPlace
 from ._task import serve as serve
 from ._units import write_units as write_units
 from .fleet import Fleet as Fleet
+from .fleet import dask as dask
+from .fleet import ray as ray
 from .fleet import run_beside as run_beside
 from .fleet import ssh as ssh

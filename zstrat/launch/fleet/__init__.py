@@ -35,6 +35,7 @@ they say the words of the command. Those that hold `zs.Server` in an actor make 
 from zstrat.launch._runtime_dir import share as share
 
 from ._beside import run_beside as run_beside
+from ._dask import dask as dask
 from ._engine import End as End
 from ._engine import Engine as Engine
 from ._engine import FleetTask as FleetTask
@@ -44,5 +45,6 @@ from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
 from ._hosts import SshHost as SshHost
 from ._keys import write_keys as write_keys
+from ._ray import ray as ray
 from ._ssh import ssh as ssh
 from ._state import FleetState as FleetState
