@@ -91,8 +91,7 @@ class SshEngine(Piped):
             return f"ssh does not reach {where}, is not let in, or lost it"
         if code in (126, 127):
             return f"there is no {python}; set `python` of {where} to one with zstrat"
-        said = "" if launch.log is None else launch.log.read_text("utf-8", "replace")
-        if "No module named" in said:
+        if "No module named" in launch.said():
             return (
                 f"{python} has no zstrat, or another one; install it there, or set "
                 f"`python` of {where}"
