@@ -105,7 +105,9 @@ def batch_script(
         *counts,
         *program,
     ]
-    return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(us)}", ""])
+    return "\n".join(
+        ["#!/bin/bash", *lines, f"exec {shlex.join([*us, *counts, *program])}", ""]
+    )
 
 
 def _run_here(
