@@ -11,17 +11,21 @@ import signal
 import stat
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
-from zstrat.cli._slurm import batch_script
+from zstrat.cli import main
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import UnavailableError, VersionMismatchError, ZstratError
 from zstrat.launch import Observer, ssh
 from zstrat.launch.fleet import Allocation, FleetTask
-from zstrat.launch.fleet._hosts import hosts_of
+from zstrat.launch.fleet.hosts import hosts_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SSH = """#!/bin/sh
 # Hosts are what their names say.
@@ -211,9 +215,12 @@ def test_an_allocation_that_will_not_do(env, words):
         Allocation.of(env).tasks(2, 2)
 
 
-def test_the_batch_script_of_a_program():
-    text = batch_script(3, ["-pgpu"], ["--ps=1", "--workers=2"], ["/a b/t.py", "x y"])
-    first, *options, command = text.splitlines()
+def test_the_batch_script_of_a_program(tmp_path):
+    (tmp_path / "a b").mkdir()
+    file = program(tmp_path / "a b", "t.py", "")
+    words = ["slurm", "--print", "--workers=2", "-pgpu", str(file), "x y"]
+    ran = CliRunner().invoke(main, words)
+    first, *options, command = ran.output.splitlines()
     assert first == "#!/bin/bash"
     assert [line.removeprefix("#SBATCH ") for line in options] == [
         "--ntasks=3",
@@ -225,7 +232,16 @@ def test_the_batch_script_of_a_program():
     ]
     words = shlex.split(command)
     assert words[:2] == ["exec", sys.executable]
-    assert words[-4:] == ["--ps=1", "--workers=2", "/a b/t.py", "x y"]
+    assert words[-4:] == ["--ps=1", "--workers=2", str(file), "x y"]
+
+
+@pytest.mark.parametrize(
+    "words", [["-p", "gpu", "t.py"], ["--here", "--time=1", __file__], ["no.py"]]
+)
+def test_words_that_zstrat_slurm_does_not_take(words):
+    ran = CliRunner().invoke(main, ["slurm", *words])
+    assert ran.exit_code == 2
+    assert "expected a program" in ran.output or "is for nobody" in ran.output
 
 
 PREEMPTED = """

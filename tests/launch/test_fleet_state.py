@@ -14,7 +14,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.launch.fleet import End, FleetState
-from zstrat.launch.fleet._state import (
+from zstrat.launch.fleet.state import (
     GONE,
     BeginFailed,
     DrainTask,

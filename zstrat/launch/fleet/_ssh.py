@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, Literal, final
 from zstrat.errors import UnavailableError
 
 from ._fleet import Fleet
-from ._hosts import hosts_of
 from ._piped import Piped
+from .hosts import hosts_of
 
 if TYPE_CHECKING:
     import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._engine import FleetTask, TaskLaunch
-    from ._hosts import SshHost
+    from .hosts import SshHost
 
 AT_A_TIME: Final = 6
 """Clients that knock at one host together: from ten on, an ssh server turns some away
