@@ -267,6 +267,7 @@ SMALL = {
     "zstrat.cli.__main__": "started by name",
     "zstrat.cli._files": "a file for each command",
     "zstrat.cli._run": "a file for each command",
+    "zstrat.launch.fleet._beside": "a program is no task of a fleet",
     "zstrat.launch._timed_rank": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
     "zstrat.strategy._one_device": "a file for each strategy",

@@ -12,6 +12,7 @@ from ._files import keygen, units
 from ._look import doctor, status
 from ._manifests import write_manifests
 from ._run import run
+from ._slurm import slurm_command
 from ._up import down, up
 
 
@@ -21,17 +22,7 @@ def main() -> None:
     """Parameter-server training for JAX."""
 
 
-_COMMANDS = (
-    bench,
-    cluster,
-    doctor,
-    down,
-    keygen,
-    run,
-    status,
-    units,
-    up,
-    write_manifests,
-)
-for _command in _COMMANDS:
+_LOCAL = bench, cluster, doctor, keygen, run, status, units
+_ENGINES = down, slurm_command, up, write_manifests
+for _command in (*_LOCAL, *_ENGINES):
     main.add_command(_command)

@@ -43,8 +43,12 @@ from ._engine import RunningTask as RunningTask
 from ._engine import TaskEvents as TaskEvents
 from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
-from ._hosts import SshHost as SshHost
 from ._keys import write_keys as write_keys
 from ._ray import ray as ray
+from ._slurm import Allocation as Allocation
+from ._slurm import requeue as requeue
+from ._slurm import slurm as slurm
+from ._slurm import slurm_program as slurm_program
 from ._ssh import ssh as ssh
-from ._state import FleetState as FleetState
+from .hosts import SshHost as SshHost
+from .state import FleetState as FleetState

@@ -46,6 +46,12 @@ class TaskLaunch:
     beside: int
     log: Path | None
 
+    def said(self) -> str:
+        """The log so far; "" if it is elsewhere."""
+        if self.log is None or not self.log.exists():
+            return ""
+        return self.log.read_text("utf-8", "replace")
+
 
 @dataclass(frozen=True, slots=True)
 class End:

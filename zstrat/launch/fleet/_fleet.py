@@ -27,7 +27,7 @@ from zstrat.launch._task import GRACE
 
 from ._engine import End, TaskLaunch
 from ._keys import RunKeys
-from ._state import (
+from .state import (
     BeginFailed,
     DrainTask,
     FleetNote,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._engine import Engine, FleetTask, RunningTask
-    from ._state import FleetOrder
+    from .state import FleetOrder
 
 log = logging.getLogger("zstrat.launch")
 

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import UnavailableError, VersionMismatchError
-from zstrat.launch._child import signal_name
+from zstrat.launch._child import inherited, signal_name
 from zstrat.launch._copies import WATCHING_PARENT
 from zstrat.transport import hello
 
@@ -149,6 +149,7 @@ class _Conversation:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    env=inherited(),
                     # Ctrl-C at the terminal is for the program, which ends its tasks.
                     start_new_session=True,
                 )

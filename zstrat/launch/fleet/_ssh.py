@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, Literal, final
 from zstrat.errors import UnavailableError
 
 from ._fleet import Fleet
-from ._hosts import hosts_of
 from ._piped import Piped
+from .hosts import hosts_of
 
 if TYPE_CHECKING:
     import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._engine import FleetTask, TaskLaunch
-    from ._hosts import SshHost
+    from .hosts import SshHost
 
 AT_A_TIME: Final = 6
 """Clients that knock at one host together: from ten on, an ssh server turns some away
@@ -91,8 +91,7 @@ class SshEngine(Piped):
             return f"ssh does not reach {where}, is not let in, or lost it"
         if code in (126, 127):
             return f"there is no {python}; set `python` of {where} to one with zstrat"
-        said = "" if launch.log is None else launch.log.read_text("utf-8", "replace")
-        if "No module named" in said:
+        if "No module named" in launch.said():
             return (
                 f"{python} has no zstrat, or another one; install it there, or set "
                 f"`python` of {where}"
