@@ -44,6 +44,12 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     add = made.add_argument
     add("--index", type=int, metavar="N", help="task index within the job")
     add("--log-json", action="store_true", help="log one JSON object a line")
+    add(
+        "--http",
+        metavar="HOST:PORT",
+        help="answer /healthz, /readyz and /metrics there (or ZSTRAT_HTTP); a port "
+        "alone is one of loopback",
+    )
     add("--version", action="version", version=f"zstrat {__version__}")
     if not binds:
         return made
@@ -74,6 +80,8 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     )
     # For LocalCluster, whose parent is its own: where the address is reported.
     add("--report", type=int, default=-1, help=argparse.SUPPRESS)
+    # For `launched`, which was told the keys: a folder around them, to be removed.
+    add("--passing", type=Path, help=argparse.SUPPRESS)
     return made
 
 
@@ -86,20 +94,23 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
     env = environment()
     return Order(
         place=_place(parsed, job, env),
-        settings=_settings(parsed, env),
+        settings=settings_of(parsed, env),
         parent=parsed.parent,
         report=parsed.report,
+        passing=parsed.passing,
     )
 
 
-def _settings(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
-    settings = settings_from(env)
-    return dataclasses.replace(
-        settings,
-        keys=parsed.keys or settings.keys,
-        insecure=parsed.insecure or settings.insecure,
-        log_json=parsed.log_json or settings.log_json,
-    )
+def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
+    """From ``ZSTRAT_*``, with what the arguments say instead.
+
+    Raises:
+        ValueError: A variable has a value that it cannot have.
+    """
+    names = ("keys", "insecure", "log_json", "http")
+    given = {name: value for name, value in vars(parsed).items() if name in names}
+    told = {name: value for name, value in given.items() if value}
+    return dataclasses.replace(settings_from(env), **told)
 
 
 def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskPlace:

@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
+from zstrat.health import register, serve_as_told
 from zstrat.launch import ProcessOutput, Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
@@ -42,8 +44,10 @@ from ._parent_watch import die_with, is_there, watch_parent, watch_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from zstrat.config import Settings
+    from zstrat.wire import PlainTree
 
 DRAINED: Final = 0
 CRASHED: Final = 1
@@ -63,13 +67,15 @@ class Order:
     ``parent`` is the process that it must not outlive, 0 for none; ``report`` is the
     descriptor that the bound address is written to, -1 for none. With a report the
     parent is the program that started it, and the daemon is killed with it; else any
-    process, and the daemon drains.
+    process, and the daemon drains. ``passing``: a folder with the keys, which is
+    removed when they are read; None: they are where they stay.
     """
 
     place: TaskPlace
     settings: Settings
     parent: int = 0
     report: int = -1
+    passing: Path | None = None
 
 
 def run(order: Order) -> int:
@@ -90,6 +96,7 @@ def run(order: Order) -> int:
         return CRASHED
     finally:
         notifier.close()
+        _forget(order.passing)
 
 
 class Program(Protocol):
@@ -108,17 +115,35 @@ class Program(Protocol):
         ...
 
 
-def run_program(task: str, make: Callable[[], Program], as_json: bool) -> int:
+@dataclass(frozen=True)
+class Accompanied:
+    """A program as others see it who ask over HTTP: it works, and counts nothing."""
+
+    program: Program
+
+    def readiness(self) -> str:
+        return ""
+
+    def statistics(self) -> dict[str, PlainTree]:
+        return {}
+
+
+def run_program(task: str, make: Callable[[], Program], settings: Settings) -> int:
     """Runs a program until it is done or told to end; returns the exit code.
 
     ``make`` is called when the log is there. What it raises as ValueError is a mistake
     of whoever started the daemon.
     """
-    start_logging(task, new_incarnation(), as_json=as_json)
+    start_logging(task, new_incarnation(), as_json=settings.log_json)
     notifier = Notifier(environment())
     try:
+        serve_as_told(settings)
+    except (ValueError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return TRY_AGAIN if _may_pass(error) else MISTAKEN
+    try:
         program = make()
-        return run_loop(_accompany(program, notifier))
+        return run_loop(_accompany(task, program, notifier))
     except ValueError as error:
         log.error("cannot start: %s", error)
         return MISTAKEN
@@ -142,8 +167,10 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-async def _accompany(program: Program, notifier: Notifier) -> int:
+async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
+    watched = Accompanied(program)
+    register(watched, task, loop)
 
     def end(reason: str) -> None:
         log.info("ending: %s", reason)
@@ -178,6 +205,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
         task = Task(
             order.place, order.settings, incarnation, is_alone=True, listen=listen
         )
+        _forget(order.passing)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
@@ -247,6 +275,11 @@ class Pulse:
         self._timer = self._loop.call_later(
             self._notifier.watchdog or self.interval, self._beat
         )
+
+
+def _forget(keys: Path | None) -> None:
+    if keys is not None:
+        shutil.rmtree(keys, ignore_errors=True)
 
 
 def _may_pass(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstrat.config import environment
 
-from ._arguments import index_of, parser
+from ._arguments import index_of, parser, settings_of
 from ._main import MISTAKEN, leave, run_program
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     env = environment()
     try:
         index = place(env) if parsed.index is None else index_of(parsed.index)
+        settings = settings_of(parsed, env)
     except ValueError as error:
         print(f"zstrat-evaluator: {error}", file=sys.stderr)
         leave(MISTAKEN)
     if parsed.platform is not None:
         # jax reads this once, when it is imported: by the program, later.
         os.environ["JAX_PLATFORMS"] = parsed.platform
-    as_json = parsed.log_json or env.get("ZSTRAT_LOG", "") == "json"
-    leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), as_json))
+    leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), settings))
 
 
 def place(env: Mapping[str, str]) -> int:

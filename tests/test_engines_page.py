@@ -1,19 +1,16 @@
 """docs/engines.md says nothing that cannot be typed: its commands are parsed by the
-programs that they start, its manifests and its cluster are read."""
+programs that they start."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from zstrat.daemons import jobs_of, order, parser
+from zstrat.daemons import jobs_of, parser
 
 from zstrat.cli import main
-from zstrat.cluster import TomlClusterResolver
 
 PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text()
 JOBS = {"zstrat-ps": "ps", "zstrat-worker": "worker"}
@@ -30,25 +27,15 @@ def commands() -> list[list[str]]:
         line = line.rstrip("\\")
         quoted = re.findall(r"'([^']*zstrat[^']*)'", line)
         for each in quoted or [re.sub(r"^[0-9-]+ ", "", line).strip()]:
-            words = shlex.split(each, comments=True)
+            words = shlex.split(each.removesuffix("&"), comments=True)
             if words and words[0] in ("zstrat", *JOBS):
                 found.append(words)
     return found
 
 
-def manifests() -> list[dict[str, Any]]:
-    return [each for block in blocks("yaml") for each in yaml.safe_load_all(block)]
-
-
-def pods() -> list[dict[str, Any]]:
-    templates = [each["spec"].get("template") for each in manifests() if "spec" in each]
-    return [each["spec"] for each in templates if each is not None]
-
-
 def test_the_page_has_them():
-    assert len(commands()) == 5
-    assert len(pods()) == 3
-    assert len(blocks("py")) == 1  # the other one runs with those of all pages
+    assert len(commands()) == 7
+    assert len(blocks("py")) == 2  # the other one runs with those of all pages
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -73,37 +60,6 @@ def test_the_tasks_of_a_step_are_as_many_as_are_asked_for():
     told = {program: spread for found in ranks for spread, program in found}
     assert told == {"python": "0", "zstrat-ps": "1-2", "zstrat-worker": "3-6"}
     assert list(jobs.values()) == [1, 2, 4]
-
-
-def test_pods_are_tasks_of_the_cluster(tmp_path, monkeypatch):
-    (config,) = (each for each in manifests() if each["kind"] == "ConfigMap")
-    file = tmp_path / "cluster.toml"
-    file.write_text(config["data"]["cluster.toml"])
-    spec = TomlClusterResolver(file).cluster_spec()
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    counts = {
-        each["metadata"]["name"]: each["spec"].get("replicas")
-        or each["spec"].get("completions")
-        for each in manifests()
-        if each["kind"] in ("StatefulSet", "Job")
-    }
-    assert (counts["ps"], counts["work"]) == (2, 3)
-    for pod in pods():
-        (container,) = pod["containers"]
-        job = JOBS.get(container["command"][0])
-        for index in spec.task_indices(job) if job else ():
-            args = [
-                {"/etc/zstrat/cluster.toml": str(file), "$(INDEX)": str(index)}.get(
-                    a, a
-                )
-                for a in container["args"]
-            ]
-            place = order(parser(job, "").parse_args(args), job).place
-            assert (place.index, place.bind) == (index, "0.0.0.0:2222")
-        modes = [
-            volume.get("secret", {}).get("defaultMode") for volume in pod["volumes"]
-        ]
-        assert modes == [None, 0o400]
 
 
 def test_programs_compile():

@@ -72,6 +72,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.data",
     ),
     **dict.fromkeys(
+        ("serve_http",),
+        "zstrat.health",
+    ),
+    **dict.fromkeys(
         (
             "LocalCluster",
             "Server",
@@ -188,6 +192,7 @@ _MODULES: Final[dict[str, str]] = {
     "errors": "zstrat.errors",
     "experimental": "zstrat.experimental",
     "initializers": "zstrat.initializers",
+    "launch": "zstrat.launch",
     "partitioners": "zstrat.variables.partitioners",
     "testing": "zstrat.testing",
     "tpu": "zstrat.tpu",

@@ -90,6 +90,8 @@ class Settings:
     output: str = "program"
     """What workers print is shown by the program, too; "files": is in their logs alone,
     of all programs if a worker says so."""
+    http: str = ""
+    """Where this process says over HTTP how it is, HOST:PORT; "": nowhere."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
     it. None: what experience says."""
@@ -102,6 +104,7 @@ NAMES: Final = (
     "ZSTRAT_CHOICES",
     "ZSTRAT_CONNECT_TIMEOUT",
     "ZSTRAT_DRAIN",
+    "ZSTRAT_HTTP",
     "ZSTRAT_INSECURE",
     "ZSTRAT_KEYS",
     "ZSTRAT_LANE",
@@ -147,6 +150,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         log_json=_one_of(env, "ZSTRAT_LOG", ("", "text", "json")) == "json",
         traceback=_one_of(env, "ZSTRAT_TRACEBACK", TRACEBACKS),
         output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
+        http=env.get("ZSTRAT_HTTP", ""),
         choices=Path(choices) if choices else None,
     )
 

@@ -10,7 +10,10 @@ from ._bench import bench
 from ._cluster import cluster
 from ._files import keygen, units
 from ._look import doctor, status
+from ._manifests import write_manifests
 from ._run import run
+from ._slurm import slurm_command
+from ._up import down, up
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,5 +22,7 @@ def main() -> None:
     """Parameter-server training for JAX."""
 
 
-for _command in (bench, cluster, doctor, keygen, run, status, units):
+_LOCAL = bench, cluster, doctor, keygen, run, status, units
+_ENGINES = down, slurm_command, up, write_manifests
+for _command in (*_LOCAL, *_ENGINES):
     main.add_command(_command)

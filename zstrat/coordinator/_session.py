@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
+from zstrat.health import register, serve_as_told
 from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
     from zstrat.ps import PsClient
+    from zstrat.wire import PlainTree
 
     from ._rest import Cut
     from .connecting import MakeTaskLink, Place, SessionClaim
@@ -390,6 +392,18 @@ class ClusterSession:
         log.info("%s", words)
         self.portal.close(words)
 
+    # ---- how it is, asked on the loop ------------------------------------------------
+
+    def readiness(self) -> str:
+        """Why steps cannot be run now; "" if they can."""
+        broken = self.cluster.broken
+        return "" if broken is None else str(broken)
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """What its coordinator counts, if it has one."""
+        core = self.coordinators.get("core")
+        return {} if core is None else {"coordinator": core.metrics()}
+
     async def _rests(self) -> bool:
         return self.cluster.rest.is_held and self.cluster.broken is None
 
@@ -431,7 +445,9 @@ def _opened(
 
     Raises:
         BusyError: One of them has something unfinished.
+        ValueError, OSError: Its HTTP port cannot be had (``settings.http``).
     """
+    serve_as_told(settings)
     claim = open_sessions.claim(places)
     try:
         session = _connected(Portal(name), cluster, look, settings, claim)
@@ -439,6 +455,9 @@ def _opened(
         open_sessions.drop(claim)
         raise
     claim.opened(session)
+    job, index, _ = next(iter(claim.places))
+    name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
+    register(session, name, session.portal.loop)
     return session
 
 

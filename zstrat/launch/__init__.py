@@ -1,5 +1,14 @@
 """Starting tasks: in this process, as daemons on this machine, and looking at them."""
 
+from zstrat.launch.fleet import Fleet as Fleet
+from zstrat.launch.fleet import dask as dask
+from zstrat.launch.fleet import ray as ray
+from zstrat.launch.fleet import requeue as requeue
+from zstrat.launch.fleet import run_beside as run_beside
+from zstrat.launch.fleet import slurm as slurm
+from zstrat.launch.fleet import slurm_program as slurm_program
+from zstrat.launch.fleet import ssh as ssh
+
 from ._calibrate import SIZES as SIZES
 from ._calibrate import Calibration as Calibration
 from ._calibrate import calibrate as calibrate

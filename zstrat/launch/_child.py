@@ -32,7 +32,12 @@ TAIL: Final = 20
 TRY_AGAIN: Final = 75
 """Exit code of a daemon that had to end before all was done (`zstrat.daemons`)."""
 
-_OF_THIS_PROCESS: Final = ("TF_CONFIG", "NOTIFY_SOCKET", "WATCHDOG_USEC")
+_OF_THIS_PROCESS: Final = (
+    "TF_CONFIG",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "ZSTRAT_HTTP",
+)
 """Variables that speak of one process: what they say of us is not so of a child."""
 
 
@@ -198,8 +203,7 @@ class Child:
         """The end of the log, in words."""
         if self.log is None:
             return "its log went to the terminal"
-        lines = self.log.read_text("utf-8", "replace").splitlines()[-TAIL:]
-        return "\n  ".join([f"the end of {self.log}:", *(lines or ["(nothing)"])])
+        return quoted_end(self.log)
 
     def fileno(self) -> int:
         """The pipe that the report comes through, for a selector."""
@@ -213,7 +217,7 @@ class Child:
     def _judge(self, code: int) -> None:
         """Notes an end that is an error of its own, or that somebody else brought."""
         if code < 0 and -code not in self._told:
-            self.failures.append(f"was ended by {_signal_name(-code)}")
+            self.failures.append(f"was ended by {signal_name(-code)}")
         elif code > 0 and code != TRY_AGAIN:
             self.failures.append(f"ended with exit code {code}")
 
@@ -226,7 +230,13 @@ class Child:
             self._report = -1
 
 
-def _signal_name(number: int) -> str:
+def quoted_end(log: Path) -> str:
+    """The end of a log, in words."""
+    lines = log.read_text("utf-8", "replace").splitlines()[-TAIL:]
+    return "\n  ".join([f"the end of {log}:", *(lines or ["(nothing)"])])
+
+
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal has no name

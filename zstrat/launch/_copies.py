@@ -40,7 +40,7 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-_WATCHING_PARENT: Final = (sys.executable, "-I", "-S", "-c", _WATCH_PARENT)
+WATCHING_PARENT: Final = (sys.executable, "-I", "-S", "-c", _WATCH_PARENT)
 """Asks the kernel to end the process when we are gone, then becomes the command: a
 program that has threads must run nothing between fork and exec. The kernel means our
 *thread*, so the loop's has to live as long as the copies do."""
@@ -184,7 +184,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     """Not by the loop: uvloop forks, with the hooks of all that is loaded here."""
     return subprocess.Popen(
-        [*_WATCHING_PARENT, *command],
+        [*WATCHING_PARENT, *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -41,7 +41,7 @@ class RuntimeDir:
         """
         if lane not in LANES:
             raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-        folder = _folder(directory)
+        folder = made_folder(directory)
         try:
             return cls(folder, _sockets(lane, folder))
         except ValueError:
@@ -103,7 +103,8 @@ def own_folder() -> str:
     return os.path.abspath(sys.path[0])
 
 
-def _folder(directory: str | os.PathLike[str] | None) -> Path:
+def made_folder(directory: str | os.PathLike[str] | None) -> Path:
+    """That folder, or a new one for temporary files; of mode 0700 if it is made."""
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="zstrat-"))  # mkdtemp makes it 0700
     path = Path(directory).absolute()

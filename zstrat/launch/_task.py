@@ -22,6 +22,7 @@ import psutil
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
 from zstrat.ps import HostedStores, PsService, backup_links
+from zstrat.health import register, serve_as_told, unregister
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
 
@@ -127,8 +128,10 @@ class Task:
         )
 
     async def start(self) -> None:
-        """Binds; from now on the task answers."""
+        """Binds; from now on the task answers, over HTTP too if it is told to."""
+        serve_as_told(self._settings)
         self.address = await self._endpoint.bind(self.place.bind)
+        register(self, self.place.task, self._loop)
         if self.place.job == Job.WORKER:
             announce(self._node)
 
@@ -168,12 +171,20 @@ class Task:
         except TimeoutError:
             drained = False
         finally:
+            unregister(self)
             withdraw(self._node)
             await self._node.close("its task ended")
             await self._endpoint.close()
         if not drained:
             log.warning("not everything was done in %gs", patience)
         return drained
+
+    def readiness(self) -> str:
+        """Why no coordinator can open a session; "" if one can, once it is its turn."""
+        if not self._end.done():
+            return ""
+        failed = self._end.cancelled() or self._end.exception() is not None
+        return "it crashed" if failed else f"it ends: {self._end.result()}"
 
     def statistics(self) -> dict[str, PlainTree]:
         """What `Inspect` is answered with: the process, its links, its service."""

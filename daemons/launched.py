@@ -1,0 +1,74 @@
+"""``python -m zstrat.daemons.launched ps|worker``: a daemon that a fleet has started,
+maybe on another machine, and that hears of it through its standard streams alone.
+
+What is said, one JSON object a line: the daemon its versions, before anything else; the
+fleet the keys and variables of the task, if the versions are the same; the daemon the
+address at which it serves. What is printed goes to standard error, which is the log.
+
+Law: keys come by standard input, never on a command line, and lie in a folder of this
+user alone for the moment in which they are read. The daemon never outlives who started
+it: it drains when standard input ends, and is killed when its parent process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from zstrat.launch.fleet import share, write_keys
+from zstrat.transport import hello, new_incarnation
+
+from . import ps, worker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAINS: Final = {"ps": ps.main, "worker": worker.main}
+_IN_MEMORY: Final = Path("/dev/shm")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process with the exit codes of the daemon."""
+    job, *arguments = sys.argv[1:] if argv is None else argv
+    report = os.dup(1)
+    os.dup2(2, 1)
+    mine = hello(job, 0, new_incarnation())
+    greeting = {"protocol": mine.protocol, "host": mine.host, "versions": mine.versions}
+    os.write(report, json.dumps(greeting).encode() + b"\n")
+    told = _told()
+    os.environ.update(told["env"])
+    # As beside other workers of a `LocalCluster`; a ps takes one in any case.
+    if job == "worker":
+        os.environ.setdefault("NPROC", str(share(int(told["beside"]["count"]))))
+    # Python has read it when it started.
+    paths = told["env"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path]
+    arguments += ["--parent", str(os.getppid()), "--report", str(report)]
+    if told["keys"]:
+        place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+        passing = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
+        write_keys(passing / "keys", told["keys"])
+        arguments += ["--keys", str(passing / "keys"), "--passing", str(passing)]
+    MAINS[job](arguments)
+
+
+def _told() -> dict[str, dict[str, str]]:
+    """What the fleet says. It says nothing to a daemon that does not suit it."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        _leave()
+    found: dict[str, dict[str, str]] = json.loads(line)
+    return found
+
+
+def _leave() -> NoReturn:
+    print("the program that started this daemon does not want it", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The HTTP port of a process: what is answered, and to whom it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zstrat as zs
+from zstrat.config import Settings
+from zstrat.health import (
+    CONNECTIONS,
+    BadRequest,
+    HttpServer,
+    parse_request,
+    register,
+    unregister,
+)
+from zstrat.transport import Portal
+
+
+class Thing:
+    """What lives on a loop and says how it is."""
+
+    def __init__(self, reason="", values=None):
+        self.reason, self.values = reason, values or {}
+
+    def readiness(self):
+        return self.reason
+
+    def statistics(self):
+        return self.values
+
+
+@pytest.fixture
+def port():
+    with zs.serve_http("127.0.0.1:0", patience=20) as server:
+        yield server.address
+
+
+@contextlib.contextmanager
+def living(thing, name):
+    portal = Portal("zstrat thing of a test")
+    register(thing, name, portal.loop)
+    try:
+        yield portal
+    finally:
+        unregister(thing)
+        portal.close()
+
+
+def get(address, path, method="GET", **headers):
+    host, _, number = address.rpartition(":")
+    connection = http.client.HTTPConnection(host.strip("[]"), int(number), timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, headers=headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+
+
+def sent(address, data):
+    """All that comes back for these bytes, until the other side ends it."""
+    host, _, number = address.rpartition(":")
+    with socket.create_connection((host, int(number)), timeout=60) as line:
+        line.sendall(data)
+        line.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            return b"".join(iter(lambda: line.recv(65536), b""))
+    return b""
+
+
+def test_a_process_without_anything_is_healthy_and_not_ready(port):
+    assert get(port, "/healthz") == (200, "ok\n")
+    assert get(port, "/readyz") == (503, "nothing is served here yet\n")
+
+
+def test_what_lives_here_is_ready_or_says_why(port):
+    with living(Thing(), "ps:0"), living(Thing("it ends: SIGTERM"), "worker:1"):
+        assert get(port, "/healthz?x=1") == (200, "ps:0: ok\nworker:1: ok\n")
+        words = "ps:0: ok\nworker:1: it ends: SIGTERM\n"
+        assert get(port, "/readyz") == (503, words)
+    assert get(port, "/readyz")[0] == 503
+
+
+def test_a_loop_that_hangs_is_said_by_a_thread_that_does_not():
+    release = threading.Event()
+    thing = Thing()
+    with (
+        zs.serve_http("127.0.0.1:0", patience=0.3) as server,
+        living(thing, "ps:0") as portal,
+    ):
+        portal.call_soon(release.wait)
+        words = "ps:0: its event loop has not turned for 0.3 s\n"
+        assert get(server.address, "/healthz") == (503, words)
+        assert get(server.address, "/readyz") == (503, words)
+        release.set()
+    with zs.serve_http("127.0.0.1:0") as server, living(thing, "ps:0"):
+        assert get(server.address, "/healthz") == (200, "ps:0: ok\n")
+
+
+def test_head_has_no_body_and_other_methods_are_refused(port):
+    assert get(port, "/healthz", "HEAD") == (200, "")
+    assert get(port, "/healthz", "POST")[0] == 405
+    assert get(port, "/")[0] == 404
+    assert b"Allow: GET, HEAD" in sent(port, b"DELETE / HTTP/1.1\r\n\r\n")
+
+
+def test_a_page_that_was_led_here_by_its_own_name_learns_nothing(port):
+    assert get(port, "/healthz", Host="evil.example:9100")[0] == 421
+    assert get(port, "/healthz", Host="LOCALHOST:9100")[0] == 200
+    assert get(port, "/healthz", Host="[::1]:9100")[0] == 200
+
+
+def test_off_loopback_nobody_hears_why_or_where():
+    pytest.importorskip("prometheus_client")
+    values = {"task": {"uptime": 2.5, "host": "node7", "versions": {"jax": "0.1"}}}
+    thing = Thing("/job:ps/task:0 at node7 is gone", values)
+    with living(thing, "ps:0"), zs.serve_http("0.0.0.0:0") as server:
+        at = "127.0.0.1:" + server.address.rpartition(":")[2]
+        assert get(at, "/readyz", Host="ps-0.ps") == (503, "ps:0: not ready\n")
+        status, text = get(at, "/metrics")
+        assert (status, "node7" in text) == (200, False)
+        assert 'zstrat_uptime_seconds{task="ps:0"} 2.5\n' in text
+    with living(thing, "ps:0"), zs.serve_http("127.0.0.1:0") as server:
+        assert 'host="node7",jax="0.1"' in get(server.address, "/metrics")[1]
+
+
+def test_without_prometheus_the_extra_is_named(port, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    status, words = get(port, "/metrics")
+    assert status == 501
+    assert "pip install 'zstrat[prometheus]'" in words
+    assert get(port, "/healthz")[0] == 200
+
+
+def test_a_port_that_is_taken(port):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"serves it at {port} already"):
+            zs.serve_http(taken)
+        zs.serve_http("127.0.0.1:0").close()  # the one that is there
+        with pytest.raises(OSError, match=f"{taken}: another process has that port"):
+            zs.serve_http(taken)
+    with pytest.raises(OSError, match="this machine does not have"):
+        zs.serve_http("192.0.2.1:9100")
+
+
+@pytest.mark.parametrize("text", ["", ":80", "a:b", "1:2:3", "http://a:1", "1:70000"])
+def test_an_address_that_is_none(text):
+    with pytest.raises(ValueError, match=r"expected HOST:PORT, as in 127\.0\.0\.1:91"):
+        zs.serve_http(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\xfc" * 9 + b"\r\n\r\n", b"400"),
+        (b"GET /healthz\r\n\r\n", b"400"),
+        (b"GET http://127.0.0.1/ HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 9000 + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n", b""),
+        (b"", b""),
+    ],
+)
+def test_garbage_costs_its_own_connection(port, data, status):
+    assert sent(port, data)[9:12] == status
+    assert get(port, "/healthz")[0] == 200
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_refused(head):
+    with contextlib.suppress(BadRequest):
+        assert parse_request(head + b"\r\n\r\n").path.startswith("/")
+
+
+def test_who_holds_connections_open_cannot_keep_a_probe_out(port):
+    host, _, number = port.rpartition(":")
+    at = (host, int(number))
+    with contextlib.ExitStack() as held:
+        for _ in range(2 * CONNECTIONS):
+            line = held.enter_context(socket.create_connection(at, timeout=60))
+            line.sendall(b"GET /healthz HTTP/1.1\r\nA: ")
+        assert get(port, "/healthz") == (200, "ok\n")
+
+
+async def test_a_request_that_never_ends_does():
+    async def answer(_):
+        raise AssertionError
+
+    server = HttpServer(answer, arrival=0.1)
+    port = await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /healthz HTTP/1.1\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+    await writer.wait_closed()
+    server.close()
+
+
+def test_settings_that_name_no_address_serve_nothing():
+    from zstrat.health import serve_as_told
+
+    before = threading.active_count()
+    serve_as_told(Settings())
+    assert threading.active_count() == before

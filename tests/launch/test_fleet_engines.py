@@ -1,0 +1,296 @@
+"""Fleets by ssh and by Slurm, with programs in their place that run on this machine
+what they are told to: real daemons, real keys, real ends. What real engines do besides
+is in tests/engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from zstrat.cli import main
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import UnavailableError, VersionMismatchError, ZstratError
+from zstrat.launch import Observer, ssh
+from zstrat.launch.fleet import Allocation, FleetTask
+from zstrat.launch.fleet.hosts import hosts_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SSH = """#!/bin/sh
+# Hosts are what their names say.
+for word; do last=$word; [ "$word" = -G ] && asks=1; done
+if [ "$asks" ]; then echo user me; echo hostname 127.0.0.1; exit; fi
+while [ "$1" != -- ]; do shift; done
+echo "$PPID $*" >> "$0.said"
+case $2 in
+  off*) echo "ssh: connect to host $2 port 22: Connection refused" >&2; exit 255 ;;
+  old*) echo 'Welcome to this host!'
+    echo '{"protocol": 1, "versions": {"zstrat": "0.0.1", "python": "3.9.2"}}'
+    cat > "$0.got"; exit 2 ;;
+  *) HOME=/nonexistent exec /bin/sh -c "$last" ;;
+esac
+"""
+
+SRUN = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do [ "$1" = -w ] && shift; shift; done
+exec "$@"
+"""
+
+SCONTROL = """#!/bin/sh
+case $1 in
+  show) echo "NodeName=n1 NodeAddr=127.0.0.1 Port=7"; echo "NodeName=n2" ;;
+  requeue) echo "$2" >> "$0.said" ;;
+esac
+"""
+
+QUICK = Settings(Timeouts(connect=120.0, drain=20.0))
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path) -> Path:
+    return program(tmp_path, "ssh", SSH)
+
+
+def incarnation(fleet) -> int:
+    """Of the only ps, once it answers."""
+
+    async def ask() -> int:
+        async with Observer(fleet.spec, fleet.settings) as observer:
+            (seen,) = await observer.look(60.0)
+            assert not seen.problem
+            return seen.values["task"]["incarnation"]
+
+    return asyncio.run(ask())
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def test_a_ps_behind_ssh_comes_back_and_ends(fake_ssh):
+    before = set(descendants())
+    with ssh(["a"], 1, 0, program=str(fake_ssh), settings=QUICK) as fleet:
+        first = incarnation(fleet)
+        address = fleet.spec.task_address("ps", 0)
+        secret = (fleet.keys / "ps.secret").read_text().strip()
+        (daemon,) = [
+            process
+            for process in set(descendants()) - before
+            if "zstrat.daemons.launched" in process.cmdline()
+        ]
+        assert not any(secret in word for p in descendants() for word in p.cmdline())
+        assert secret not in fake_ssh.with_suffix(".said").read_text()
+        assert secret not in " ".join(daemon.environ().values())
+        daemon.kill()
+        daemon.wait(60)
+        assert incarnation(fleet) != first
+        assert fleet.spec.task_address("ps", 0) == address
+        assert fleet.attempt("ps:0") == 2
+        assert "ready at" in fleet.log("ps:0")
+        keys = fleet.keys
+    assert not keys.exists()
+    assert not set(descendants()) - before
+    assert fleet.failures == ("ps:0",)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kind", "words"),
+    [
+        (["off1"], UnavailableError, "ps:0 on off1 .* ssh does not reach off1"),
+        (["old1"], VersionMismatchError, "old1 has protocol 1 .*0.0.1 .*Python 3.9"),
+    ],
+)
+def test_a_host_that_will_not_do(fake_ssh, hosts, kind, words):
+    before = set(descendants())
+    with pytest.raises(kind, match=words) as caught:
+        ssh(hosts, 1, 0, program=str(fake_ssh), settings=QUICK)
+    assert "the end of" in str(caught.value)
+    assert not set(descendants()) - before
+    got = fake_ssh.with_suffix(".got")
+    assert not got.exists() or not got.read_text()  # no keys to who does not suit
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        ("/nowhere/python", "there is no /nowhere/python; set `python` of a"),
+        ("/bin/false", "ended with exit code 1 before it was ready"),
+    ],
+)
+def test_a_host_without_zstrat(fake_ssh, tmp_path, python, words):
+    file = tmp_path / "hosts.toml"
+    file.write_text(f'ps = 1\nworkers = 0\npython = "{python}"\n[hosts.a]\n')
+    with pytest.raises(ZstratError, match=words):
+        ssh(file, program=str(fake_ssh), settings=QUICK)
+
+
+def test_no_ssh_at_all():
+    with pytest.raises(UnavailableError, match="there is no program 'no-such-ssh'"):
+        ssh(["a"], 1, 0, program="no-such-ssh")
+
+
+def test_hosts_of_a_file(tmp_path):
+    file = tmp_path / "hosts.toml"
+    file.write_text(
+        'ps = 2\nworkers = 3\nuser = "me"\noptions = ["ProxyJump=gate"]\n'
+        '[hosts.big]\njobs = ["ps"]\n[hosts.a]\nport = 2222\nuser = "you"\n[hosts.b]\n'
+    )
+    found = hosts_of(file)
+    assert [host.words() for host in found.hosts[:2]] == [
+        ["-l", "me", "-o", "ProxyJump=gate"],
+        ["-l", "you", "-p", "2222", "-o", "ProxyJump=gate"],
+    ]
+    assert found.tasks(None, None) == [
+        FleetTask("ps", 0, "big"),
+        FleetTask("ps", 1, "a"),
+        FleetTask("worker", 0, "a"),
+        FleetTask("worker", 1, "b"),
+        FleetTask("worker", 2, "a"),
+    ]
+    assert len(found.tasks(1, 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ps = 1", r"expected a table for each host, such as \[hosts.node1\]"),
+        ("[hosts.a]\nhots = 1", "'hots' is no setting of a host"),
+        ('[hosts.a]\nport = "22"', "expected a int"),
+        ('[hosts."-oProxyCommand=x"]', "is no name of a host"),
+        ('[hosts.a]\njobs = ["chief"]', "jobs of a"),
+        ('ps = "two"\n[hosts.a]', "ps = 'two'"),
+        ("workers = 1\n[hosts.a]", "say num_ps="),
+        ('ps = 1\nworkers = 1\n[hosts.a]\njobs = ["ps"]', "no host takes job 'worker'"),
+    ],
+)
+def test_a_file_of_hosts_that_cannot_be(tmp_path, text, words):
+    file = tmp_path / "hosts.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        hosts_of(file).tasks(None, None)
+
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
+
+
+def test_who_runs_where_in_an_allocation():
+    assert Allocation.of(JOB).tasks(1, 2) == [
+        FleetTask("ps", 0, "n1"),
+        FleetTask("worker", 0, "n2"),
+        FleetTask("worker", 1, "n1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({}, "SLURM_JOB_ID is not set"),
+        (JOB, r"room for 3 tasks \(n1: 2, n2: 1\), .* are 4: .*--ntasks=4"),
+    ],
+)
+def test_an_allocation_that_will_not_do(env, words):
+    with pytest.raises(ValueError, match=words):
+        Allocation.of(env).tasks(2, 2)
+
+
+def test_the_batch_script_of_a_program(tmp_path):
+    (tmp_path / "a b").mkdir()
+    file = program(tmp_path / "a b", "t.py", "")
+    words = ["slurm", "--print", "--workers=2", "-pgpu", str(file), "x y"]
+    ran = CliRunner().invoke(main, words)
+    first, *options, command = ran.output.splitlines()
+    assert first == "#!/bin/bash"
+    assert [line.removeprefix("#SBATCH ") for line in options] == [
+        "--ntasks=3",
+        "--job-name=t.py",
+        "--signal=B:USR1@60",
+        "--requeue",
+        "--open-mode=append",
+        "-pgpu",
+    ]
+    words = shlex.split(command)
+    assert words[:2] == ["exec", sys.executable]
+    assert words[-4:] == ["--ps=1", "--workers=2", str(file), "x y"]
+
+
+@pytest.mark.parametrize(
+    "words", [["-p", "gpu", "t.py"], ["--here", "--time=1", __file__], ["no.py"]]
+)
+def test_words_that_zstrat_slurm_does_not_take(words):
+    ran = CliRunner().invoke(main, ["slurm", *words])
+    assert ran.exit_code == 2
+    assert "expected a program" in ran.output or "is for nobody" in ran.output
+
+
+PREEMPTED = """
+import os, signal, sys
+sys.path.append(sys.argv[1])
+def end(number, frame):
+    print("signalled", flush=True)
+    raise SystemExit(75)
+signal.signal(signal.SIGUSR1, end)
+print(os.environ["TF_CONFIG"], os.listdir(os.environ["ZSTRAT_KEYS"]), flush=True)
+os.kill(os.getppid(), signal.SIGUSR1)
+signal.pause()
+"""
+
+
+def test_a_job_that_is_preempted_is_queued_again(tmp_path):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        program(tmp_path, name, text)
+    script = program(tmp_path, "train.py", PREEMPTED)
+    env = {**os.environ, **JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "zstrat.cli", "slurm", "--here", "--workers=0"]
+    ran = subprocess.run(
+        [*command, str(script), "/x"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 75, ran.stderr
+    assert "signalled" in ran.stdout
+    assert "chief.secret" in ran.stdout
+    assert (tmp_path / "scontrol.said").read_text() == "7\n"
+
+
+def test_a_program_that_is_killed_takes_its_fleet_along(fake_ssh, tmp_path):
+    text = (
+        "import os, signal, sys\n"
+        "from zstrat.launch import ssh\n"
+        "fleet = ssh(['a'], 1, 0, program=sys.argv[1])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script = program(tmp_path, "train.py", text)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, str(script), str(fake_ssh)], env=env, check=False, timeout=300
+    )
+    assert ran.returncode == -signal.SIGKILL
+    (log,) = tmp_path.glob("zstrat-*/ps-0.log")
+    pid = int(log.read_text().rpartition("pid ")[2].split()[0])
+    if psutil.pid_exists(pid):
+        psutil.Process(pid).wait(60)

@@ -1,0 +1,113 @@
+"""``zstrat manifests``: a cluster and its program, written for Kubernetes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from zstrat.launch.manifests import (
+    KINDS,
+    PodCluster,
+    manifests,
+    resources_from,
+    secrets_from,
+    written,
+)
+
+from ._options import fail
+
+_COUNT = click.IntRange(min=1)
+_AMOUNTS = "NAME=AMOUNT,..."
+
+
+@click.command("manifests")
+@click.argument("engine", type=click.Choice(list(KINDS)))
+@click.option("--name", default="zstrat", show_default=True, help="of all objects")
+@click.option("--image", required=True, help="with zstrat and the program")
+@click.option("--ps", type=_COUNT, default=1, show_default=True)
+@click.option("--workers", type=_COUNT, default=1, show_default=True)
+@click.option("--namespace", default="", help="default: that of kubectl")
+@click.option("--ps-resources", metavar=_AMOUNTS, default="")
+@click.option(
+    "--worker-resources",
+    metavar=_AMOUNTS,
+    default="",
+    help="as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
+)
+@click.option("--program-resources", metavar=_AMOUNTS, default="")
+@click.option("--port", type=int, default=2222, show_default=True, help="of daemons")
+@click.option("--http", type=int, default=9100, show_default=True, help="for probes")
+@click.option("--restarts", type=int, default=20, show_default=True, help="of each job")
+@click.option(
+    "--keys", type=Path, default=Path("keys"), show_default=True, metavar="DIR"
+)
+@click.option("--with-secrets", is_flag=True, help="Write the keys, too, as Secrets.")
+@click.option("--insecure", is_flag=True, help="No keys: a network of your own.")
+@click.option("--to", type=Path, metavar="FILE", help="default: standard output")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def write_manifests(
+    engine: str,
+    image: str,
+    name: str,
+    ps: int,
+    workers: int,
+    namespace: str,
+    ps_resources: str,
+    worker_resources: str,
+    program_resources: str,
+    port: int,
+    http: int,
+    restarts: int,
+    keys: Path,
+    with_secrets: bool,
+    insecure: bool,
+    to: Path | None,
+    program: tuple[str, ...],
+) -> None:
+    """Write a cluster for Kubernetes: its daemons, and PROGRAM with its arguments.
+
+    As in: zstrat manifests kubernetes --image IMAGE -- python train.py --steps 100
+
+    ENGINE is kubernetes, jobset or tfjob. What is written is YAML, for kubectl apply
+    -f; secret keys are in it only if they are asked for.
+    """
+    if with_secrets and insecure:
+        raise click.UsageError("--with-secrets and --insecure: expected one of them")
+    try:
+        cluster = PodCluster(
+            name,
+            image,
+            ps,
+            workers,
+            program,
+            namespace,
+            {
+                "ps": resources_from(ps_resources),
+                "worker": resources_from(worker_resources),
+                "program": resources_from(program_resources),
+            },
+            port,
+            http,
+            not insecure,
+            restarts,
+        )
+        objects = manifests(engine, cluster)
+        if with_secrets:
+            objects = [*secrets_from(cluster, keys), *objects]
+        text = written(cluster, objects, "" if with_secrets else str(keys))
+        _put(text, to, is_secret=with_secrets)
+    except (ImportError, OSError, ValueError) as error:
+        fail(error)
+
+
+def _put(text: str, to: Path | None, *, is_secret: bool) -> None:
+    if to is None:
+        sys.stdout.write(text)
+        return
+    if is_secret:
+        to.touch(mode=0o600)
+        to.chmod(0o600)
+    to.write_text(text, "utf-8")
+    click.echo(to)

@@ -1,0 +1,159 @@
+"""``zstrat slurm``: a program, its parameter servers and its workers as one job of
+Slurm. What is submitted is a batch script that runs this command again on the first
+node of the job, with ``--here``."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import click
+
+from zstrat.config import environment
+from zstrat.errors import ZstratError
+from zstrat.launch import requeue, run_beside, slurm, slurm_program
+
+from ._options import fail, settings
+from ._signals import as_interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+TRY_AGAIN: Final = 75
+"""Exit code of a program that saved what it did, and wants to go on later."""
+
+_OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
+
+
+@click.command(
+    "slurm",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+@click.option("--ps", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--workers", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--print", "only_print", is_flag=True, help="write the batch script out")
+@click.option(
+    "--here", is_flag=True, help="in the allocation that this is, submit nothing"
+)
+@click.option("--dir", "directory", type=Path, help="for logs, kept")
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
+def slurm_command(
+    ps: int,
+    workers: int,
+    only_print: bool,
+    here: bool,
+    directory: Path | None,
+    words: tuple[str, ...],
+) -> None:
+    """Run a Python program with parameter servers and workers as one job of Slurm.
+
+    WORDS: options for sbatch, each with its value in the same word, such as
+    --time=04:00:00 or -pgpu, then the program and what is for it.
+
+    The program finds the tasks in TF_CONFIG and ZSTRAT_KEYS. SIGUSR1 reaches it before
+    its time is over and before it is preempted; if it then ends with 75, as
+    zs.PreemptionHandler does, the job is queued again.
+    """
+    count = next((n for n, word in enumerate(words) if word[:1] != "-"), len(words))
+    options, command = words[:count], words[count:]
+    script = Path(command[0]) if command else None
+    if script is None or not script.is_file():
+        raise click.UsageError(
+            f"expected a program behind the options, got {' '.join(words)!r}: the "
+            "value of an option of sbatch is in the same word, as in --partition=gpu"
+        )
+    program = [str(script.absolute()), *command[1:]]
+    try:
+        if here:
+            if options:
+                raise ValueError(f"--here submits nothing: {options[0]} is for nobody")
+            sys.exit(_run_here(ps, workers, directory, program))
+        place = [] if directory is None else [f"--dir={directory.absolute()}"]
+        counts = [f"--ps={ps}", f"--workers={workers}", *place]
+        text = batch_script(ps + workers, options, counts, program)
+        if only_print:
+            click.echo(text, nl=False)
+            return
+        sbatch = slurm_program("sbatch")
+        sys.exit(
+            subprocess.run([sbatch], input=text, text=True, check=False).returncode
+        )
+    except (ZstratError, ValueError, OSError) as error:
+        fail(error)
+
+
+def batch_script(
+    tasks: int, options: Sequence[str], counts: Sequence[str], program: Sequence[str]
+) -> str:
+    """What sbatch is given. The user's options come last, so theirs count."""
+    name = f"--job-name={Path(program[0]).name}"
+    said = [f"--ntasks={tasks}", name, *_OURS, *options]
+    lines = [f"#SBATCH {shlex.quote(option)}" for option in said]
+    # -P: modules are not looked for where the job happens to run.
+    us = [
+        sys.executable,
+        "-P",
+        "-m",
+        "zstrat.cli",
+        "slurm",
+        "--here",
+        *counts,
+        *program,
+    ]
+    return "\n".join(
+        ["#!/bin/bash", *lines, f"exec {shlex.join([*us, *counts, *program])}", ""]
+    )
+
+
+def _run_here(
+    ps: int, workers: int, directory: Path | None, program: Sequence[str]
+) -> int:
+    try:
+        with as_interrupts(), _usr1_ends():
+            fleet = slurm(
+                ps,
+                workers,
+                # Where the program's own modules are, not ours.
+                env={"PYTHONPATH": _beside(program[0])},
+                directory=directory,
+                settings=settings(None),
+            )
+        with fleet:
+            code = run_beside(fleet, [sys.executable, *program])
+    except _EndSoonError:
+        code = TRY_AGAIN
+    except KeyboardInterrupt:
+        return 128 + signal.SIGTERM
+    if code == TRY_AGAIN:
+        job = environment().get("SLURM_JOB_ID", "")
+        said = requeue(job)
+        if said:
+            click.echo(f"zstrat: job {job} is not queued again: {said}", err=True)
+    return code
+
+
+def _beside(script: str) -> str:
+    before = environment().get("PYTHONPATH")
+    return ":".join([str(Path(script).parent), *([before] if before else [])])
+
+
+class _EndSoonError(BaseException):
+    """Slurm will end the job soon, and the program has not begun."""
+
+
+@contextlib.contextmanager
+def _usr1_ends() -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, _end_soon)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _end_soon(number: int, frame: object) -> NoReturn:
+    raise _EndSoonError

@@ -1,0 +1,193 @@
+"""``zstrat up`` and ``zstrat down``: a cluster on hosts that ssh reaches.
+
+What runs is known by a folder beside the file of hosts: ``hosts.toml`` has
+``hosts.up``, with the keys, the cluster file, the logs, and a lock that is held as long
+as the tasks are. Who holds it ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from zstrat.errors import ZstratError
+from zstrat.launch import run_beside, ssh
+
+from ._cluster import how_to_connect, toml
+from ._options import fail, settings
+from ._signals import as_interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.launch import Fleet
+
+_IS_UP: Final = "all tasks serve"
+_HOSTS: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--ps", type=click.IntRange(1), help="default: as the file says")
+@click.option("--workers", type=click.IntRange(0), help="default: as the file says")
+@click.option(
+    "-d", "--detach", is_flag=True, help="return when all serve; `zstrat down` ends it"
+)
+@click.option("--alone", is_flag=True, hidden=True, help="nobody watches: say it once")
+@click.argument("hosts", type=_HOSTS)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED)
+def up(
+    ps: int | None,
+    workers: int | None,
+    detach: bool,
+    alone: bool,
+    hosts: Path,
+    program: tuple[str, ...],
+) -> None:
+    """Run daemons on the hosts of a file, by ssh. Ctrl-C, or `zstrat down`, ends them.
+
+    With a PROGRAM, such as `python train.py`, it is run here when all serve: it finds
+    them in TF_CONFIG and ZSTRAT_KEYS, its end ends them, and its exit code is ours.
+    """
+    if detach and program:
+        raise click.UsageError("--detach and a program: expected one of them")
+    if detach:
+        counts = (("--ps", ps), ("--workers", workers))
+        said = [f"{name}={count}" for name, count in counts if count is not None]
+        sys.exit(_detached([*said, str(hosts)]))
+    try:
+        with _held(_folder(hosts)) as folder:
+            code = _up(hosts, ps, workers, folder, program, alone=alone)
+    except KeyboardInterrupt:
+        click.echo("interrupted; all tasks ended")
+        code = 0
+    except (ZstratError, ValueError, OSError) as error:
+        fail(error)
+    sys.exit(code)
+
+
+@click.command()
+@click.argument("hosts", type=_HOSTS)
+def down(hosts: Path) -> None:
+    """End what `zstrat up` runs for this file. Returns when all tasks have ended."""
+    folder = _folder(hosts)
+    try:
+        with (folder / "lock").open("r+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.kill(int(lock.read()), signal.SIGTERM)
+                # Its own end has deadlines: it drains, and kills who is late.
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                click.echo("all tasks ended")
+                return
+    except FileNotFoundError:
+        pass
+    else:
+        shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    click.echo(f"nothing runs for {hosts}")
+
+
+def _folder(hosts: Path) -> Path:
+    return hosts.absolute().with_suffix(".up")
+
+
+def _up(
+    hosts: Path,
+    ps: int | None,
+    workers: int | None,
+    folder: Path,
+    program: Sequence[str],
+    *,
+    alone: bool,
+) -> int:
+    with as_interrupts():
+        fleet = ssh(hosts, ps, workers, directory=folder, settings=settings(None))
+    with _cleared(fleet, folder):
+        if program:
+            return run_beside(fleet, program)
+        with as_interrupts():
+            file = folder / "cluster.toml"
+            file.write_text(toml(fleet.spec), "utf-8")
+            click.echo(_words(fleet, file))
+            if alone:
+                _leave_terminal(folder / "up.log")
+            fleet.wait()
+            click.echo("all tasks ended by themselves", err=True)
+            return 1
+
+
+@contextlib.contextmanager
+def _cleared(fleet: Fleet, folder: Path) -> Iterator[None]:
+    """Ends the fleet. No folder is left, unless logs there say of failures."""
+    try:
+        with fleet:
+            yield
+    finally:
+        if not fleet.failures:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _words(fleet: Fleet, file: Path) -> str:
+    connect = how_to_connect(fleet.spec, file)
+    return f"{connect}  export ZSTRAT_KEYS={fleet.keys}\n\n{_IS_UP}"
+
+
+def _leave_terminal(log: Path) -> None:
+    """What is said from now on goes there."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _detached(arguments: Sequence[str]) -> int:
+    """Has another process of our own do it; 0 when all tasks serve, else its code."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zstrat.cli", "up", "--alone", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        click.echo(line, nl=False)
+        if line.strip() == _IS_UP:
+            return 0
+    return process.wait() or 1
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[Path]:
+    """The folder, locked; at the end it is gone, unless there are logs to be read.
+
+    Raises:
+        ValueError: Another process holds it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder} is held by another `zstrat up`: end it with `zstrat down`"
+            ) from None
+        shutil.rmtree(folder / "keys", ignore_errors=True)  # of one that was killed
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        try:
+            yield folder
+        finally:
+            (folder / "lock").unlink(missing_ok=True)
+            if not list(folder.glob("*.log")):
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,222 @@
+"""A very small HTTP server: GET and HEAD, one request a connection, everything bounded.
+
+It stands beside training, on the network, in front of whoever can reach it, and probes
+must work with nothing but zstrat installed. So it is no framework: a request is a line
+and headers of 8 KiB together, which have five seconds to come, and there are at most
+64 connections. When one more comes, the one goes that was waited for longest, for
+its request or for taking its answer: who only holds connections open cannot keep a
+probe out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+CONNECTIONS: Final = 64
+"""A prober, a scraper, some browsers; each takes a descriptor and some KiB."""
+HEAD: Final = 8192
+"""Bytes of the request line and the headers. Browsers send 1 KiB."""
+ARRIVAL: Final = 5.0
+"""Seconds for the request to come, and again for the answer to be taken."""
+
+TEXT: Final = "text/plain; charset=utf-8"
+
+_LINE: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
+_HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*)")
+_REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    421: "Misdirected Request",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    503: "Service Unavailable",
+}
+
+log = logging.getLogger("zstrat.health")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """What a request asks for; ``accept`` is the header of that name."""
+
+    path: str
+    accept: str
+    host: str
+    is_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    status: int
+    body: str
+    kind: str = TEXT
+
+
+class BadRequest(ValueError):
+    """The other side sent something else than a request that is answered here."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+def parse_request(head: bytes) -> HttpRequest:
+    """The request that these bytes are, up to the empty line.
+
+    Raises:
+        BadRequest: They are none, or not one for us; says why.
+    """
+    first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    line = _LINE.fullmatch(first)
+    if line is None:
+        raise BadRequest(400, "expected a request as in: GET /healthz HTTP/1.1")
+    headers = {}
+    for each in lines:
+        header = _HEADER.fullmatch(each)
+        if header is None:
+            raise BadRequest(400, "expected headers as in: Host: 127.0.0.1")
+        headers[header[1].lower()] = header[2].decode("ascii").strip()
+    if line[1] not in (b"GET", b"HEAD"):
+        raise BadRequest(405, "only GET and HEAD are answered here")
+    path = line[2].decode("ascii").partition("?")[0]
+    accept, host = headers.get(b"accept", ""), headers.get(b"host", "")
+    return HttpRequest(path, accept, host, line[1] == b"HEAD")
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a browser that says so was led to this machine by its user. A page of a
+    stranger may have had its own name resolve to loopback, to read what is here."""
+    name = re.sub(r":\d*$", "", host).strip("[]").lower()
+    if name in ("", "localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
+
+
+class HttpServer:
+    """Answers requests with what ``answer`` returns, on the running loop.
+
+    Args:
+        arrival: Seconds that a request may take to come, and an answer to be taken.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[HttpRequest], Awaitable[HttpAnswer]],
+        arrival: float = ARRIVAL,
+    ) -> None:
+        self._answer, self._arrival = answer, arrival
+        self._server: asyncio.Server | None = None
+        self._open = 0
+        self._waited_for: dict[asyncio.StreamWriter, None] = {}
+        """Those that have to send their request, or to take their answer, the one that
+        was waited for longest first."""
+        self.is_local = True
+        """Whether only this machine can reach it."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Binds, and answers from now on; returns the port.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        self._server = await asyncio.start_server(
+            self._converse, host, port, limit=HEAD, backlog=CONNECTIONS
+        )
+        bound = [each.getsockname() for each in self._server.sockets]
+        self.is_local = all(ipaddress.ip_address(at[0]).is_loopback for at in bound)
+        return int(bound[0][1])
+
+    def close(self) -> None:
+        """Stops listening. Connections end with the loop."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _converse(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self._open >= CONNECTIONS and not self._let_go():
+            writer.transport.abort()
+            return
+        self._open += 1
+        self._waited_for[writer] = None
+        # Whatever the network does to a connection ends this connection only.
+        try:
+            with contextlib.suppress(OSError, EOFError, TimeoutError):
+                await self._serve(reader, writer)
+        finally:
+            self._open -= 1
+            self._waited_for.pop(writer, None)
+            writer.transport.abort()
+
+    def _let_go(self) -> bool:
+        """Drops the connection that was waited for longest, if there is one."""
+        for oldest in self._waited_for:
+            del self._waited_for[oldest]
+            oldest.transport.abort()
+            return True
+        return False
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        answer, is_head = HttpAnswer(408, "the request did not come in time"), False
+        try:
+            async with asyncio.timeout(self._arrival):
+                head = await reader.readuntil(b"\r\n\r\n")
+            self._waited_for.pop(writer, None)
+            asked = parse_request(head)
+            is_head = asked.is_head
+            if self.is_local and not is_own_name(asked.host):
+                raise BadRequest(421, f"this is not {asked.host:.80}")
+            answer = await self._answer(asked)
+        except asyncio.LimitOverrunError:
+            answer = HttpAnswer(431, f"expected a request of at most {HEAD} bytes")
+        except BadRequest as error:
+            answer = HttpAnswer(error.status, str(error))
+        except TimeoutError:  # the answer says so
+            pass
+        except (OSError, EOFError):
+            raise
+        except Exception:  # a defect of ours: to the log, and this one request fails
+            log.exception("answering over HTTP")
+            answer = HttpAnswer(500, "an error that the log of this process has")
+        self._waited_for[writer] = None
+        async with asyncio.timeout(self._arrival):
+            writer.write(encoded(answer, is_head))
+            writer.write_eof()
+            await writer.drain()
+            # Until the other side has it all: an abort would take it back.
+            while await reader.read(HEAD):
+                pass
+
+
+def encoded(answer: HttpAnswer, is_head: bool) -> bytes:
+    """The answer as it travels."""
+    body = f"{answer.body}\n".encode() if answer.kind == TEXT else answer.body.encode()
+    lines = [
+        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
+        f"Content-Type: {answer.kind}",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+    ]
+    if answer.status == 405:
+        lines.append("Allow: GET, HEAD")
+    head = "\r\n".join([*lines, "", ""]).encode("ascii")
+    return head if is_head else head + body

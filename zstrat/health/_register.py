@@ -1,0 +1,133 @@
+"""What lives in this process and can say how it is: tasks, sessions, programs.
+
+Each lives on the loop of its own thread; who asks sits on another one, which turns
+although that one is frozen, and can say so. A loop is asked by a call that it has to
+come round to: at most one for each question is on its way to it, however many ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.wire import PlainTree
+
+T = TypeVar("T")
+
+
+class Reporting(Protocol):
+    """Something of this process that is asked on its own loop."""
+
+    def readiness(self) -> str:
+        """Why it could not be used now; "" if it can be."""
+        ...
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """What `zstrat status --json` shows of it."""
+        ...
+
+
+class SharedAnswer(Generic[T]):
+    """The answer of one loop to one question, shared by all who ask meanwhile."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, answer: Callable[[], T]
+    ) -> None:
+        self._loop, self._answer = loop, answer
+        self._coming: Future[T] | None = None
+
+    async def ask(self, patience: float) -> T:
+        """
+        Raises:
+            TimeoutError: The loop has not come round to it in so many seconds.
+            RuntimeError: The loop is closed.
+        """
+        if self._coming is None or self._coming.done():
+            coming: Future[T] = Future()
+            self._loop.call_soon_threadsafe(self._fill, coming)
+            self._coming = coming
+        wait = asyncio.wrap_future(self._coming)
+        async with asyncio.timeout(patience):
+            # Shielded: the others who ask wait for the same future.
+            return await asyncio.shield(wait)
+
+    def _fill(self, coming: Future[T]) -> None:
+        try:
+            coming.set_result(self._answer())
+        except Exception as error:  # raised again where it was asked for
+            coming.set_exception(error)
+
+
+class RegisterEntry:
+    """One of them, with the way to ask it. Does not keep it alive."""
+
+    def __init__(
+        self, owner: Reporting, name: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.name, self.loop = name, loop
+        self._owner = weakref.ref(owner)
+        self.readiness = SharedAnswer(loop, self._readiness)
+        self.statistics = SharedAnswer(loop, self._statistics)
+
+    @property
+    def is_over(self) -> bool:
+        return self.loop.is_closed() or self._owner() is None
+
+    def is_of(self, owner: Reporting) -> bool:
+        return self._owner() is owner
+
+    def _readiness(self) -> str:
+        owner = self._owner()
+        return "it has ended" if owner is None else owner.readiness()
+
+    def _statistics(self) -> dict[str, PlainTree]:
+        owner = self._owner()
+        return {} if owner is None else owner.statistics()
+
+
+class Register:
+    """All of this process. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: list[RegisterEntry] = []
+
+    def add(self, owner: Reporting, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            self._all.append(RegisterEntry(owner, name, loop))
+
+    def remove(self, owner: Reporting) -> None:
+        with self._lock:
+            self._all = [each for each in self._all if not each.is_of(owner)]
+
+    def present(self) -> list[RegisterEntry]:
+        """Those whose loop is there."""
+        with self._lock:
+            self._all = [each for each in self._all if not each.is_over]
+            return list(self._all)
+
+    def forget(self) -> None:
+        """After a fork: the loops are those of the parent."""
+        self._lock, self._all = threading.Lock(), []
+
+
+REGISTER: Final = Register()
+os.register_at_fork(after_in_child=REGISTER.forget)
+
+
+def register(owner: Reporting, name: str, loop: asyncio.AbstractEventLoop) -> None:
+    """From now on ``owner``, which lives on ``loop``, is asked how it is, if somebody
+    asks this process; under ``name``, as in "ps:0"."""
+    REGISTER.add(owner, name, loop)
+
+
+def unregister(owner: Reporting) -> None:
+    """It has ended. What is collected, or has its loop closed, is forgotten anyway."""
+    REGISTER.remove(owner)

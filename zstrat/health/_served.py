@@ -1,0 +1,223 @@
+"""The HTTP port of this process: one, for all that lives in it.
+
+``/healthz``: whether the loops turn. ``/readyz``: whether what is here could be used.
+``/metrics``: counts, for Prometheus. It is served on a thread of its own: one that
+answers although a loop hangs, says which one, and costs training nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import re
+import socket
+import threading
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.config import Timeouts
+from zstrat.transport import Portal
+
+from ._exposition import exposition
+from ._http import HttpAnswer, HttpRequest, HttpServer
+from ._register import REGISTER
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from zstrat.config import Settings
+
+    from ._exposition import Told
+    from ._register import RegisterEntry
+
+_BINDING: Final = 10.0
+"""Seconds for the kernel, or a name server, to say where to bind."""
+
+log = logging.getLogger("zstrat.health")
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of ``127.0.0.1:9100``, ``[::1]:9100`` or ``9100``, which is on
+    loopback.
+
+    Raises:
+        ValueError: It is written otherwise.
+    """
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]:|([^\s:/\[\]]+):)?(\d{1,5})", text)
+    if found is None or int(found[3]) > 65535:
+        raise ValueError(
+            f"HTTP at {text!r:.80}: expected HOST:PORT, as in 127.0.0.1:9100, or "
+            "0.0.0.0:9100 to be asked by other machines"
+        )
+    return found[1] or found[2] or "127.0.0.1", int(found[3])
+
+
+@final
+class HealthServer:
+    """The HTTP port of this process, until `close` or the end of the program.
+
+    A context manager. Made by `serve_http`.
+    """
+
+    def __init__(self, text: str, patience: float) -> None:
+        self.asked_for = text
+        self._patience = patience
+        self._http = HttpServer(self._answer)
+        host, port = address_of(text)
+        self._portal = Portal("zstrat http")
+        try:
+            bound = self._portal.run(
+                self._http.start(host, port), _BINDING, f"binding {text} for HTTP"
+            )
+        except BaseException as error:  # raised again, in our words
+            self._portal.close()
+            if isinstance(error, OSError):
+                raise _worded(error, text) from error
+            raise
+        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        """HOST:PORT; the port that was taken if 0 was asked for."""
+
+    @property
+    def is_open(self) -> bool:
+        return not self._portal.is_closed
+
+    def close(self) -> None:
+        """Stops to answer. Idempotent."""
+        self._portal.call_soon(self._http.close)
+        self._portal.close()
+
+    def __enter__(self) -> HealthServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _answer(self, asked: HttpRequest) -> HttpAnswer:
+        match asked.path:
+            case "/healthz":
+                return await self._probed(ready=False)
+            case "/readyz":
+                return await self._probed(ready=True)
+            case "/metrics":
+                return await self._metrics(asked.accept)
+        return HttpAnswer(404, "here are /healthz, /readyz and /metrics")
+
+    async def _probed(self, *, ready: bool) -> HttpAnswer:
+        registered = REGISTER.present()
+        found = await asyncio.gather(*(self._state(each) for each in registered))
+        lines, fails = [], ready and not registered
+        for each, (turns, reason) in zip(registered, found, strict=True):
+            wrong = not turns or (ready and bool(reason))
+            fails = fails or wrong
+            # Other machines hear what is so, and not why: words have addresses.
+            words = reason if self._http.is_local or not turns else "not ready"
+            lines.append(f"{each.name}: {words if wrong else 'ok'}")
+        if not registered:
+            lines.append("nothing is served here yet" if ready else "ok")
+        return HttpAnswer(503 if fails else 200, "\n".join(lines))
+
+    async def _state(self, registered: RegisterEntry) -> tuple[bool, str]:
+        """Whether its loop turns, and why it is not ready."""
+        try:
+            return True, await registered.readiness.ask(self._patience)
+        except TimeoutError:
+            words = f"its event loop has not turned for {self._patience:g} s"
+            return False, words
+        except RuntimeError:  # its loop was closed meanwhile
+            return True, "it has ended"
+
+    async def _metrics(self, accept: str) -> HttpAnswer:
+        told: list[Told] = []
+        for registered in REGISTER.present():
+            # What hangs is missing here, and /healthz says so.
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                values = await registered.statistics.ask(self._patience)
+                told.append((registered.name, values))
+        try:
+            return HttpAnswer(200, *exposition(told, accept, names=self._http.is_local))
+        except ImportError as error:
+            return HttpAnswer(501, str(error))
+
+
+def _worded(error: OSError, text: str) -> OSError:
+    """In our words. A name that nobody knows (yet) is an address that is not there."""
+    number = error.errno or errno.EADDRNOTAVAIL
+    if isinstance(error, socket.gaierror):
+        number, words = (
+            errno.EADDRNOTAVAIL,
+            f"nobody knows that name ({error.strerror})",
+        )
+    elif number == errno.EADDRINUSE:
+        words = "another process has that port; give another one, or 0 for any"
+    elif number == errno.EADDRNOTAVAIL:
+        words = "this machine does not have that address"
+    elif isinstance(error, PermissionError):
+        words = "this user may not bind it; take a port from 1024 on"
+    else:
+        words = error.strerror or str(error)
+    return OSError(number, f"HTTP at {text}: {words}")
+
+
+class _Present:
+    """The port that this process has, if it has one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.server: HealthServer | None = None
+
+    def forget(self) -> None:
+        """After a fork: the thread that answers is the parent's."""
+        self.lock, self.server = threading.Lock(), None
+
+
+_PRESENT: Final = _Present()
+os.register_at_fork(after_in_child=_PRESENT.forget)
+
+
+def serve_http(address: str, *, patience: float | None = None) -> HealthServer:
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process.
+
+    On loopback everything is told; at another address health and counts alone, and to
+    whoever asks. A process has one such port.
+
+    Args:
+        address: ``HOST:PORT``, or a port of loopback; 0 is any free one.
+        patience: Seconds after which an event loop that does not turn hangs. None:
+            that after which peers take a task for lost by default.
+
+    Raises:
+        ValueError: The address is none, or this process has another one.
+        OSError: It cannot be bound; says why.
+    """
+    with _PRESENT.lock:
+        server = _PRESENT.server
+        if server is not None and server.is_open:
+            if server.asked_for == address:
+                return server
+            raise ValueError(
+                f"HTTP at {address}: this process serves it at {server.address} "
+                "already; close that one first"
+            )
+        server = HealthServer(address, patience or Timeouts().patience)
+        _PRESENT.server = server
+    log.info("http://%s has /healthz, /readyz and /metrics", server.address)
+    return server
+
+
+def serve_as_told(settings: Settings) -> None:
+    """Serves it where ``settings.http`` says, unless this process does already.
+
+    Raises:
+        ValueError, OSError: As `serve_http`.
+    """
+    with _PRESENT.lock:
+        has_one = _PRESENT.server is not None and _PRESENT.server.is_open
+    if settings.http and not has_one:
+        serve_http(settings.http, patience=settings.timeouts.patience)

@@ -1,0 +1,113 @@
+"""What a fleet asks of an engine, and what an engine tells a fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from zstrat.errors import ZstratError
+
+
+@dataclass(frozen=True, slots=True)
+class FleetTask:
+    """One task, and where it is to run: a word of the engine, such as a host."""
+
+    job: str
+    index: int
+    where: str
+
+    @property
+    def name(self) -> str:
+        """As in "worker:1"."""
+        return f"{self.job}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskLaunch:
+    """All that an engine is told to start a task.
+
+    ``bind`` is the address that the task had before, "" the first time. ``keys`` are
+    the files of its key folder, name -> text: the secret of its role and all public
+    halves. ``env`` are variables for it, and ``arguments`` those of its daemon beside
+    index and address. ``beside`` is the number of tasks of its job on the same host,
+    which share its cores. ``log`` is the file that takes what it prints; None: it goes
+    where this process's own errors go.
+    """
+
+    task: FleetTask
+    bind: str
+    keys: Mapping[str, str]
+    env: Mapping[str, str]
+    arguments: tuple[str, ...]
+    beside: int
+    log: Path | None
+
+    def said(self) -> str:
+        """The log so far; "" if it is elsewhere."""
+        if self.log is None or not self.log.exists():
+            return ""
+        return self.log.read_text("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a process ended.
+
+    ``words`` go behind the name of the task: "ended with exit code 1". ``code`` is 0
+    for a task that drained, None where nobody knows. ``why`` says more, and what to do.
+    ``mistake`` is what is wrong with the run as a whole, for which no second try helps.
+    """
+
+    words: str
+    code: int | None = None
+    why: str = ""
+    mistake: ZstratError | None = None
+
+
+class TaskEvents(Protocol):
+    """Who hears of one process. Takes any thread, and never blocks."""
+
+    def bound(self, address: str) -> None:
+        """It serves, and others reach it there. Once at most, and before its end."""
+        ...
+
+    def ended(self, end: End) -> None:
+        """It is gone. Exactly once."""
+        ...
+
+
+class RunningTask(Protocol):
+    """What ends a process. Both return at once; its end is heard of."""
+
+    def drain(self) -> None:
+        """Has it finish what it accepted, and end."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it now, whatever it does."""
+        ...
+
+
+class Engine(Protocol):
+    """Starts processes somewhere. Called on one thread, that of the fleet, which lives
+    as long as they do."""
+
+    name: str
+    """For words to a person: "ssh"."""
+
+    def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
+        """Begins to start a task; returns at once.
+
+        Raises:
+            ZstratError, OSError: It cannot even begin; ``hear`` is not called. The
+                fleet takes it for a mistake.
+        """
+        ...
+
+    def close(self) -> None:
+        """All processes have ended, or were given up."""
+        ...

@@ -1,0 +1,249 @@
+"""Engines whose processes are commands with standard streams: this machine, ssh, srun.
+
+The command runs `zstrat.daemons.launched` somewhere, and ends when that does. Its
+standard input and output are the conversation with the daemon (see there), its standard
+error is the log of the task, into which the kernel writes it: what the command itself
+has to say, that it cannot reach a host, say, is there, too. The end of the conversation
+is the leash: the daemon drains when its standard input ends, however we end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import UnavailableError, VersionMismatchError
+from zstrat.launch._child import inherited, signal_name
+from zstrat.launch._copies import WATCHING_PARENT
+from zstrat.transport import hello
+
+from ._engine import End
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from typing import IO
+
+    from zstrat.errors import ZstratError
+
+    from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
+
+MISTAKEN: Final = 2
+"""Exit code of a daemon that was told what cannot be (`zstrat.daemons`)."""
+
+LONGEST_LINE: Final = 2**16
+"""Bytes of one line of the conversation; what a shell prints before it is cut there."""
+
+
+class Piped(ABC):
+    """An engine of commands; a subclass says which command, and where others reach what
+    it starts."""
+
+    name: str
+
+    @abstractmethod
+    def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
+        """The words that run ``daemon`` where the task is to be."""
+
+    @abstractmethod
+    def host(self, task: FleetTask) -> str:
+        """The host of the address at which others reach the task."""
+
+    @abstractmethod
+    def python(self, task: FleetTask) -> str:
+        """The interpreter there."""
+
+    def why(self, launch: TaskLaunch, code: int) -> str:
+        """What the exit code of the command says beyond its number, and what to do."""
+        return ""
+
+    def turn(self, task: FleetTask) -> AbstractContextManager[object]:
+        """Held from the start of a command until it answers, for hosts that take few
+        newcomers at a time."""
+        return contextlib.nullcontext()
+
+    @final
+    def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
+        bind = _bind(self.host(launch.task), launch.bind)
+        # -P: the folder in which it happens to run must not shadow modules.
+        daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
+        daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
+        words = self.command(launch, [*daemon, *launch.arguments])
+        return _Conversation(self, launch, hear, words)
+
+    @final
+    def close(self) -> None:
+        """Nothing is left: every process was waited for."""
+        return
+
+
+class _Conversation:
+    """One process and the thread that starts it and listens to it, until it has ended:
+    the kernel takes the end of that thread for the death of the parent."""
+
+    def __init__(
+        self, engine: Piped, launch: TaskLaunch, hear: TaskEvents, words: list[str]
+    ) -> None:
+        self._engine, self._launch, self._hear = engine, launch, hear
+        self._words = words
+        self._lock = threading.Lock()
+        """Guards the next two, which other threads end it by."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
+        self._mistake: ZstratError | None = None
+        name = f"zstrat hears {launch.task.name}"
+        threading.Thread(target=self._live, name=name, daemon=True).start()
+
+    def drain(self) -> None:
+        """By the end of its standard input."""
+        with self._lock:
+            self._is_ending = True
+            if self._process is not None:
+                _hang_up(self._process)
+
+    def kill(self) -> None:
+        with self._lock:
+            self._is_ending = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _live(self) -> None:
+        try:
+            end = self._lived()
+        except Exception as error:
+            # To the fleet, which is told of an end in any case.
+            mistake = self._misspoke(error)
+            end = End(f"could not be started: {error}", mistake=mistake)
+            self.kill()
+        self._hear.ended(end)
+
+    def _lived(self) -> End:
+        with self._engine.turn(self._launch.task):
+            process = self._started()
+            if process is None:
+                return End("was not started: it was told to end before")
+            greeting = _answer(process)
+        try:
+            if greeting is not None:
+                self._talk(process, greeting)
+            while _stream(process.stdout).read(LONGEST_LINE):
+                pass  # it has nothing more to say, but its end is heard so
+        except (OSError, ValueError, KeyError) as error:
+            self._mistake = self._misspoke(error)
+            self.kill()
+        return self._ended(process)
+
+    def _started(self) -> subprocess.Popen[bytes] | None:
+        with contextlib.ExitStack() as stack:
+            log = None
+            if self._launch.log is not None:
+                log = stack.enter_context(self._launch.log.open("ab"))
+            stack.enter_context(self._lock)
+            if not self._is_ending:
+                self._process = subprocess.Popen(
+                    [*WATCHING_PARENT, *self._words],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=inherited(),
+                    # Ctrl-C at the terminal is for the program, which ends its tasks.
+                    start_new_session=True,
+                )
+            return self._process
+
+    def _talk(
+        self, process: subprocess.Popen[bytes], greeting: Mapping[str, object]
+    ) -> None:
+        self._mistake = _mismatch(self._where(), greeting)
+        if self._mistake is not None:
+            with self._lock:
+                _hang_up(process)
+            return
+        launch = self._launch
+        told = {"env": dict(launch.env), "keys": dict(launch.keys)}
+        told["beside"] = {"count": str(launch.beside)}
+        with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
+            _stream(process.stdin).write(json.dumps(told).encode() + b"\n")
+            _stream(process.stdin).flush()
+        report = _answer(process)
+        if report is not None:
+            port = str(report["address"]).rpartition(":")[2]
+            self._hear.bound(f"{self._engine.host(launch.task)}:{port}")
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> End:
+        code = process.wait()
+        with self._lock:
+            _hang_up(process)
+        _stream(process.stdout).close()
+        words = f"on {self._where()} ended with exit code {code}"
+        if code < 0:
+            words = f"on {self._where()} was ended by {signal_name(-code)}"
+        why = "" if self._is_ending else self._engine.why(self._launch, code)
+        # A daemon that says 2 would end so again; not one that served already: what it
+        # was told was right, but its port, say, may be somebody else's just now.
+        mistake = self._mistake
+        if mistake is None and code == MISTAKEN and not self._launch.bind:
+            mistake = UnavailableError(f"{self._launch.task.name} {words}")
+        return End(words, code, why, mistake)
+
+    def _misspoke(self, error: Exception) -> UnavailableError:
+        return UnavailableError(
+            f"{self._launch.task.name} on {self._where()} does not talk as a daemon of "
+            f"zstrat does: {error!r}"
+        )
+
+    def _where(self) -> str:
+        return self._launch.task.where
+
+
+def _stream(found: IO[bytes] | None) -> IO[bytes]:
+    assert found is not None
+    return found
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        _stream(process.stdin).close()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
+    """The next line that it says; None at the end. What else a shell prints before is
+    passed over."""
+    while line := _stream(process.stdout).readline(LONGEST_LINE):
+        if line.startswith(b"{"):
+            found: dict[str, object] = json.loads(line)
+            return found
+    return None
+
+
+def _bind(host: str, before: str) -> str:
+    """What the daemon binds. A name may mean loopback on the host itself, so only a
+    number is bound as it is."""
+    port = before.rpartition(":")[2] or "0"
+    is_number = host.replace(".", "").isdecimal()
+    return f"{host if is_number else '0.0.0.0'}:{port}"
+
+
+def _mismatch(
+    where: str, greeting: Mapping[str, object]
+) -> VersionMismatchError | None:
+    """Why the daemon there cannot work with this program, or None."""
+    mine = hello("chief", 0, 1)
+    theirs = greeting["versions"]
+    assert isinstance(theirs, dict)
+    pairs = [("protocol", str(greeting["protocol"]), str(mine.protocol))]
+    pairs.append(("zstrat", theirs.get("zstrat", "none"), mine.versions["zstrat"]))
+    pythons = theirs.get("python", "none"), mine.versions["python"]
+    minors = [".".join(each.split(".")[:2]) for each in pythons]
+    pairs.append(("Python", minors[0], minors[1]))
+    wrong = [f"{what} {a} (here {b})" for what, a, b in pairs if a != b]
+    if not wrong:
+        return None
+    return VersionMismatchError(
+        f"{where} has {', '.join(wrong)}: install the same there, or name the "
+        "interpreter that has it"
+    )

@@ -1,0 +1,172 @@
+"""A fleet on hosts that ssh reaches: the `ssh` program itself, with its own settings.
+
+There is one ssh client for each task. Nothing asks for a password: a key that ssh finds
+without a person, or an agent, lets it in. The leash is the connection. When the client
+or this program ends, the daemon's standard input ends there, and its parent, the ssh
+server's process for this client, which takes a daemon along that does not hear it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Final, Literal, final
+
+from zstrat.errors import UnavailableError
+
+from ._fleet import Fleet
+from ._piped import Piped
+from .hosts import hosts_of
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.config import Settings
+
+    from ._engine import FleetTask, TaskLaunch
+    from .hosts import SshHost
+
+AT_A_TIME: Final = 6
+"""Clients that knock at one host together: from ten on, an ssh server turns some away
+that it does not know yet (MaxStartups)."""
+
+_USUAL: Final = (
+    "BatchMode=yes",
+    "ConnectTimeout=8",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+)
+"""Behind the user's own options, which are the ones that count then."""
+
+
+@final
+class SshEngine(Piped):
+    """Runs each daemon behind an ssh client of its own.
+
+    Raises:
+        UnavailableError: There is no program ``ssh`` here.
+        ValueError: ssh does not take the options of a host; quotes it.
+    """
+
+    name = "ssh"
+
+    def __init__(self, hosts: Sequence[SshHost], program: str = "ssh") -> None:
+        found = shutil.which(program)
+        if found is None:
+            raise UnavailableError(
+                f"there is no program {program!r} here: install OpenSSH's client "
+                "(on Debian and Ubuntu: apt install openssh-client)"
+            )
+        self._program = found
+        self._hosts = {host.name: host for host in hosts}
+        self._addresses = {host.name: self._address(host) for host in hosts}
+        self._turns = {
+            host.name: threading.BoundedSemaphore(AT_A_TIME) for host in hosts
+        }
+
+    def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
+        host = self._hosts[launch.task.where]
+        usual = [word for option in _USUAL for word in ("-o", option)]
+        # -T: no terminal, whose line ends and echo would be in the conversation.
+        words = [self._program, "-T", "-x", *host.words(), *usual]
+        # exec: no shell stays in between, whose child would outlive it.
+        return [*words, "--", host.name, f"exec {shlex.join(daemon)}"]
+
+    def host(self, task: FleetTask) -> str:
+        return self._addresses[task.where]
+
+    def python(self, task: FleetTask) -> str:
+        return self._hosts[task.where].python
+
+    def turn(self, task: FleetTask) -> threading.BoundedSemaphore:
+        return self._turns[task.where]
+
+    def why(self, launch: TaskLaunch, code: int) -> str:
+        where = launch.task.where
+        python = self._hosts[where].python
+        if code == 255:
+            return f"ssh does not reach {where}, is not let in, or lost it"
+        if code in (126, 127):
+            return f"there is no {python}; set `python` of {where} to one with zstrat"
+        if "No module named" in launch.said():
+            return (
+                f"{python} has no zstrat, or another one; install it there, or set "
+                f"`python` of {where}"
+            )
+        return ""
+
+    def _address(self, host: SshHost) -> str:
+        """As ssh's configuration has it, if the user does not say."""
+        if host.address:
+            return host.address
+        words = [self._program, *host.words(), "-G", "--", host.name]
+        asked = subprocess.run(words, capture_output=True, text=True, check=False)
+        for line in asked.stdout.splitlines():
+            if line.startswith("hostname "):
+                return line.removeprefix("hostname ")
+        raise ValueError(
+            f"ssh does not take the options of {host.name}: "
+            f"{asked.stderr.strip() or 'it does not say why'}"
+        )
+
+
+def ssh(
+    hosts: str | os.PathLike[str] | Sequence[str],
+    num_ps: int | None = None,
+    num_workers: int | None = None,
+    *,
+    restarts: int = 5,
+    window: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    logs: Literal["files", "terminal"] = "files",
+    directory: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+    program: str = "ssh",
+) -> Fleet:
+    """Parameter servers and workers on hosts that ssh reaches, for this program.
+
+        with zs.launch.ssh(["node1", "node2"], num_ps=2, num_workers=8) as cluster:
+            strategy = zs.ParameterServerStrategy(
+                cluster.resolver, settings=cluster.settings
+            )
+
+    Each run has keys of its own, which go to the hosts through ssh. All tasks end with
+    the ``with``, with this program, and with their ssh clients.
+
+    Args:
+        hosts: A TOML file (docs/engines.md), or names as ssh knows them; tasks are
+            dealt out to them in turn.
+        num_ps, num_workers: How many of each; default: as the file says.
+        restarts, window: A task that ends by itself is started again at its address, so
+            often at most within so many seconds.
+        env: Variables for the tasks.
+        logs: "files" in ``directory``, or "terminal".
+        directory: Folder for keys and logs, kept; default: a new one, removed at the
+            end but for the logs of tasks that ended with an error.
+        settings: Timeouts; default: from ``ZSTRAT_*``.
+        program: The ssh client.
+
+    Raises:
+        ValueError: An argument or the file cannot be.
+        UnavailableError: A host does not answer, does not let us in, has no zstrat, or
+            a task ended there before it was ready; quotes what was said.
+        VersionMismatchError: A host has another zstrat, protocol or Python.
+        DeadlineExceededError: A task was not ready in ``timeouts.connect``.
+    """
+    found = hosts_of(hosts)
+    tasks = found.tasks(num_ps, num_workers)
+    used = {task.where for task in tasks}
+    engine = SshEngine([host for host in found.hosts if host.name in used], program)
+    return Fleet(
+        engine,
+        tasks,
+        restarts=restarts,
+        window=window,
+        env=env,
+        logs=logs,
+        directory=directory,
+        settings=settings,
+    )

@@ -1,0 +1,151 @@
+"""Hosts of one's own, and which tasks they get: a file, or names in a list."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from zstrat.config import read_toml
+
+from ._engine import FleetTask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+JOBS: Final = ("ps", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class SshHost:
+    """A host, and how ssh gets there.
+
+    ``name`` is what ssh is told. Others reach its tasks at ``address``; "": the host
+    name that ssh's own configuration has for it. ``options`` are those of ``ssh -o``.
+    ``python`` is the interpreter there that has zstrat, ``jobs`` what may run there.
+    """
+
+    name: str
+    address: str = ""
+    user: str = ""
+    port: int = 0
+    identity: str = ""
+    config: str = ""
+    options: tuple[str, ...] = ()
+    python: str = sys.executable
+    jobs: tuple[str, ...] = JOBS
+
+    def words(self) -> list[str]:
+        """The options of ssh for this host."""
+        found: list[str] = []
+        given = ("-F", self.config), ("-i", self.identity), ("-l", self.user)
+        for option, value in given:
+            if value:
+                path = os.path.expanduser(value) if option != "-l" else value
+                found += [option, path]
+        found += ["-p", str(self.port)] if self.port else []
+        for option in self.options:
+            found += ["-o", option]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SshHosts:
+    """Hosts, and how many tasks the file wants on them; None: it does not say."""
+
+    hosts: tuple[SshHost, ...]
+    ps: int | None = None
+    workers: int | None = None
+
+    def tasks(self, num_ps: int | None, num_workers: int | None) -> list[FleetTask]:
+        """Who runs where: dealt out in turn, the workers behind the ps.
+
+        Raises:
+            ValueError: Nobody says how many, or no host takes a job.
+        """
+        wanted = {
+            "ps": self.ps if num_ps is None else num_ps,
+            "worker": self.workers if num_workers is None else num_workers,
+        }
+        return list(self._dealt(wanted))
+
+    def _dealt(self, wanted: Mapping[str, int | None]) -> Iterator[FleetTask]:
+        begin = 0
+        for job, count in wanted.items():
+            least = 1 if job == "ps" else 0
+            if count is None or count < least:
+                raise ValueError(
+                    f"{count} tasks of job {job!r}: expected {least} or more; say "
+                    "num_ps= and num_workers=, or ps and workers in the file"
+                )
+            takers = [host.name for host in self.hosts if job in host.jobs]
+            if count and not takers:
+                raise ValueError(f"no host takes job {job!r}: see `jobs` of the hosts")
+            for index in range(count):
+                where = takers[(begin + index) % len(takers)]
+                yield FleetTask(job, index, where)
+            begin = count
+
+
+def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
+    """Of a TOML file, or of names.
+
+    Raises:
+        ValueError: The file cannot be read, or says what cannot be; names file and key.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return _hosts_in(os.fspath(given), read_toml(given))
+    found = tuple(SshHost(name) for name in given)
+    return _checked("hosts", SshHosts(found))
+
+
+def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
+    rest = dict(table)
+    named = rest.pop("hosts", None)
+    counts = {key: rest.pop(key, None) for key in ("ps", "workers")}
+    if not isinstance(named, dict) or not named:
+        raise ValueError(
+            f"{file}: expected a table for each host, such as [hosts.node1]"
+        )
+    for key, count in counts.items():
+        if count is not None and not isinstance(count, int):
+            raise ValueError(f"{file}: {key} = {count!r}: expected a number")
+    hosts = []
+    for name, own in named.items():
+        if not isinstance(own, dict):
+            raise ValueError(f"{file}: hosts.{name}: expected a table")
+        hosts.append(_host(file, name, {**rest, **own}))
+    ps, workers = counts["ps"], counts["workers"]
+    assert ps is None or isinstance(ps, int)
+    assert workers is None or isinstance(workers, int)
+    return _checked(file, SshHosts(tuple(hosts), ps, workers))
+
+
+def _host(file: str, name: str, said: Mapping[str, object]) -> SshHost:
+    kinds = {field.name: field.default for field in dataclasses.fields(SshHost)}
+    told: dict[str, object] = {}
+    for key, value in said.items():
+        if key == "name" or key not in kinds:
+            known = ", ".join(sorted(kinds.keys() - {"name"}))
+            raise ValueError(f"{file}: {key!r} is no setting of a host: only {known}")
+        kind = list if isinstance(kinds[key], tuple) else type(kinds[key])
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"{file}: {key} = {value!r}: expected a {kind.__name__} there"
+            )
+        told[key] = tuple(map(str, value)) if isinstance(value, list) else value
+    return dataclasses.replace(SshHost(name), **told)  # type: ignore[arg-type]
+
+
+def _checked(file: str, found: SshHosts) -> SshHosts:
+    names = [host.name for host in found.hosts]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"{file}: expected one or more different hosts, got {names}")
+    for host in found.hosts:
+        if not host.name or host.name.startswith("-") or not host.name.isprintable():
+            raise ValueError(f"{file}: {host.name!r:.80} is no name of a host")
+        if set(host.jobs) - set(JOBS):
+            raise ValueError(f"{file}: jobs of {host.name}: expected some of {JOBS}")
+    return found
