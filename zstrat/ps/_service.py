@@ -63,7 +63,7 @@ from zstrat.wire import (
 from ._joining import Joining
 from ._requests import Stored
 from ._serving import Serving
-from ._thread import ComputeThread
+from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._fold import Folded
@@ -133,6 +133,7 @@ class PsService:
             runs on the compute thread, and only for code that a coordinator has sent.
         task: Names this server in errors: ``"/job:ps/task:0"``.
         on_exit: Called once, on the loop, when the coordinator ends the process.
+        make_thread: Makes the threads that do what would hold up the loop.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class PsService:
         incarnation: int = 0,
         on_exit: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_thread: MakeThread = ComputeThread,
     ) -> None:
         self._settings = settings
         self._task = task
@@ -153,13 +155,13 @@ class PsService:
         self._engine = OptimizerEngine(load_code)
         self._store = Store(self._engine, task=task, largest=settings.limits.body)
         self._ownership = Ownership(task)
-        self._thread = ComputeThread(f"compute {task}")
+        self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
             task, self._store, self._thread, check=check, admit=self._require_open
         )
         self._snapshots = SnapshotService(
-            task, self._store, self._serving.turn, check, self._thread
+            task, self._store, self._serving.turn, check, self._thread, make_thread
         )
         self._joining = Joining(task, self._ownership, self._store)
         self._draining = False

@@ -24,3 +24,8 @@ from ._remote import Remote as Remote
 from ._secrecy import Secrecy as Secrecy
 from ._shared import Arena as Arena
 from ._shared import Mapping as Mapping
+from ._socket import ZEROMQ as ZEROMQ
+from ._socket import Event as Event
+from ._socket import Happening as Happening
+from ._socket import Sockets as Sockets
+from ._socket import ZeroMQSockets as ZeroMQSockets

@@ -3,6 +3,8 @@
 from ._closure import Costs as Costs
 from ._closure import Do as Do
 from ._executor import Executor as Executor
+from ._executor import StepSource as StepSource
+from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline
 from ._service import WorkerService as WorkerService
 from ._step_output import Hear as Hear

@@ -24,7 +24,7 @@ from ._load_plan import Loading, Move, Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from zstrat.ps._thread import ComputeThread
+    from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
     from zstrat.wire import StoreEntry
 
@@ -47,7 +47,7 @@ class Loads:
         store: Store,
         turn: Turn,
         check: Callable[[int], None],
-        compute: ComputeThread,
+        compute: JobThread,
         disk: DiskThread,
     ) -> None:
         self._task, self._store = task, store
