@@ -20,6 +20,7 @@ from ._loop import outcome as outcome
 from ._loop import run as run
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
+from ._pump import Sending as Sending
 from ._remote import Remote as Remote
 from ._secrecy import Secrecy as Secrecy
 from ._shared import Arena as Arena

@@ -98,6 +98,7 @@ class WorkerService:
         listen: Says who hears what this process prints; None: its sessions do not.
         load, prepare, run_eager: How user code is unpickled and run.
         make_executor: Makes the thread that does so.
+        compilations: Counts what XLA compiles; None: one that ends with the service.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class WorkerService:
         run_eager: RunEager = program.run_eager,
         clock: Callable[[], float] = time.monotonic,
         make_executor: MakeExecutor = Executor,
+        compilations: Compilations | None = None,
     ) -> None:
         self._settings, self._me, self._make_link = settings, me, make_link
         self._task = f"/job:{me.job}/task:{me.index}"
@@ -128,7 +130,7 @@ class WorkerService:
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
         self._refusal: WorkerLostError | None = None
-        self._compilations = Compilations()
+        self._compilations = compilations or Compilations()
         self._executor = make_executor(self._task, on_crash=self._crashed)
 
     # The Endpoint's handler
