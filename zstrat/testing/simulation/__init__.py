@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ._mutations import MUTATIONS as MUTATIONS
+from ._mutations import mutated as mutated
 from ._run import Verdict as Verdict
 from ._run import run_scenario as run_scenario
 from ._run import run_seed as run_seed

@@ -275,13 +275,9 @@ class Readers:
         if reader is None:
             self._kept.append(function)  # so that its id is nobody else's
             reader = self._numbers[id(function)] = len(self._kept)
-        if training is None or function.marks[0].key // KEYS != training.number:
+        if training is None or function.training != training.number:
             return  # of a session that is over
         step = training.steps.get(number)
         known = step.known if step is not None and not training.fills else ()
         training.heard(reader, values[: training.servers], known)
-
-
-KEYS: Final = 1000
-"""Keys of variables that one session has to itself."""
 

@@ -8,6 +8,7 @@ from its loop alone, so that killing it is to never run that loop again.
 from __future__ import annotations
 
 import abc
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -79,7 +80,11 @@ class Surroundings:
             return  # told when memory is collected, which is no matter of the seed
         at = self.world.now - START
         error = context.get("exception")
-        self.defects.append(f"{at:.6f} {name}: {words}: {error!r}")
+        where = ""
+        if isinstance(error, BaseException):
+            frames = traceback.extract_tb(error.__traceback__)
+            where = " < ".join([f"{f.name}:{f.lineno}" for f in reversed(frames)])
+        self.defects.append(f"{at:.6f} {name}: {words}: {error!r} at {where}")
 
     def draw(self) -> int:
         """A number that no other start, or session, has."""

@@ -7,15 +7,15 @@ what it learns to the contract.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from zstrat.coordinator.unthreaded import Code, Cut, LoopCoordinator
+from zstrat.coordinator.unthreaded import Code, LoopCoordinator
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
-    NotFoundError,
     PSUnavailableError,
     UnavailableError,
     WorkerLostError,
@@ -25,7 +25,7 @@ from zstrat.ps import Ref
 from zstrat.variables import VariableSpec
 from zstrat.wire import StoreEntry, UpdateOp
 
-from ._contract import KEYS, Saved, Scheduled, Training
+from ._contract import Saved, Scheduled, Training
 from ._script import DENSE, ScriptedFunction, one_hot
 
 if TYPE_CHECKING:
@@ -165,11 +165,11 @@ class TrainingSession:
     ) -> None:
         self._program, self._scenario = program, program.scenario
         self._coordinator, self._training = coordinator, training
-        base, length = KEYS * training.number, self._scenario.steps
-        count = training.servers
-        self._marks = _specs(base, "marks", (length,), "int64", count)
-        self._own = _specs(base + 100, "own", (OWN,), "int64", count)
-        self._tables = _specs(base + 200, "table", (length, 2), "float32", count)
+        length, count = self._scenario.steps, training.servers
+        # As in real programs, each session counts its keys anew.
+        self._marks = _specs(100, "marks", (length,), "int64", count)
+        self._own = _specs(200, "own", (OWN,), "int64", count)
+        self._tables = _specs(300, "table", (length, 2), "float32", count)
         self._updates: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -193,6 +193,7 @@ class TrainingSession:
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
         )
         function = ScriptedFunction(
+            self._training.number,
             self._marks,
             self._tables,
             self._scenario.by_rows,
@@ -207,7 +208,7 @@ class TrainingSession:
     async def _train(self) -> None:
         draw = self._program.draw
         for place in range(self._scenario.steps):
-            await asyncio.sleep(self._scenario.pace * -np.log(1.0 - draw()))
+            await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
             await self._something_else(draw())
 
@@ -336,9 +337,7 @@ class TrainingSession:
         try:
             cut = await coordinator.at_rest(holder)
             await client.pin(number, refs, [])
-        except (PSUnavailableError, UnavailableError, NotFoundError):
-            return
-        except DeadlineExceededError:
+        except ZstratError:  # and if a server was lost, it is told by the next call
             return
         finally:
             coordinator.go_on(holder)
@@ -423,5 +422,3 @@ def _specs(
 def _nobody(number: int, values: Sequence[np.ndarray]) -> None:
     raise AssertionError(f"step {number} runs in no worker, with {len(values)} values")
 
-
-__all__ = ["Cut", "Program"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import itertools
 import logging
+import sys
 import traceback
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 from ._contract import BrokenPromiseError, Readers
@@ -25,7 +27,7 @@ from ._program import Program
 from ._scenario import Scenario, drawn
 from ._script import Scripts
 from ._sockets import Network, Weather, digest_of
-from ._world import START, SpinningError, StuckError, World
+from ._world import START, SpinningError, StuckError, VirtualLoop, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -210,12 +212,33 @@ def run_scenario(
     scenario: Scenario, told: Callable[[str], None] | None = None
 ) -> Verdict:
     """Runs a scenario that may have been made by hand."""
-    with _alone(scenario):
+    with _alone(scenario), _buried():
         try:
             return Run(scenario, told).verdict()
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
             return Verdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
+
+
+@contextlib.contextmanager
+def _buried() -> Iterator[None]:
+    """Coroutines of processes that were killed end when they are collected: here, where
+    whatever they do at their end is heard by nobody."""
+    gc.freeze()  # so that only what the run has made is looked at
+    hook = sys.unraisablehook
+    try:
+        yield
+    finally:
+        grave = VirtualLoop(World(0), "grave", lambda context: None)
+        grave.end()
+        sys.unraisablehook = lambda unraisable: None
+        asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", grave))
+        try:
+            gc.collect()
+        finally:
+            asyncio._set_running_loop(None)
+            sys.unraisablehook = hook
+            gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -59,9 +59,14 @@ class ScriptedPlan:
 class ScriptedFunction:
     """What of a `zstrat.program.Function` a worker asks, and what its step does.
 
-    ``marks`` and ``tables``: one on each server. ``optimizes``: its updates are said to
-    be an optimizer's, so that a pipeline reads ahead of them.
+    Args:
+        training: Which session of the run it belongs to.
+        marks, tables: One on each server.
+        reads_ahead: Its updates are said to be an optimizer's, so that a pipeline reads
+            ahead of them.
     """
+
+    training: int
 
     marks: tuple[VariableSpec, ...]
     tables: tuple[VariableSpec, ...]

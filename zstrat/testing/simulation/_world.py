@@ -14,6 +14,7 @@ import itertools
 import random
 from collections import deque
 from contextvars import Context, copy_context
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 if TYPE_CHECKING:
@@ -280,10 +281,11 @@ class VirtualLoop:
         """Where the tasks of the process wait, in words."""
         found = []
         for task in self._tasks:
-            if not task.done():
-                frames = task.get_stack()
-                where = [f"{f.f_code.co_qualname}:{f.f_lineno}" for f in frames]
-                found.append(f"{task.get_name()} at {' < '.join(reversed(where))}")
+            where, inner = [], cast("Any", task.get_coro())
+            while isinstance(inner, CoroutineType) and inner.cr_frame is not None:
+                where.append(f"{inner.__qualname__}:{inner.cr_frame.f_lineno}")
+                inner = inner.cr_await
+            found.append(f"{task.get_name()} in {' > '.join(where)}")
         return found
 
     def create_task(
