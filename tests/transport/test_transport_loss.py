@@ -15,8 +15,7 @@ from zstrat.errors import (
     ProtocolError,
     StaleSessionError,
 )
-from zstrat.transport import _dial, new_incarnation
-from zstrat.transport._socket import Event, Happening, new_socket
+from zstrat.transport import Event, Happening, ZeroMQSockets, new_incarnation
 from zstrat.wire import (
     Beat,
     CancelSteps,
@@ -104,18 +103,18 @@ async def test_a_connection_that_libzmq_made_anew_by_itself_is_a_new_one(net):
     never.cancel()
 
 
-async def test_a_link_waits_until_there_are_descriptors_for_it(net, monkeypatch):
+async def test_a_link_waits_until_there_are_descriptors_for_it(net):
     _, address, _ = await net.serve()
     tries = []
 
-    def scarce(*args):
-        tries.append(args)
-        if len(tries) < 4:
-            raise zmq.ZMQError(errno.EMFILE)
-        return new_socket(*args)
+    class ScarceSockets(ZeroMQSockets):
+        def socket(self, *args):
+            tries.append(args)
+            if len(tries) < 4:
+                raise zmq.ZMQError(errno.EMFILE)
+            return super().socket(*args)
 
-    monkeypatch.setattr(_dial, "new_socket", scarce)
-    link, _ = net.link(address)
+    link, _ = net.link(address, sockets=ScarceSockets())
     with pytest.raises(DeadlineExceededError, match="Too many open files"):
         await link.wait_open(soon(0))
     await link.wait_open(soon())

@@ -57,6 +57,7 @@ class Cluster:
         writer: The incarnation in the HELLO of the links; None: the session's number.
         joins: Another program holds the parameter servers, and creates what is there.
         ends: Whether the session ends with this hold on it.
+        draw: Draws the number of a session anew, which nobody has used.
         listens: Whether workers are to say what their steps print.
         replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
     """
@@ -75,7 +76,9 @@ class Cluster:
         ends: bool = True,
         listens: bool = False,
         replicas: int = 0,
+        draw: Callable[[], int] = new_incarnation,
     ) -> None:
+        self._draw: Final = draw
         self.joins: Final = joins
         self._ends: Final = ends and not joins
         self.is_shared: Final = not self._ends
@@ -346,7 +349,7 @@ class Cluster:
         """Has all parameter servers enter another session, in which they are empty.
         What is sent for this one is refused from then on."""
         self._past.append(CloseSession(self.session, False))
-        self.session = new_incarnation()
+        self.session = self._draw()
         self.client.enter(self.session)
         self.fences.enter(self.session)
         if self.replication is not None:

@@ -313,7 +313,9 @@ class Queue:
 
     def next_due(self) -> float | None:
         """When the next closure that came back may go again."""
-        heaps = (self._retries, self._suspects, self._returned)
+        heaps = [self._retries, self._suspects]
+        if not self.held:  # else these wait for its end, however long they are due
+            heaps.append(self._returned)
         heads = [heap[0][0] for heap in heaps if heap]
         return min(heads, default=None)
 

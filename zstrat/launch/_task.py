@@ -21,8 +21,8 @@ import psutil
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
-from zstrat.ps import HostedStores, PsService, backup_links
 from zstrat.health import register, serve_as_told, unregister
+from zstrat.ps import HostedStores, PsService, backup_links
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
 

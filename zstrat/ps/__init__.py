@@ -1,6 +1,7 @@
 """Parameter servers: variables with versions, updates that apply once and whole."""
 
 from ._service import PsService as PsService
+from ._thread import JobThread as JobThread
 from .client._client import PsClient as PsClient
 from .client._line import ServerLine as ServerLine
 from .client._pushing import PsUpdate as PsUpdate

@@ -67,7 +67,7 @@ from zstrat.wire import (
 from ._joining import Joining
 from ._requests import Stored
 from ._serving import Serving
-from ._thread import ComputeThread
+from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
 from .replication._following import Following
 from .replication._standing import ReplicationRequest, Standing, tell_owner
@@ -151,6 +151,7 @@ class PsService:
         backup_of: Session and view of which this is the backup, until it is made the
             primary.
         on_cleared: Called when a session is over, and all that it had.
+        make_thread: Makes the threads that do what would hold up the loop.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class PsService:
         backup_of: tuple[int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_thread: MakeThread = ComputeThread,
     ) -> None:
         self._settings = settings
         self._task = task
@@ -174,13 +176,13 @@ class PsService:
         self._engine = OptimizerEngine(load_code)
         self._store = Store(self._engine, task=task, largest=settings.limits.body)
         self._ownership = Ownership(task)
-        self._thread = ComputeThread(f"compute {task}")
+        self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
             task, self._store, self._thread, check=check, admit=self._require_open
         )
         self._snapshots = SnapshotService(
-            task, self._store, self._serving.turn, check, self._thread
+            task, self._store, self._serving.turn, check, self._thread, make_thread
         )
         self._joining = Joining(task, self._ownership, self._store)
         self._standing = Standing(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import ArraySpec
 
-    from ._thread import ComputeThread
+    from ._thread import JobThread
     from .store._fold import Fold
     from .store._store import Store
 
@@ -139,7 +139,7 @@ class Serving:
         self,
         task: str,
         store: Store,
-        thread: ComputeThread,
+        thread: JobThread,
         *,
         check: Callable[[int], None],
         admit: Callable[[], None],

@@ -7,7 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from zstrat.errors import BusyError, ClosedError
 
@@ -15,6 +15,32 @@ CAPACITY: Final = 4096
 """Jobs that may wait. Each one holds its message, whose bytes transport bounds."""
 
 Job = tuple[Callable[[], None], asyncio.Future[None]]
+
+
+class JobThread(Protocol):
+    """Runs jobs one after the other, off the loop that gives them (`ComputeThread`)."""
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        ...
+
+    def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
+        """Queues a job; its future is done, on the loop, when the job is.
+
+        Raises:
+            BusyError: Too many wait.
+            ClosedError: The thread was closed.
+        """
+        ...
+
+    async def close(self, deadline: float) -> bool:
+        """Ends it after the jobs that wait; whether it has by ``deadline``."""
+        ...
+
+
+MakeThread = Callable[[str], JobThread]
+"""Makes the one of that name; it starts when it is first needed."""
 
 
 class ComputeThread:

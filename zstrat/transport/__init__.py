@@ -21,7 +21,13 @@ from ._loop import outcome as outcome
 from ._loop import run as run
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
+from ._pump import Sending as Sending
 from ._remote import Remote as Remote
 from ._secrecy import Secrecy as Secrecy
 from ._shared import Arena as Arena
 from ._shared import Mapping as Mapping
+from ._socket import ZEROMQ as ZEROMQ
+from ._socket import Event as Event
+from ._socket import Happening as Happening
+from ._socket import Sockets as Sockets
+from ._socket import ZeroMQSockets as ZeroMQSockets

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
-from ._pump import Pump, Receive
-from ._socket import Event, Happening, Monitor, new_socket
+from ._socket import ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._address import Address
+    from ._pump import Pump, Receive
 
 _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 2.0
@@ -43,11 +43,12 @@ class Dial:
         happened: Told what befalls the connection.
         received: Gets the messages.
         failed: Told why no socket could be opened; another attempt follows.
+        sockets: Where they come from, as ``context`` does.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Any,
         where: Address,
         settings: Settings,
         *,
@@ -55,10 +56,11 @@ class Dial:
         happened: Callable[[Event], None],
         received: Receive,
         failed: Callable[[Exception], None],
+        sockets: Sockets = ZEROMQ,
     ) -> None:
         self._context, self._where, self._settings = context, where, settings
         self._arm, self._happened, self._received = arm, happened, received
-        self._failed = failed
+        self._failed, self._sockets = failed, sockets
         self._loop = asyncio.get_running_loop()
         self._pause = _FIRST_PAUSE
         self._retry: asyncio.TimerHandle | None = None
@@ -90,10 +92,10 @@ class Dial:
             return
         self.end_question()
         try:
-            socket = new_socket(self._context, zmq.STREAM, self._where, self._settings)
+            socket = self._socket(zmq.STREAM)
         except (zmq.ZMQError, OSError):  # none is left: it stays unknown who answers
             return
-        self._question = Pump(socket, self._heard)
+        self._question = self._sockets.pump(socket, self._heard)
         socket.connect(self._where.endpoint)
 
     def end_question(self) -> None:
@@ -128,11 +130,16 @@ class Dial:
 
     def _open(self) -> None:
         with ExitStack() as undo:
-            socket = new_socket(self._context, zmq.DEALER, self._where, self._settings)
+            socket = self._socket(zmq.DEALER)
             undo.callback(socket.close, 0)
             self._arm(socket)
-            monitor = Monitor(socket, tuple(Happening), self._happened)
+            watched = tuple(Happening)
+            monitor = self._sockets.monitor(socket, watched, self._happened)
             undo.callback(monitor.close)
             socket.connect(self._where.endpoint)
-            self._monitor, self.pump = monitor, Pump(socket, self._received)
+            self.pump = self._sockets.pump(socket, self._received)
+            self._monitor = monitor
             undo.pop_all()
+
+    def _socket(self, kind: int) -> Any:
+        return self._sockets.socket(self._context, kind, self._where, self._settings)

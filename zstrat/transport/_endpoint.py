@@ -38,21 +38,12 @@ from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
 from ._curve import Authenticator
 from ._handling import Handler, Handling
-from ._newcomers import IN_ALL, Accepted, Newcomers, accepted, allowed
+from ._newcomers import IN_ALL, Accepted, Newcomers, allowed
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Parting, Remote
 from ._shared import lane_of
-from ._socket import (
-    LINGER,
-    Event,
-    Happening,
-    Monitor,
-    bound_to,
-    end_context,
-    new_context,
-    new_socket,
-)
+from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +71,7 @@ class Endpoint:
         on_lost: Called once for each `Remote` that left, fell silent, was replaced or
             broke the protocol, with the reason.
         security: Keys of this task; without them only this machine may be served.
+        sockets: Where they come from.
     """
 
     def __init__(
@@ -91,8 +83,9 @@ class Endpoint:
         absorb: Absorber | None = None,
         on_lost: Callable[[Remote, str], None] = _ignore,
         security: Security | None = None,
+        sockets: Sockets = ZEROMQ,
     ) -> None:
-        self._me, self._settings = me, settings
+        self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
         self._brief = replace(settings.limits, header=header)
         self._absorber = absorb
@@ -139,8 +132,9 @@ class Endpoint:
         await check_known(where, task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
         self._loop = asyncio.get_running_loop()
-        self._context = new_context()
-        socket = new_socket(self._context, zmq.ROUTER, where, self._settings)
+        sockets = self._sockets
+        self._context = sockets.context()
+        socket = sockets.socket(self._context, zmq.ROUTER, where, self._settings)
         try:
             if self._security is not None:
                 self._authenticator = Authenticator(self._context, self._admits)
@@ -150,17 +144,17 @@ class Endpoint:
             socket.close(linger=0)
             if self._authenticator is not None:
                 self._authenticator.close()
-            await end_context(self._context)
+            await self._sockets.end(self._context)
             raise OSError(
                 error.errno,
                 f"{task_name(self._me)} cannot bind {address}: {error.strerror}"
                 f"{_BINDING.get(error.errno or 0, '')}",
             ) from error
-        self._monitor = Monitor(socket, _WATCHED, self._happened)
+        self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
         self._file = socket_file(where)
-        self._pump = Pump(socket, self._received, header=1)
+        self._pump = sockets.pump(socket, self._received, header=1)
         self._timer = self._loop.call_later(self._interval, self._tick)
-        return bound_to(socket).removeprefix("tcp://")
+        return sockets.bound_to(socket).removeprefix("tcp://")
 
     async def close(self, reason: str = "it was shut down") -> None:
         """Says goodbye to all, cancels handlers that still run, frees the address.
@@ -184,7 +178,7 @@ class Endpoint:
             pump.close(LINGER)
             if self._authenticator is not None:
                 self._authenticator.close()
-            await end_context(self._context)
+            await self._sockets.end(self._context)
 
     async def _part(self, reason: str) -> None:
         connections = list(self._connections.values())
@@ -293,7 +287,8 @@ class Endpoint:
             return None
         peer.incoming = self._brief
         outlet = Outlet(peer, self._pump, (routing,))
-        connection = Connection(routing, outlet, accepted(descriptor), user)
+        line = self._sockets.accepted(descriptor)
+        connection = Connection(routing, outlet, line, user)
         self._connections[routing] = connection
         return connection
 
@@ -301,7 +296,7 @@ class Endpoint:
         now = self._loop.time()
         match event.happening:
             case Happening.ACCEPTED:
-                line = accepted(event.value)
+                line = self._sockets.accepted(event.value)
                 crowded = self._newcomers.came(event.value, line, line.address, now)
                 if crowded is not None:
                     self._complaints.add("too many that wait did not greet")

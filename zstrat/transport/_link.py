@@ -35,7 +35,7 @@ from ._opening import Continuity, Opening, again
 from ._pool import POOL
 from ._pump import Outlet, parts_of
 from ._shared import lane_of
-from ._socket import LINGER, Event, Happening, lease_context, return_context
+from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,6 +80,7 @@ class Link:
         security: Keys of this process; needs ``expect``, which says whose key the task
             must have.
         expect: Job and index that must answer.
+        sockets: Where they come from.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Link:
         on_flushed: Callable[[], None] | None = None,
         security: Security | None = None,
         expect: tuple[str, int] | None = None,
+        sockets: Sockets = ZEROMQ,
     ) -> None:
         self.name, self.address = name, address
+        self._sockets = sockets
         self._where = parse(address)
         if self._where.scheme == "tcp" and not self._where.port:
             raise ValueError(f"address {address!r}: a link needs a port above 0")
@@ -128,13 +131,14 @@ class Link:
             raise ClosedError(f"the link to {self.name} can be started once")
         self._loop = asyncio.get_running_loop()
         self._dial = Dial(
-            lease_context(),
+            self._sockets.lease(),
             self._where,
             self._settings,
             arm=self._arm_socket,
             happened=self._happened,
             received=self._received,
             failed=self._no_socket,
+            sockets=self._sockets,
         )
         self._is_started = True
         self._dial.now()
@@ -253,7 +257,7 @@ class Link:
         self._opening.fail(error)
         if self._is_started:
             self._dial.close(LINGER)
-            await return_context()
+            await self._sockets.give_back()
 
     def _check_usable(self) -> None:
         if self._is_closed:

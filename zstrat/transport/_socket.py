@@ -14,11 +14,12 @@ import math
 import struct
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import zmq
 
+from ._newcomers import Accepted, accepted
 from ._pump import Pump
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._address import Address
+    from ._pump import Receive
 
 LINGER: Final = 0.2
 """Seconds that a goodbye has to leave when its socket is closed."""
@@ -205,3 +207,73 @@ class Monitor:
     def _received(self, frames: list[zmq.Frame]) -> None:
         number, value = _HEAD.unpack(frames[0].bytes)
         self._happened(Event(Happening(zmq.Event(number)), value))
+
+
+class Sockets(Protocol):
+    """What `Endpoint` and `Link` ask of ZeroMQ. Contexts and sockets are those of the
+    implementation; of a frame that has arrived `Pump` gives zmq's."""
+
+    def context(self) -> Any:
+        """Of an endpoint's own."""
+        ...
+
+    async def end(self, context: Any) -> None:
+        """Waits until the closed sockets of a context of `context` are gone."""
+        ...
+
+    def lease(self) -> Any:
+        """The context of all links."""
+        ...
+
+    async def give_back(self) -> None:
+        """A link needs it no more."""
+        ...
+
+    def socket(
+        self, context: Any, kind: int, address: Address, settings: Settings
+    ) -> Any:
+        """A ROUTER, DEALER or STREAM, not yet bound or connected."""
+        ...
+
+    def bound_to(self, socket: Any) -> str:
+        """The address that a socket got."""
+        ...
+
+    def accepted(self, descriptor: int) -> Accepted:
+        """The connection that has the descriptor just now."""
+        ...
+
+    def monitor(
+        self,
+        socket: Any,
+        happenings: tuple[Happening, ...],
+        happened: Callable[[Event], None],
+    ) -> Monitor: ...
+
+    def pump(self, socket: Any, receive: Receive, header: int = 0) -> Pump: ...
+
+
+class ZeroMQSockets:
+    """Those of libzmq."""
+
+    context = staticmethod(new_context)
+    end = staticmethod(end_context)
+    lease = staticmethod(lease_context)
+    give_back = staticmethod(return_context)
+    bound_to = staticmethod(bound_to)
+    accepted = staticmethod(accepted)
+    monitor = Monitor
+    pump = Pump
+
+    def socket(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        kind: int,
+        address: Address,
+        settings: Settings,
+    ) -> zmq.Socket[bytes]:
+        """As of `Sockets`."""
+        return new_socket(context, kind, address, settings)
+
+
+ZEROMQ: Final = ZeroMQSockets()

@@ -3,7 +3,10 @@
 from ._closure import Costs as Costs
 from ._closure import Do as Do
 from ._executor import Executor as Executor
+from ._executor import StepSource as StepSource
+from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline
+from ._service import Compilations as Compilations
 from ._service import WorkerService as WorkerService
 from ._step_output import Hear as Hear
 from ._step_output import Listen as Listen

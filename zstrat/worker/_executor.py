@@ -62,6 +62,26 @@ class StepSource(Protocol):
         ...
 
 
+class WorkerThread(Protocol):
+    """The executor, as the loop sees it (`Executor`)."""
+
+    def tell(self, event: Callable[[], None]) -> None:
+        """Calls ``event`` on the thread, after all that was told before."""
+        ...
+
+    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Does a job on the thread between two closures."""
+        ...
+
+    def work_for(self, source: StepSource | None) -> None:
+        """From now on it does these closures. Called on the thread."""
+        ...
+
+    async def close(self, timeout: float) -> bool:
+        """Ends the thread after the work in hand; whether it did in time."""
+        ...
+
+
 @final
 class Executor:
     """Owns the thread. All public methods belong to the loop, but for `work_for`.
@@ -143,29 +163,14 @@ class Executor:
             if not self._stopping:
                 inbox.get()()
             return
-        clock, pipeline = source.clock, source.pipeline
-        now = clock()
+        now = source.clock()
         while inbox.empty():
-            do, step = pipeline.next(now)
-            if do is Do.RUN:
-                assert step is not None
-                now = source.run(step, now)
-            elif do is Do.PREPARE:
-                assert step is not None
-                now = source.prepare(step, now)
-            elif do is Do.ADVANCE:
-                assert step is not None
-                now = source.advance(step, now)
-            elif do is Do.POST:
-                source.end_lines()
-                self._call(source.carry_out, pipeline.post())
-                now = clock()
-            elif do is Do.WAIT:
+            then = work(source, now, self._call)
+            if then is None:
                 # No deadline: an idle worker waits for work as long as it lives.
                 inbox.get()()
                 return
-            else:
-                assert_never(do)
+            now = then
 
     def _do(self, job: Callable[[], T], future: asyncio.Future[T]) -> None:
         try:
@@ -180,6 +185,34 @@ class Executor:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed: the process ends without us
             self._stopping = True
+
+
+def work(source: StepSource, now: float, call: Callable[..., None]) -> float | None:
+    """Does the next piece of work there is.
+
+    Args:
+        call: Has the loop call a function with arguments.
+
+    Returns:
+        The time at its end; None if there is nothing to do.
+    """
+    do, step = source.pipeline.next(now)
+    if do is Do.RUN:
+        assert step is not None
+        return source.run(step, now)
+    if do is Do.PREPARE:
+        assert step is not None
+        return source.prepare(step, now)
+    if do is Do.ADVANCE:
+        assert step is not None
+        return source.advance(step, now)
+    if do is Do.POST:
+        source.end_lines()
+        call(source.carry_out, source.pipeline.post())
+        return source.clock()
+    if do is Do.WAIT:
+        return None
+    assert_never(do)
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -43,7 +43,7 @@ from zstrat.wire import (
 )
 
 from ._direct import Asking, Direct, bind
-from ._executor import Executor
+from ._executor import Executor, WorkerThread
 from ._resources import Load, Resources
 from ._server_links import MakeWorkerLink, ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
@@ -55,6 +55,14 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
     from zstrat.transport import Remote
+
+
+class MakeExecutor(Protocol):
+    """Makes and starts the thread for user code (`Executor`)."""
+
+    def __call__(
+        self, name: str, *, on_crash: Callable[[BaseException], None]
+    ) -> WorkerThread: ...
 
 
 OPENING: Final = 10.0
@@ -75,6 +83,9 @@ class WorkerService:
             that is over is dropped. It keeps every trace of its own functions for as
             long as they live, and ours are never met again.
         listen: Says who hears what this process prints; None: its sessions do not.
+        load, prepare, run_eager: How user code is unpickled and run.
+        make_executor: Makes the thread that does so.
+        compilations: Counts what XLA compiles; None: one that ends with the service.
     """
 
     def __init__(
@@ -91,6 +102,8 @@ class WorkerService:
         prepare: Prepare = program.prepare,
         run_eager: RunEager = program.run_eager,
         clock: Callable[[], float] = time.monotonic,
+        make_executor: MakeExecutor = Executor,
+        compilations: Compilations | None = None,
     ) -> None:
         self._settings, self._me, self._make_link = settings, me, make_link
         self._task = f"/job:{me.job}/task:{me.index}"
@@ -104,8 +117,8 @@ class WorkerService:
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
         self._refusal: WorkerLostError | None = None
-        self._compilations = Compilations()
-        self._executor = Executor(self._task, on_crash=self._crashed)
+        self._compilations = compilations or Compilations()
+        self._executor = make_executor(self._task, on_crash=self._crashed)
 
     # The Endpoint's handler
 
@@ -231,6 +244,7 @@ class WorkerService:
             carry_out=session.carry_out,
             inline=self._settings.limits.inline,
             prefetch=opening.prefetch,
+            clock=self._clock,
             end_lines=unbegun if output is None else output.end_lines,
         )
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Batch
 
     from ._closure import Ending, Post, SharedPull
-    from ._executor import Executor
+    from ._executor import WorkerThread
     from ._resources import Resources
     from ._server_links import ServerLinks
     from ._step_output import Listen, StepOutput
@@ -106,7 +106,7 @@ class WorkerSession:
         self._low_water = 0
         self._closed = False
 
-    def start(self, executor: Executor, runner: StepRunner, listen: Listen) -> None:
+    def start(self, executor: WorkerThread, runner: StepRunner, listen: Listen) -> None:
         """Takes the executor and begins to connect. Called once, before all else.
 
         Args:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.ps._thread import ComputeThread
+    from zstrat.ps._thread import JobThread
 
     T = TypeVar("T")
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class DiskThread:
     """The thread that touches files. ``task`` names the server in errors."""
 
-    def __init__(self, thread: ComputeThread, task: str) -> None:
+    def __init__(self, thread: JobThread, task: str) -> None:
         self._thread, self._task = thread, task
 
     def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:

@@ -25,7 +25,7 @@ from ._load_plan import Loading, Move, Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from zstrat.ps._thread import ComputeThread
+    from zstrat.ps._thread import JobThread
     from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
 
@@ -48,7 +48,7 @@ class Loads:
         store: Store,
         turn: Turn,
         check: Callable[[int], None],
-        compute: ComputeThread,
+        compute: JobThread,
         disk: DiskThread,
     ) -> None:
         self._task, self._store = task, store

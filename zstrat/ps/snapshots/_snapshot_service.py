@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, assert_never
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, UnavailableError
-from zstrat.ps._thread import ComputeThread
 from zstrat.wire import (
     Done,
     LoadTensors,
@@ -37,6 +36,7 @@ from ._snapshot_write import SnapshotWrite
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from zstrat.ps._thread import JobThread, MakeThread
     from zstrat.ps.store._store import Store
 
     from ._snapshot_write import Turn
@@ -64,6 +64,7 @@ class SnapshotService:
         turn: Holds off others from names: keys of variables, optimizers.
         check: Raises unless the session is the one that is open.
         compute: The thread on which optimizers run.
+        make_thread: Makes another one, for files.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class SnapshotService:
         store: Store,
         turn: Turn,
         check: Callable[[int], None],
-        compute: ComputeThread,
+        compute: JobThread,
+        make_thread: MakeThread,
     ) -> None:
         self._task, self._store = task, store
         self._turn, self._check = turn, check
-        self._thread = ComputeThread(f"disk {task}")
+        self._thread = make_thread(f"disk {task}")
         self._disk = DiskThread(self._thread, task)
         self._loads = Loads(task, store, turn, check, compute, self._disk)
         self._snapshots = Snapshots(task)

@@ -1,0 +1,9 @@
+"""A coordinator without threads: all of it on the loop that runs, for simulations."""
+
+from __future__ import annotations
+
+from zstrat.coordinator._calls import Code as Code
+from zstrat.coordinator._rest import Cut as Cut
+from zstrat.coordinator._rest import cut_of as cut_of
+
+from ._coordinator import LoopCoordinator as LoopCoordinator

@@ -1,0 +1,160 @@
+"""Cluster, queue, dispatcher and engine of one program, driven by its own loop.
+
+`ClusterSession` and `CoordinatorCore` are the same for programs that block: there the
+loop is on a thread of its own. Here the program is a coroutine on that very loop. What
+is decided is decided by the same objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+from zstrat.coordinator._calls import Code, PickledArguments, ScheduledCall
+from zstrat.coordinator._cluster import Cluster
+from zstrat.coordinator._dispatch import Dispatcher
+from zstrat.coordinator._engine import ClosureEngine
+from zstrat.coordinator._queue import Queue
+from zstrat.coordinator._servers import ParameterServers
+from zstrat.coordinator._values import Result
+from zstrat.program import bytes_of_inputs, cut_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+
+    from zstrat.config import Settings
+    from zstrat.coordinator._loop_side import Cancelling
+    from zstrat.coordinator._rest import Cut
+    from zstrat.coordinator._task_session import MakeTaskLink
+    from zstrat.coordinator._values import AsyncRemoteValue, Kept
+    from zstrat.coordinator.recovery import Recovery
+
+
+@final
+class LoopCoordinator:
+    """The hold of one program on its tasks. Made, and used, on its loop.
+
+    Args:
+        session: Its number: the incarnation in the HELLO of its links.
+        ps, workers: Addresses.
+        draw: Draws the number of a session anew.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        ps: Sequence[str],
+        workers: Mapping[int, str],
+        settings: Settings,
+        make_link: MakeTaskLink,
+        *,
+        prefetch: int,
+        draw: Callable[[], int],
+    ) -> None:
+        times = settings.timeouts
+        self.cluster: Final = Cluster(
+            session, ps, workers, times, make_link, prefetch, draw=draw
+        )
+        self.servers: Final = ParameterServers(self.cluster, times.request)
+        self._patience = times.request
+        self._engine: ClosureEngine | None = None
+
+    async def open(self) -> None:
+        """Takes the cluster.
+
+        Raises: As `Cluster.open`.
+
+        Cancellation: it may have been taken; `close` it.
+        """
+        await self.cluster.open()
+
+    def coordinate(
+        self, *, in_flight: int | None, max_attempts: int, wait: float
+    ) -> None:
+        """From now on there are closures. Called once, after `open`.
+
+        Args:
+            in_flight: Closures of one worker; None: as many as seems good.
+            wait: Seconds without any worker until one gives up.
+        """
+        queue = Queue(max_attempts=max_attempts)
+        self._engine = ClosureEngine(queue, self)
+        self._dispatcher = Dispatcher(
+            self._engine,
+            self.cluster.session,
+            self.cluster.workers,
+            self.cluster.fences,
+            self.cluster.ps,
+            closures_in_flight=in_flight,
+            prefetch=self.cluster.prefetch,
+            worker_wait_timeout=wait,
+        )
+        self.cluster.attach(self._dispatcher)
+
+    @property
+    def engine(self) -> ClosureEngine:
+        assert self._engine is not None, "coordinate comes first"
+        return self._engine
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """What fills lost servers again, if that is wished."""
+        return self.cluster.recovery
+
+    def call(self, name: str, code: Code, example: np.generic) -> ScheduledCall:
+        """A call of a function with one number, which each closure brings."""
+        arguments = PickledArguments(cut_inputs((example,), [0]), {})
+        return ScheduledCall(Result(name, None), code, arguments, ())
+
+    async def schedule(
+        self, call: ScheduledCall, number: np.generic
+    ) -> AsyncRemoteValue:
+        """Queues a closure. Raises pending errors."""
+        return await self.engine.put_async(call, bytes_of_inputs([number]), None)
+
+    async def join(self) -> None:
+        """Waits for all that is scheduled. Raises pending errors."""
+        await self.engine.join_async()
+
+    async def at_rest(self, holder: object) -> Cut:
+        """Holds the session between two steps, until `go_on`."""
+        return await self.cluster.rest.begin(holder)
+
+    def go_on(self, holder: object) -> None:
+        """Lets the session go."""
+        self.cluster.rest.end(holder)
+
+    async def close(self) -> None:
+        """Leaves all tasks."""
+        await self.cluster.close(False)
+
+    # ---- the loop, as the engine knows it (`LoopSide`)
+
+    def wake(self) -> None:
+        """As of `LoopSide`."""
+        self._dispatcher.turn_soon()
+
+    def drain(self, wish: Cancelling | None = None) -> None:
+        """As of `LoopSide`."""
+        asyncio.get_running_loop().call_soon(self._dispatcher.drain, wish)
+
+    def fence(self, end: int, doubtful: list[int]) -> None:
+        """As of `LoopSide`."""
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._dispatcher.fence, end, doubtful)
+
+    def bring(self, kept: Kept) -> list[np.ndarray]:
+        """Nobody may block here."""
+        raise RuntimeError(f"step {kept.step}: await its value, on this loop")
+
+    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
+        """As of `LoopSide`."""
+        deadline = asyncio.get_running_loop().time() + self._patience
+        return await self._dispatcher.bring(kept, deadline)
+
+
+def rebuilt(value: Any) -> list[np.ndarray]:
+    """The arrays of a result that is a tuple."""
+    return cast("list[np.ndarray]", list(value))

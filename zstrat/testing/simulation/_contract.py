@@ -1,0 +1,283 @@
+"""What every run has to keep, whatever happens: the promises of the documentation.
+
+A `Training` is what one program did in one session, as the program knows it: which
+steps it scheduled, how they ended, what it read. `Training.check` compares that with
+what is on the servers in the end. The law of the file: nothing here asks the system
+what is right.
+
+Each step leaves a one at its own place on each server, so what has happened can be
+counted:
+
+- a step that was acknowledged is on every server exactly once;
+- one that failed, or was cancelled before it began, is on none, then and later;
+- any other step is on each server at most once;
+- what was acknowledged before a read began is in it, and reads never go back;
+- a checkpoint holds a step on all servers or on none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.errors import CancelledError
+
+from ._script import FailedStepError
+from ._world import START
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.coordinator import AsyncRemoteValue
+    from zstrat.coordinator.recovery import Recovery
+    from zstrat.coordinator.unthreaded import Cut
+
+    from ._script import ScriptedFunction
+    from ._world import World
+
+
+class BrokenPromiseError(AssertionError):
+    """A run did not keep the contract; says at what time, and how."""
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """A step, as the program knows it. ``number`` is that of the session."""
+
+    place: int
+    number: int
+    value: AsyncRemoteValue
+    known: frozenset[int]
+    """Places that were acknowledged when it was scheduled, none lost by a restore."""
+
+    @property
+    def fate(self) -> str:
+        """ "done", "never" had an effect, or "perhaps"; "open" if it has not ended."""
+        if not self.value.is_ready:
+            return "open"
+        error = self.value.error
+        if error is None:
+            return "done"
+        if isinstance(error, FailedStepError) or "was to fail" in str(error):
+            return "never"
+        if isinstance(error, CancelledError) and "had begun it" not in str(error):
+            return "never"
+        return "perhaps"
+
+
+@dataclass(slots=True)
+class Saved:
+    """A checkpoint: its cut, and what was on the servers at that moment."""
+
+    cut: Cut
+    marks: list[np.ndarray]
+    own: list[np.ndarray]
+    lost: frozenset[int]
+    """Places that an earlier restore had lost."""
+    doubtful: frozenset[int]
+
+    def holds(self, number: int) -> bool:
+        """Whether the step of that number is in it, as the coordinator says."""
+        runs = self.cut.besides
+        return number < self.cut.end or any(r.first <= number < r.end for r in runs)
+
+
+@dataclass(slots=True)
+class Training:
+    """One session of a program."""
+
+    number: int
+    """Which session of the run."""
+    world: World
+    servers: int
+    steps: dict[int, Scheduled] = field(default_factory=dict)
+    own: dict[int, str] = field(default_factory=dict)
+    """Own updates by place: "open", "done" or "perhaps"."""
+    saved: list[Saved] = field(default_factory=list)
+    recovery: Recovery | None = None
+    """Fills the servers again, if that is wished."""
+    lost: set[int] = field(default_factory=set)
+    """Places that were done, and were in no checkpoint when the servers were filled."""
+    doubtful: set[int] = field(default_factory=set)
+    """Places that ended while they were filled: done before, or after."""
+    frozen: dict[int, list[int]] = field(default_factory=dict)
+    """Places that are over, and what is there for good."""
+    read_by: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    """What was read last, by reader."""
+
+    _seen: int = 0
+    """Restores of which the fields above know."""
+    _filled: tuple[Saved, frozenset[int]] | None = None
+    """From what the servers were filled last, and what was done at that moment."""
+
+    # ---- restores
+
+    @property
+    def fills(self) -> int:
+        """How often the servers were filled again."""
+        return 0 if self.recovery is None else self.recovery.restores
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether what is on the servers may be another thing in a moment."""
+        self.look()
+        return self.recovery is not None and self.recovery.is_under_way
+
+    def filled(self, saved: Saved) -> None:
+        """The servers have the values of this checkpoint; `look` again and again until
+        it is known that training goes on with them."""
+        done = {p for p, step in self.steps.items() if step.fate == "done"}
+        self._filled = saved, frozenset(done)
+
+    def look(self) -> bool:
+        """Whether there was a restore since the last look."""
+        if self.fills == self._seen or self._filled is None:
+            return False
+        self._seen, (saved, before) = self.fills, self._filled
+        done = {p for p, step in self.steps.items() if step.fate == "done"}
+        held = {p for p in done if saved.holds(self.steps[p].number)}
+        self.lost = (before - held) | saved.lost
+        self.doubtful = (done - held - before) | saved.doubtful
+        for place, fate in self.own.items():
+            self.own[place] = "perhaps" if fate == "done" else fate
+        self.frozen.clear()
+        return True
+
+    # ---- what the program knows
+
+    def done(self) -> frozenset[int]:
+        """Places that have to be on all servers."""
+        places = {p for p, step in self.steps.items() if step.fate == "done"}
+        return frozenset(places - self.lost - self.doubtful)
+
+    def done_own(self) -> frozenset[int]:
+        """The same of own updates."""
+        return frozenset(p for p, fate in self.own.items() if fate == "done")
+
+    # ---- what was read
+
+    def heard(self, reader: int, values: Sequence[np.ndarray], known: Any) -> None:
+        """Somebody has read the marks of all servers.
+
+        Args:
+            reader: Whose reads never go back.
+            known: Places that were acknowledged before the read began.
+        """
+        for server, marks in enumerate(values):
+            if marks.max(initial=0) > 1:
+                self.broken(f"twice on ps{server}: {np.flatnonzero(marks > 1)}")
+            missing = [place for place in sorted(known) if not marks[place]]
+            if missing:
+                self.broken(f"{missing} were done, and a read of ps{server} lacks them")
+        before = self.read_by.get(reader)
+        if before is not None:
+            for server, (old, new) in enumerate(zip(before, values, strict=True)):
+                if (new < old).any():
+                    self.broken(f"a read of ps{server} went back: {old} {new}")
+        self.read_by[reader] = [np.array(marks) for marks in values]
+
+    # ---- the end
+
+    def check(
+        self,
+        marks: Sequence[np.ndarray],
+        own: Sequence[np.ndarray],
+    ) -> None:
+        """Compares what is on the servers with what has to be."""
+        self.look()
+        for place, step in self.steps.items():
+            self._check_step(place, step, [int(each[place]) for each in marks])
+        for server, each in enumerate(marks):
+            strange = set(np.flatnonzero(each).tolist()) - self.steps.keys()
+            if strange:
+                self.broken(f"{sorted(strange)} on ps{server}: nobody scheduled them")
+        for place, fate in self.own.items():
+            found = [int(each[place]) for each in own]
+            wanted = {"done": (1,), "perhaps": (0, 1), "open": (0, 1)}[fate]
+            if any(count not in wanted for count in found):
+                self.broken(f"own update {place} is {fate}, and on the servers {found}")
+        for each_saved in self.saved:
+            self.check_saved(each_saved)
+
+    def _check_step(self, place: int, step: Scheduled, found: list[int]) -> None:
+        fate = step.fate
+        words = f"step {place} (number {step.number}) is {fate}, on the servers {found}"
+        if any(count > 1 for count in found):
+            self.broken(words)
+        if fate == "done":
+            if place in self.doubtful:
+                wrong = len(set(found)) > 1
+            else:
+                wrong = any(count != (place not in self.lost) for count in found)
+        else:
+            wrong = fate == "never" and any(found)
+        if wrong:
+            self.broken(f"{words}: {step.value!r}")
+        if place in self.frozen and self.frozen[place] != found:
+            self.broken(f"{words}, where {self.frozen[place]} was found before")
+
+    def freeze(self, marks: Sequence[np.ndarray]) -> None:
+        """All steps so far are over: what is there now stays."""
+        for place, step in self.steps.items():
+            if step.fate != "open":
+                self.frozen[place] = [int(each[place]) for each in marks]
+
+    def check_saved(self, saved: Saved) -> None:
+        """Whether a checkpoint is a cut."""
+        for place, step in self.steps.items():
+            found = [int(each[place]) for each in saved.marks]
+            if step.fate != "done":
+                wrong = step.fate == "never" and any(found)
+            elif place in saved.doubtful:
+                wrong = len(set(found)) > 1
+            else:
+                held = saved.holds(step.number) and place not in saved.lost
+                wrong = any(count != held for count in found)
+            if wrong:
+                self.broken(f"a checkpoint has {found} of step {place} ({step.fate})")
+        for place in range(len(saved.own[0])):
+            found = [int(each[place]) for each in saved.own]
+            if len(set(found)) > 1:
+                self.broken(f"a checkpoint has {found} of own update {place}")
+
+    def broken(self, words: str) -> None:
+        """The contract is not kept.
+
+        Raises:
+            BrokenPromiseError: Always.
+        """
+        at = self.world.now - START
+        raise BrokenPromiseError(f"{at:.6f} s: {words}")
+
+
+class Readers:
+    """What the steps of all workers have read."""
+
+    def __init__(self) -> None:
+        self.training: Training | None = None
+        self.runs = 0
+        self._numbers: Final[dict[int, int]] = {}
+        self._kept: Final[list[ScriptedFunction]] = []
+
+    def ran(
+        self,
+        worker: str,
+        function: ScriptedFunction,
+        number: int,
+        values: Sequence[np.ndarray],
+    ) -> None:
+        """A step runs."""
+        del worker
+        self.runs += 1
+        training = self.training
+        reader = self._numbers.get(id(function))
+        if reader is None:
+            self._kept.append(function)  # so that its id is nobody else's
+            reader = self._numbers[id(function)] = len(self._kept)
+        if training is None or function.training != training.number:
+            return  # of a session that is over
+        step = training.steps.get(number)
+        known = step.known if step is not None and not training.fills else ()
+        training.heard(reader, values[: training.servers], known)

@@ -1,0 +1,156 @@
+"""Broken copies of zstrat: each breaks one promise, to see that the contract notices.
+
+A mutation is a context manager that replaces one method of the real thing while runs
+are made. What it replaces is named by a text, as it is nobody's to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
+
+from zstrat.coordinator.unthreaded import cut_of
+from zstrat.wire import Push, Pushed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Everything in the block is broken in that way.
+
+    Raises:
+        KeyError: There is no mutation of that name.
+    """
+    with contextlib.ExitStack() as stack:
+        for target, replacement in MUTATIONS[name].items():
+            stack.enter_context(mock.patch(target, replacement))
+        yield
+
+
+def _nothing(self: Any, *args: Any, **options: Any) -> None:
+    """Does nothing."""
+
+
+def _no(self: Any, *args: Any, **options: Any) -> bool:
+    return False
+
+
+def _none_applied(self: Any, *args: Any, **options: Any) -> list[int]:
+    return []
+
+
+def _unfenced(self: Any, end: int, doubtful: object, told: Callable[..., Any]) -> None:
+    told({})
+
+
+async def _up_to_nothing(self: Any, low_water: int, over: object) -> None:
+    """Nobody is asked."""
+
+
+def _early(handle: Callable[..., Any], self: Any, remote: Any, message: Any) -> Any:
+    """A push is acknowledged, and applied a moment later."""
+    if not isinstance(message, Push) or message.writer:
+        return handle(self, remote, message)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.05, partial(_quietly, handle, self, remote, message))
+    return Pushed(True, [0] * len(message.updates))
+
+
+def _quietly(handle: Callable[..., Any], *args: Any) -> None:
+    with contextlib.suppress(Exception):
+        handle(*args)
+
+
+def _all_resent(message: Any) -> Any:
+    return message
+
+
+def _unnamed(self: Any) -> tuple[int, int]:
+    return -1, 0
+
+
+def _same_session(self: Any) -> None:
+    for task in self.ps:
+        task.renew(self.session, [])
+
+
+def _too_far(tell: Callable[..., None], self: Any, low_water: int, now: float) -> None:
+    tell(self, low_water + 8, now)
+
+
+def _entered(self: Any, session: int) -> None:
+    self.session = session
+
+
+def _unlost(self: Any, closure: Any, worker: str, now: float) -> list[Any]:
+    """A closure that was lost is never handed out again."""
+    self._stopped(closure)
+    return []
+
+
+async def _restless(self: Any, holder: object) -> Any:
+    return cut_of(self._dispatcher.queue)
+
+
+def _method(path: str) -> Any:
+    """The present one, before it is replaced."""
+    module, name, attribute = path.rsplit(".", 2)
+    return getattr(getattr(importlib.import_module(module), name), attribute)
+
+
+def _around(path: str, wrapper: Callable[..., Any]) -> Any:
+    original = _method(path)
+
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        return wrapper(original, self, *args, **options)
+
+    return wrapped
+
+
+_LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
+_FENCES: Final = "zstrat.coordinator._fences"
+_HANDLE: Final = "zstrat.ps._service.PsService.handle"
+_TELL: Final = f"{_FENCES}.Marking.tell"
+
+MUTATIONS: Final[dict[str, dict[str, Any]]] = {
+    "the ledger forgets": {f"{_LEDGER}.record": _nothing},
+    "duplicates are not looked for": {f"{_LEDGER}.is_duplicate": _no},
+    "no fence is raised": {
+        f"{_FENCES}.Fences.raise_to": _unfenced,
+        f"{_FENCES}.Fences.up_to": _up_to_nothing,
+    },
+    "pushes of zombies are taken": {
+        f"{_LEDGER}.close": _nothing,
+        f"{_LEDGER}.raise_to": _nothing,
+    },
+    "pushes are acknowledged before they are applied": {
+        _HANDLE: _around(_HANDLE, _early)
+    },
+    "updates without names are sent again": {
+        "zstrat.ps.client._line._repeated": _all_resent,
+        "zstrat.ps.client._pushing.OwnUpdates.begin": _unnamed,
+    },
+    "servers take the requests of any session": {
+        "zstrat.wire._session.Ownership.check": _nothing
+    },
+    "a restore stays in the same session": {
+        "zstrat.coordinator._cluster.Cluster.begin_anew": _same_session
+    },
+    "the mark is raised too far": {_TELL: _around(_TELL, _too_far)},
+    "values of before a restore are remembered": {
+        "zstrat.ps.client._client.PsClient.enter": _entered
+    },
+    "steps of lost workers are forgotten": {
+        "zstrat.coordinator._queue.Queue.lost": _unlost
+    },
+    "a checkpoint does not wait for steps": {
+        "zstrat.coordinator._rest.Rest.begin": _restless
+    },
+}
+"""By name: what is replaced, and by what."""

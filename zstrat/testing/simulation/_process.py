@@ -1,0 +1,272 @@
+"""Simulated processes: parameter servers and workers, made of the parts of real ones.
+
+A process has a name and an address, and one life after the other: each with a loop, an
+incarnation and empty memory. The law of the file: what belongs to a life is reached
+from its loop alone, so that killing it is to never run that loop again.
+"""
+
+from __future__ import annotations
+
+import abc
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.config import Limits, Settings, Timeouts
+from zstrat.ps import PsService
+from zstrat.transport import Endpoint, Link
+from zstrat.wire import PROTOCOL, Hello, Job
+from zstrat.worker import Compilations, WorkerService
+
+from ._threads import VirtualExecutor, VirtualThread
+from ._world import START, VirtualLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.errors import PeerLostError
+    from zstrat.wire import Message
+
+    from ._script import Scripts
+    from ._sockets import Network
+    from ._world import World
+
+HOST: Final = "simulated"
+TIMES: Final = Timeouts(
+    beat=0.4,
+    patience=1.6,
+    reconnect=0.5,
+    handshake=1.0,
+    connect=20.0,
+    turn=3.0,
+    request=12.0,
+    drain=2.0,
+)
+"""Shorter than the real ones, in the same order: virtual seconds cost real ones."""
+
+_COMPILATIONS: Final = Compilations()
+"""One for all simulated workers: each would listen to jax for ever."""
+
+
+def settings_with(chunk: int) -> Settings:
+    """Of all processes; bodies above ``chunk`` bytes travel in pieces."""
+    limits = Limits(chunk=chunk, window=4)
+    return Settings(TIMES, limits, lane="tcp", prefetch=None, insecure=True)
+
+
+class Surroundings:
+    """What all processes of one run share.
+
+    Args:
+        quick: Draws seconds of a short piece of work.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        settings: Settings,
+        quick: Callable[[], float],
+    ) -> None:
+        self.world, self.network, self.settings = world, network, settings
+        self.quick = quick
+        self.defects: list[str] = []
+        """What no process should ever meet: errors that nobody handles."""
+
+    def blame(self, name: str, context: dict[str, Any]) -> None:
+        """A loop was left with something that nobody handles."""
+        words = str(context.get("message"))
+        if "never retrieved" in words or "was destroyed" in words:
+            return  # told when memory is collected, which is no matter of the seed
+        at = self.world.now - START
+        error = context.get("exception")
+        where = ""
+        if isinstance(error, BaseException):
+            frames = traceback.extract_tb(error.__traceback__)
+            where = " < ".join([f"{f.name}:{f.lineno}" for f in reversed(frames)])
+        self.defects.append(f"{at:.6f} {name}: {words}: {error!r} at {where}")
+
+    def draw(self) -> int:
+        """A number that no other start, or session, has."""
+        return self.world.random.getrandbits(62) | 1
+
+
+class Process(abc.ABC):
+    """One process, with its lives."""
+
+    def __init__(self, surroundings: Surroundings, job: str, index: int) -> None:
+        self.around: Final = surroundings
+        self.job, self.index = job, index
+        self.name: Final = f"{job}{index}"
+        self.loop: VirtualLoop | None = None
+        self.lives = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self.loop is not None
+
+    def start(self) -> None:
+        """Begins a life, with empty memory."""
+        assert self.loop is None, f"{self.name} lives"
+        around = self.around
+        self.lives += 1
+        blame = partial(around.blame, self.name)
+        self.loop = VirtualLoop(around.world, self.name, blame)
+        incarnation = around.draw()
+        me = Hello(PROTOCOL, self.job, self.index, incarnation, HOST, self.lives)
+        sockets = around.network.sockets(self.name, self.loop)
+        self.loop.arrive(around.world.now, self.begin, me, sockets)
+
+    def kill(self, *, silently: bool = False) -> None:
+        """SIGKILL; or the machine loses its power, and nobody hangs up for it."""
+        if self.loop is not None:
+            self.around.network.vanish(self.loop, silently)
+            self.loop.end()
+            self.loop = None
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        if self.loop is not None:
+            self.loop.freeze()
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        if self.loop is not None:
+            self.loop.thaw()
+
+    @abc.abstractmethod
+    def begin(self, me: Hello, sockets: Any) -> None:
+        """What the process does first, on its loop."""
+
+
+class Daemon(Process):
+    """A process that listens at an address."""
+
+    def __init__(
+        self, surroundings: Surroundings, job: str, index: int, address: str
+    ) -> None:
+        super().__init__(surroundings, job, index)
+        self.address: Final = address
+        surroundings.network.hosts[f"tcp://{address}"] = self.name
+
+    def listen(self, me: Hello, service: Any, absorb: Any, sockets: Any) -> None:
+        """Serves from now on."""
+        endpoint = Endpoint(
+            me,
+            service.handle,
+            settings=self.around.settings,
+            absorb=absorb,
+            on_lost=service.lost,
+            sockets=sockets,
+        )
+        assert self.loop is not None
+        self.loop.create_task(endpoint.bind(self.address), name=f"bind {self.name}")
+
+
+@final
+class ServerProcess(Daemon):
+    """A parameter server."""
+
+    def begin(self, me: Hello, sockets: Any) -> None:
+        loop, around = self.loop, self.around
+        assert loop is not None
+        service = PsService(
+            load_code=_no_code,
+            settings=around.settings,
+            task=f"/job:ps/task:{self.index}",
+            incarnation=me.incarnation,
+            clock=loop.time,
+            make_thread=lambda _: VirtualThread(loop, around.quick),
+        )
+        self.listen(me, service, service.absorb, sockets)
+
+
+@final
+class WorkerProcess(Daemon):
+    """A worker, which runs the steps of ``scripts``."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        index: int,
+        address: str,
+        scripts: Scripts,
+    ) -> None:
+        super().__init__(surroundings, Job.WORKER, index, address)
+        self._scripts = scripts
+
+    def begin(self, me: Hello, sockets: Any) -> None:
+        loop, around = self.loop, self.around
+        assert loop is not None
+
+        def link(
+            address: str,
+            name: str,
+            *,
+            on_open: Callable[[Hello], None],
+            on_lost: Callable[[PeerLostError], None],
+        ) -> Link:
+            return Link(
+                address,
+                me,
+                name=name,
+                settings=around.settings,
+                on_open=on_open,
+                on_lost=on_lost,
+                sockets=sockets,
+                expect=(Job.PS, int(name.rpartition(":")[2])),
+            )
+
+        service = WorkerService(
+            around.settings,
+            me,
+            link,
+            on_crash=self._crashed,
+            load=partial(self._scripts.load, self.name),
+            prepare=self._scripts.prepare,
+            clock=loop.time,
+            make_executor=partial(VirtualExecutor, loop=loop, duration=around.quick),
+            compilations=_COMPILATIONS,
+        )
+        self.listen(me, service, None, sockets)
+
+    def _crashed(self, error: BaseException) -> None:
+        self.around.blame(self.name, {"message": "executor", "exception": error})
+
+
+@final
+class ProgramProcess(Process):
+    """The user's program: ``main`` is a coroutine function, called in each life with
+    its loop and a function that makes a link for a HELLO of its own."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        main: Callable[[Any, Callable[..., Link]], Any],
+    ) -> None:
+        super().__init__(surroundings, Job.CHIEF, 0)
+        self._main = main
+
+    def begin(self, me: Hello, sockets: Any) -> None:
+        def link(session: int) -> Callable[..., Link]:
+            mine = Hello(PROTOCOL, me.job, 0, session, HOST, self.lives)
+            return partial(
+                Link, me=mine, settings=self.around.settings, sockets=sockets
+            )
+
+        assert self.loop is not None
+        task = self.loop.create_task(self._main(self.loop, link), name="program")
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: Any) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.around.blame(self.name, {"message": "program", "exception": error})
+
+
+def _no_code(code: bytes) -> object:
+    raise AssertionError(f"nobody ships {len(code)} bytes of code here")
+
+
+def described(message: Message) -> str:
+    """For a trace."""
+    return type(message).__name__

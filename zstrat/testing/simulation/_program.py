@@ -1,0 +1,423 @@
+"""The program of a simulation: it trains, updates, reads, saves, and believes nothing.
+
+It opens one session after the other until one has come to its end in peace, and gives
+what it learns to the contract.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from zstrat.coordinator.unthreaded import Code, LoopCoordinator
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PSUnavailableError,
+    UnavailableError,
+    WorkerLostError,
+    ZstratError,
+)
+from zstrat.ps import Ref
+from zstrat.variables import VariableSpec
+from zstrat.wire import StoreEntry, UpdateOp
+
+from ._contract import Saved, Scheduled, Training
+from ._script import DENSE, ScriptedFunction, one_hot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.ps import PsClient
+
+    from ._contract import Readers
+    from ._process import Surroundings
+    from ._scenario import Scenario
+    from ._script import Scripts
+
+OWN: Final = 12
+"""Own updates of a session, at most."""
+QUIET: Final = 4.0
+"""Seconds that a program waits at its end, for zombies to wake up."""
+PS_WAIT: Final = 20.0
+WORKER_WAIT: Final = 15.0
+PATIENCE: Final = 10.0
+"""Seconds between two looks at a session that is broken."""
+
+_PLACE: Final = np.int64
+
+
+@final
+class MemoryPoint:
+    """Stands for a whole checkpoint (`zstrat.coordinator.RestorePoint`)."""
+
+    def __init__(
+        self, training: Training, path: str, saved: Saved, specs: Sequence[VariableSpec]
+    ) -> None:
+        self._training, self.path, self._saved = training, path, saved
+        self._specs = specs
+        self.variables = frozenset(spec.key for spec in specs)
+        self.optimizers: frozenset[int] = frozenset()
+        self.lacks: Sequence[str] = ()
+        self.values: list[np.ndarray] = []
+
+    async def check(self) -> None:
+        """It is whole."""
+
+    async def fill(self, client: PsClient) -> None:
+        """Has the servers take all values."""
+        for spec, value in zip(self._specs, self.values, strict=True):
+            await client.store(spec.ps, [StoreEntry(spec.key, 0, "", 0)], [value])
+        self._training.filled(self._saved)
+        self._look()
+
+    def _look(self) -> None:
+        """The restore is over soon, or is not."""
+        training = self._training
+        if not training.look() and training.is_filling:
+            asyncio.get_running_loop().call_later(1e-3, self._look)
+
+
+@final
+class Program:
+    """All sessions of one run.
+
+    Args:
+        over: Called when all is done that was to be done.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        scenario: Scenario,
+        scripts: Scripts,
+        readers: Readers,
+        addresses: tuple[Sequence[str], Sequence[str]],
+        over: Callable[[], object],
+    ) -> None:
+        self._around, self._scenario = around, scenario
+        self._scripts, self._readers = scripts, readers
+        self._ps, self._workers = addresses
+        self._over = over
+        self.trainings: list[Training] = []
+
+    async def main(self, loop: Any, link: Callable[[int], Any]) -> None:
+        """What the process does."""
+        while True:
+            number = self._around.draw()
+            coordinator = LoopCoordinator(
+                number,
+                self._ps,
+                dict(enumerate(self._workers)),
+                self._around.settings,
+                link(number),
+                prefetch=self._scenario.prefetch,
+                draw=self._around.draw,
+            )
+            training = Training(
+                len(self.trainings) + 1, self._around.world, len(self._ps)
+            )
+            self.trainings.append(training)
+            self._readers.training = training
+            session = TrainingSession(self, coordinator, training)
+            try:
+                await session.run()
+            except (PSUnavailableError, DeadlineExceededError, BusyError):
+                # It is lost: begin anew, as the documentation says.
+                await coordinator.close()
+                await asyncio.sleep(self._around.world.random.random())
+                continue
+            await coordinator.close()
+            self._over()
+            return
+
+    @property
+    def scenario(self) -> Scenario:
+        return self._scenario
+
+    @property
+    def scripts(self) -> Scripts:
+        return self._scripts
+
+    @property
+    def draw(self) -> Callable[[], float]:
+        """A number below 1."""
+        return self._around.world.random.random
+
+    @property
+    def new_number(self) -> int:
+        return self._around.draw()
+
+
+@final
+class TrainingSession:
+    """One session, from its opening to its end.
+
+    Raises, all coroutines:
+        PSUnavailableError, DeadlineExceededError, BusyError: It cannot go on.
+    """
+
+    def __init__(
+        self, program: Program, coordinator: LoopCoordinator, training: Training
+    ) -> None:
+        self._program, self._scenario = program, program.scenario
+        self._coordinator, self._training = coordinator, training
+        length, count = self._scenario.steps, training.servers
+        # As in real programs, each session counts its keys anew.
+        self._marks = _specs(100, "marks", (length,), "int64", count)
+        self._own = _specs(200, "own", (OWN,), "int64", count)
+        self._tables = _specs(300, "table", (length, 2), "float32", count)
+        self._updates: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """All of it."""
+        await self._coordinator.open()
+        if self._scenario.restores:
+            self._coordinator.cluster.recover(PS_WAIT)
+            self._training.recovery = self._coordinator.recovery
+        await self._create()
+        self._coordinator.coordinate(
+            in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
+        )
+        if self._scenario.restores:
+            await self._save()
+        await self._train()
+        await self._finish()
+
+    async def _create(self) -> None:
+        specs = (*self._marks, *self._own, *self._tables)
+        await self._coordinator.servers.create_variables(
+            [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
+        )
+        function = ScriptedFunction(
+            self._training.number,
+            self._marks,
+            self._tables,
+            self._scenario.by_rows,
+            self._scenario.fails,
+            _nobody,
+            self._scenario.reads_ahead,
+        )
+        code = Code(b"%s of session %d" % (DENSE, self._training.number))
+        self._program.scripts.add(code.code, function)
+        self._call = self._coordinator.call("mark", code, _PLACE(0))
+
+    async def _train(self) -> None:
+        draw = self._program.draw
+        for place in range(self._scenario.steps):
+            await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
+            await self._schedule(place)
+            await self._something_else(draw())
+
+    async def _something_else(self, chance: float) -> None:
+        """What a program does now and then."""
+        if chance < 0.12:
+            self._update_soon()
+        elif chance < 0.20:
+            await self._steadily(self._read)
+        elif chance < 0.25:
+            await self._join()
+        elif (chance < 0.32 and self._scenario.restores) or chance < 0.34:
+            await self._save()
+
+    # ---- steps
+
+    async def _schedule(self, place: int) -> None:
+        training, coordinator = self._training, self._coordinator
+        while True:
+            known = training.done()
+            try:
+                value = await coordinator.schedule(self._call, _PLACE(place))
+            except Exception as error:  # of steps before: see `_told`
+                await self._told(error)
+                continue
+            number = coordinator.engine.queue.steps.next - 1
+            training.steps[place] = Scheduled(place, number, value, known)
+            return
+
+    async def _join(self) -> None:
+        """Until all that is scheduled has ended."""
+        while True:
+            try:
+                await self._coordinator.join()
+            except Exception as error:  # of steps before: see `_told`
+                await self._told(error)
+                continue
+            for place, step in self._training.steps.items():
+                if step.fate == "open":
+                    self._training.broken(f"step {place} is open behind a join")
+            return
+
+    async def _told(self, error: Exception) -> None:
+        """The error of some step, or of the cluster, was raised; nothing runs now."""
+        if isinstance(error, PSUnavailableError):
+            if error.lost:
+                raise error
+            await asyncio.sleep(1.0)
+            if self._coordinator.cluster.broken is None:
+                return
+            deadline = asyncio.get_running_loop().time() + PATIENCE
+            while self._coordinator.cluster.broken is not None:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise error
+                await asyncio.sleep(0.5)
+            return
+        if not isinstance(error, WorkerLostError | UnavailableError) and (
+            "was to fail" not in str(error)
+        ):
+            raise error
+        for place, step in self._training.steps.items():
+            if step.fate == "open":
+                self._training.broken(f"step {place} is open behind {error!r}")
+        values = await self._steadily(self._read)
+        self._training.freeze(values[: self._training.servers])
+
+    # ---- the program's own requests
+
+    def _update_soon(self) -> None:
+        place = len(self._training.own)
+        if place < OWN:
+            self._training.own[place] = "open"
+            task = asyncio.get_running_loop().create_task(
+                self._update(place), name=f"own update {place}"
+            )
+            self._updates.add(task)
+
+    async def _update(self, place: int) -> None:
+        training = self._training
+        fills = training.fills
+        updates = [
+            (spec, UpdateOp.ADD, 0, (one_hot(spec, place),)) for spec in self._own
+        ]
+        try:
+            await self._coordinator.servers.update(updates)
+        except ZstratError:  # it may have been applied, and may not
+            training.own[place] = "perhaps"
+        else:
+            same = training.fills == fills and not training.is_filling
+            training.own[place] = "done" if same else "perhaps"
+
+    async def _read(self) -> list[np.ndarray]:
+        training = self._training
+        known, fills = training.done(), training.fills
+        own = training.done_own()
+        values = await self._coordinator.servers.read((*self._marks, *self._own))
+        marks, mine = values[: training.servers], values[training.servers :]
+        if training.fills == fills and not training.is_filling:
+            training.heard(-fills - 1, marks, known)
+            lacking = [place for place in own if any(not each[place] for each in mine)]
+            if lacking:
+                training.broken(
+                    f"own updates {lacking} were done, and a read lacks them"
+                )
+        return [*marks, *mine]
+
+    async def _steadily(self, work: Callable[[], Any]) -> Any:
+        """Again, while a server is only away."""
+        while True:
+            try:
+                return await work()
+            except PSUnavailableError as error:
+                await self._told(error)
+
+    # ---- checkpoints
+
+    async def _save(self) -> None:
+        """A checkpoint; one that fails is none."""
+        coordinator, training = self._coordinator, self._training
+        if coordinator.cluster.broken is not None:
+            return
+        client, number = coordinator.cluster.client, self._program.new_number
+        holder, fills = object(), training.fills
+        specs = (*self._marks, *self._own, *self._tables)
+        refs = [Ref(spec.ps, spec.key) for spec in specs]
+        try:
+            cut = await coordinator.at_rest(holder)
+            await client.pin(number, refs, [])
+        except ZstratError:  # and if a server was lost, it is told by the next call
+            return
+        finally:
+            coordinator.go_on(holder)
+        try:
+            values = await self._pinned(client, number, specs)
+            await client.release(number)
+        except ZstratError:
+            return
+        if training.fills != fills or training.is_filling:
+            return
+        count = training.servers
+        marks, own = values[:count], values[count : 2 * count]
+        lost, doubtful = frozenset(training.lost), frozenset(training.doubtful)
+        saved = Saved(cut, marks, own, lost, doubtful)
+        training.saved.append(saved)
+        training.check_saved(saved)
+        if (recovery := coordinator.recovery) is not None:
+            point = MemoryPoint(training, f"{len(training.saved)}", saved, specs)
+            point.values = values
+            recovery.remember(point, cut, fills)
+
+    async def _pinned(
+        self, client: PsClient, number: int, specs: Sequence[VariableSpec]
+    ) -> list[np.ndarray]:
+        """The values of a snapshot; training goes on meanwhile."""
+        places = dict.fromkeys(range(self._training.servers), 0)
+        values = []
+        for spec in specs:
+            place, places[spec.ps] = places[spec.ps], places[spec.ps] + 1
+            await asyncio.sleep(self._scenario.delay)
+            part = await client.read_snapshot(spec.ps, number, place, 0, spec.nbytes)
+            values.append(part.view(spec.numpy_dtype).reshape(spec.shape))
+        return values
+
+    # ---- the end
+
+    async def _finish(self) -> None:
+        await self._join()
+        for task in list(self._updates):
+            await task
+        await self._settle()
+        await asyncio.sleep(QUIET)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """All is over: look at everything."""
+        training = self._training
+        while True:
+            fills = training.fills
+            values = await self._steadily(self._read)
+            if training.fills == fills and not training.is_filling:
+                break
+        count = training.servers
+        marks, own = values[:count], values[count:]
+        training.check(marks, own)
+        training.freeze(marks)
+        if self._scenario.by_rows:
+            await self._check_tables(marks)
+
+    async def _check_tables(self, marks: Sequence[np.ndarray]) -> None:
+        """Rows and marks are pushed together."""
+        tables = await self._coordinator.servers.read(self._tables)
+        for table in tables:
+            if not np.array_equal(table[:, 0], table[:, 1]):
+                self._training.broken(f"half of a row: {table}")
+        for table, mark in zip(tables, marks, strict=True):
+            if not np.array_equal(table[:, 0], mark):
+                self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
+
+
+def _specs(
+    base: int, name: str, shape: tuple[int, ...], dtype: str, servers: int
+) -> tuple[VariableSpec, ...]:
+    return tuple(
+        [
+            VariableSpec(base + ps, f"{name}{ps}", shape, dtype, ps)
+            for ps in range(servers)
+        ]
+    )
+
+
+def _nobody(number: int, values: Sequence[np.ndarray]) -> None:
+    raise AssertionError(f"step {number} runs in no worker, with {len(values)} values")

@@ -1,0 +1,268 @@
+"""One seed: a cluster is made, faults befall it, and the contract is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import sys
+import traceback
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+from unittest import mock
+
+from ._contract import BrokenPromiseError, Readers
+from ._process import (
+    Process,
+    ProgramProcess,
+    ServerProcess,
+    Surroundings,
+    WorkerProcess,
+    settings_with,
+)
+from ._program import Program
+from ._scenario import Scenario, drawn
+from ._script import Scripts
+from ._sockets import Network, Weather, digest_of
+from ._world import START, SpinningError, StuckError, VirtualLoop, World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ._scenario import Fault
+
+LIMIT: Final = 240.0
+"""Seconds in which every program has come to its end."""
+
+_FIRST_PORT: Final = 7000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a seed. ``failure``: why the contract was not kept, or None.
+
+    ``trace`` is a digest of all messages and when they arrived: two runs of a seed have
+    the same one.
+    """
+
+    seed: int
+    failure: str | None
+    trace: int
+    events: int
+    messages: int
+    steps: int
+    seconds: float
+    """Of virtual time."""
+
+
+class Run:
+    """All that one seed makes."""
+
+    def __init__(
+        self, scenario: Scenario, told: Callable[[str], None] | None = None
+    ) -> None:
+        self._scenario, self._told = scenario, told
+        self._world = world = World(scenario.seed)
+        self._trace = self._messages = 0
+        self._is_over = False
+        weather = Weather(world, scenario.delay)
+        self._network = Network(world, weather, scenario.capacity, self._note)
+        self._around = Surroundings(
+            world, self._network, settings_with(scenario.chunk), self._quick
+        )
+        self._readers = Readers()
+        self._program: Program
+        self._processes = {each.name: each for each in self._made()}
+
+    def verdict(self) -> Verdict:
+        """Lets it happen."""
+        failure = None
+        try:
+            for process in self._processes.values():
+                process.start()
+            for fault in self._scenario.faults:
+                self._plan(fault)
+            self._world.run(START + LIMIT, self._ended)
+            if not self._is_over and not self._around.defects:
+                failure = f"the program has not ended: {self._waits()}"
+        except (BrokenPromiseError, SpinningError, StuckError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        if self._around.defects:
+            failure = "; ".join(self._around.defects[:3])
+        for process in self._processes.values():
+            process.kill(silently=True)
+        return Verdict(
+            self._scenario.seed,
+            failure,
+            self._trace,
+            self._world.events,
+            self._messages,
+            self._readers.runs,
+            self._world.now - START,
+        )
+
+    # ---- what there is
+
+    def _made(self) -> Iterator[Process]:
+        scenario, around = self._scenario, self._around
+        scripts = Scripts(self._readers.ran)
+        ports = itertools.count(_FIRST_PORT)
+        ps = [f"127.0.0.1:{next(ports)}" for _ in range(scenario.servers)]
+        workers = [f"127.0.0.1:{next(ports)}" for _ in range(scenario.workers)]
+        for index, address in enumerate(ps):
+            yield ServerProcess(around, "ps", index, address)
+        for index, address in enumerate(workers):
+            yield WorkerProcess(around, index, address, scripts)
+        self._program = Program(
+            around, scenario, scripts, self._readers, (ps, workers), self._end
+        )
+        yield ProgramProcess(around, self._program.main)
+
+    def _quick(self) -> float:
+        random = self._world.random
+        rare = 50.0 if random.random() < 0.01 else 1.0
+        return rare * random.expovariate(1.0 / self._scenario.work)
+
+    def _end(self) -> None:
+        self._is_over = True
+
+    def _ended(self) -> bool:
+        return self._is_over or bool(self._around.defects)
+
+    def _waits(self) -> str:
+        """Where the program waits."""
+        lines = []
+        for loop in self._world.loops:
+            if loop.name == "chief0" and not loop.is_closed():
+                lines += loop.waits()
+        return " | ".join(lines)
+
+    # ---- what befalls it
+
+    def _plan(self, fault: Fault) -> None:
+        at, kind, target, other, length = fault
+        process = self._processes[target]
+        begin, end = START + at, START + at + length
+        weather = self._network.weather
+
+        def both(work: Callable[[str, str], None]) -> Callable[[], None]:
+            def carry_out() -> None:
+                work(target, other)
+                if kind != "cut" or length < 1.0:  # else half open
+                    work(other, target)
+
+            return carry_out
+
+        match kind:
+            case "kill" | "power":
+                silently = kind == "power"
+                self._at(begin, fault, lambda: process.kill(silently=silently))
+                self._world.at(end, lambda: process.is_alive or process.start())
+            case "freeze":
+                self._at(begin, fault, process.freeze)
+                self._world.at(end, process.thaw)
+            case "reset":
+                self._at(begin, fault, lambda: self._reset(target, other))
+            case "cut":
+                self._at(begin, fault, both(weather.block))
+                self._world.at(end, both(weather.free))
+            case "slow":
+                self._at(begin, fault, both(lambda a, b: weather.slow(a, b, 100.0)))
+                self._world.at(end, both(lambda a, b: weather.slow(a, b, 1.0)))
+            case _:
+                raise AssertionError(kind)
+
+    def _at(self, when: float, fault: Fault, happens: Callable[[], Any]) -> None:
+        def happen() -> None:
+            if self._told is not None:
+                self._told(f"{self._world.now - START:10.6f} {fault}")
+            happens()
+
+        self._world.at(when, happen)
+
+    def _reset(self, target: str, other: str) -> None:
+        for line in self._network.lines_of(target, other):
+            line.reset()
+
+    # ---- the trace
+
+    def _note(self, source: str, target: str, frames: tuple[bytes, ...]) -> None:
+        if not frames:
+            return
+        self._messages += 1
+        words = f"{self._world.now:.9f} {source} {target} {digest_of(frames)}"
+        self._trace = zlib.crc32(words.encode(), self._trace)
+        if self._told is not None:
+            self._told(f"{self._world.now - START:10.6f} {source} -> {target} {frames}")
+
+
+def run_seed(seed: int, told: Callable[[str], None] | None = None) -> Verdict:
+    """Runs the scenario of a seed.
+
+    Args:
+        told: Told of each fault and each message, as it happens.
+    """
+    return run_scenario(drawn(seed), told)
+
+
+def run_scenario(
+    scenario: Scenario, told: Callable[[str], None] | None = None
+) -> Verdict:
+    """Runs a scenario that may have been made by hand."""
+    with _alone(scenario), _buried():
+        try:
+            return Run(scenario, told).verdict()
+        except Exception:  # to whoever reads the verdict: it is a defect, with its seed
+            words = traceback.format_exc()
+            return Verdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
+
+
+@contextlib.contextmanager
+def _buried() -> Iterator[None]:
+    """Coroutines of processes that were killed end when they are collected: here, where
+    whatever they do at their end is heard by nobody."""
+    gc.freeze()  # so that only what the run has made is looked at
+    hook = sys.unraisablehook
+    try:
+        yield
+    finally:
+        grave = VirtualLoop(World(0), "grave", lambda context: None)
+        grave.end()
+        sys.unraisablehook = lambda unraisable: None
+        asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", grave))
+        try:
+            gc.collect()
+        finally:
+            asyncio._set_running_loop(None)
+            sys.unraisablehook = hook
+            gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _alone(scenario: Scenario) -> Iterator[None]:
+    """What is of the whole process begins anew for a run: numbers that are counted on,
+    the collector of memory, and the limit from which on a server computes on its
+    thread. Nothing is logged."""
+    log = logging.getLogger("zstrat")
+    level, was_collecting = log.level, gc.isenabled()
+    log.setLevel(logging.CRITICAL + 1)
+    gc.disable()
+    patches = [
+        mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
+        mock.patch(
+            "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
+        ),
+        mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
+    ]
+    try:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+    finally:
+        log.setLevel(level)
+        if was_collecting:
+            gc.enable()

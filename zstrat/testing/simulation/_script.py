@@ -1,0 +1,184 @@
+"""Steps that workers run in a simulation: each leaves one mark on each server.
+
+Step ``i`` reads the marks of all servers, and pushes to each a one at place ``i``: of a
+dense variable as a one-hot vector, of a table as one row. A step that is told to fails,
+and leaves none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from zstrat.program import (
+    ResultLayout,
+    StepResult,
+    StepUpdate,
+    Wanted,
+    WantedRows,
+    load,
+)
+from zstrat.wire import UpdateOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.variables import VariableSpec
+
+DENSE: Final = b"a step that pushes a vector to each server"
+ROWS: Final = b"a step that looks rows up and pushes one to each server"
+
+
+class FailedStepError(Exception):
+    """A step of the simulation was to fail."""
+
+
+@dataclass(frozen=True)
+class PlannedMark:
+    """An update of a plan, as far as a pipeline asks."""
+
+    op: UpdateOp
+
+
+@dataclass(eq=False)
+class ScriptedPlan:
+    """What of a `zstrat.program.Plan` a worker asks."""
+
+    reads: tuple[VariableSpec, ...]
+    updates: tuple[PlannedMark, ...]
+    has_lookups: bool
+    levels: int = 1
+    lookups: tuple[object, ...] = ()
+    calls: tuple[object, ...] = ()
+    draws: tuple[object, ...] = ()
+
+
+@dataclass(eq=False)
+class ScriptedFunction:
+    """What of a `zstrat.program.Function` a worker asks, and what its step does.
+
+    Args:
+        training: Which session of the run it belongs to.
+        marks, tables: One on each server.
+        reads_ahead: Its updates are said to be an optimizer's, so that a pipeline reads
+            ahead of them.
+    """
+
+    training: int
+
+    marks: tuple[VariableSpec, ...]
+    tables: tuple[VariableSpec, ...]
+    by_rows: bool
+    fails: frozenset[int]
+    ran: Callable[[int, Sequence[np.ndarray]], None]
+    reads_ahead: bool = False
+    eager: bool = False
+    plan: ScriptedPlan = field(init=False)
+    layout: ResultLayout = field(init=False)
+
+    def __post_init__(self) -> None:
+        op = UpdateOp.SCATTER_ADD if self.by_rows else UpdateOp.ADD
+        said = UpdateOp.OPERANDS if self.reads_ahead else op
+        updates = tuple([PlannedMark(said) for _ in self.marks])
+        self.plan = ScriptedPlan(self.marks, updates, self.by_rows)
+        self.layout = ResultLayout(("int64",), ((),), 0)
+
+
+@final
+class ScriptedStep:
+    """Stands for `zstrat.program.Prepared`."""
+
+    def __init__(self, function: ScriptedFunction, number: int) -> None:
+        self._function, self._number = function, number
+        self.plan = function.plan
+        self.wanted = Wanted(function.marks)
+        if function.by_rows:
+            at = np.array([number], np.int64)
+            rows = tuple([WantedRows(table, at) for table in function.tables])
+            self.wanted = Wanted(function.marks, rows)
+
+    def unread(self) -> None:
+        """It has drawn nothing."""
+
+    def run(self, values: Sequence[np.ndarray]) -> StepResult:
+        """Computes the step."""
+        function, number = self._function, self._number
+        function.ran(number, values)
+        if number in function.fails:
+            raise FailedStepError(f"step {number} was to fail")
+        updates = [
+            StepUpdate(spec, op, 0, arrays)
+            for spec, op, arrays in _marks(function, number)
+        ]
+        result = np.asarray(number, np.int64)
+        return StepResult([result], function.layout, updates)
+
+
+def _marks(function: ScriptedFunction, number: int) -> list[Any]:
+    marks: list[Any] = [
+        (mark, UpdateOp.ADD, (one_hot(mark, number),)) for mark in function.marks
+    ]
+    if function.by_rows:
+        at, row = np.array([number], np.int64), np.ones((1, 2), np.float32)
+        marks += [(table, UpdateOp.SCATTER_ADD, (at, row)) for table in function.tables]
+    return marks
+
+
+def one_hot(spec: VariableSpec, place: int) -> np.ndarray:
+    """A vector of the variable's shape with a one at that place."""
+    vector = np.zeros(spec.shape, spec.numpy_dtype)
+    vector[place] = 1
+    return vector
+
+
+def prepare(
+    function: ScriptedFunction, args: tuple[Any, ...], kwargs: object
+) -> ScriptedStep:
+    """Stands for `zstrat.program.prepare`."""
+    del kwargs
+    return ScriptedStep(function, int(args[0]))
+
+
+@final
+class Scripts:
+    """The functions of a run, by what stands for their code.
+
+    Args:
+        ran: Told of each run: the worker, the function as that worker has loaded it,
+            the number of the step, and the values that it has read.
+    """
+
+    prepare = staticmethod(prepare)
+
+    def __init__(
+        self,
+        ran: Callable[[str, ScriptedFunction, int, Sequence[np.ndarray]], None],
+    ) -> None:
+        self._ran = ran
+        self._made: dict[bytes, ScriptedFunction] = {}
+
+    def add(self, code: bytes, function: ScriptedFunction) -> None:
+        """From now on the code stands for a copy of this function."""
+        self._made[code] = function
+
+    def load(
+        self,
+        worker: str,
+        code: bytes,
+        arrays: Sequence[np.ndarray],
+        resolve: Callable[[int], object],
+    ) -> Any:
+        """Stands for `zstrat.program.load` on a worker."""
+        made = self._made.get(code)
+        if made is None:
+            return load(code, arrays, resolve)
+        loaded = replace(made, ran=_untold)
+        loaded.ran = partial(self._ran, worker, loaded)
+        return loaded
+
+
+def _untold(number: int, values: Sequence[np.ndarray]) -> None:
+    raise AssertionError(f"step {number} is nobody's, with {len(values)} values")
