@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 """Version of the protocol; HELLO refuses any other."""
 
 
