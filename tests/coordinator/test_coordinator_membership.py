@@ -121,7 +121,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
 TestMembership = MembershipMachine.TestCase
 TestMembership.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None
+    max_examples=30, stateful_step_count=25, deadline=None
 )
 
 
