@@ -35,6 +35,9 @@ class Timeouts:
     turn: float = 6.0
     """How long a program waits while another one holds its cluster: a bit longer than
     it takes to miss one that is gone, so whoever still holds it then is alive."""
+    resolve: float = 10.0
+    """So long after its last answer a resolver whose answer may change is asked again;
+    sooner when a worker was lost. One small question to a busy service, or one file."""
     request: float = 120.0
     """Deadline of a request that was given none: longer than the longest compile."""
     drain: float = 10.0
@@ -112,6 +115,7 @@ NAMES: Final = (
     "ZSTRAT_OUTPUT",
     "ZSTRAT_PATIENCE",
     "ZSTRAT_PREFETCH",
+    "ZSTRAT_RESOLVE",
     "ZSTRAT_TRACEBACK",
 )
 
@@ -141,6 +145,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
             patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
             connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
             turn=_seconds(env, "ZSTRAT_TURN", _turn(env, default)),
+            resolve=_seconds(env, "ZSTRAT_RESOLVE", default.resolve),
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
         ),
         lane=_one_of(env, "ZSTRAT_LANE", LANES),

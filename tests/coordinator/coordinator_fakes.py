@@ -67,7 +67,7 @@ class FakeTask:
         self.alive = True
         self.busy = False
         self.devices = 2
-        self.sessions, self.exited = [], False
+        self.sessions, self.exited, self.closed = [], False, False
         self.born()
 
     def born(self):
@@ -84,7 +84,7 @@ class FakeTask:
                 self.sessions.append(message)
                 return SessionOpened("cpu", self.devices, resumed)
             case CloseSession():
-                self.exited = message.exit
+                self.exited, self.closed = message.exit, True
                 return Done()
             case Inspect():
                 return Statistics({})
@@ -152,6 +152,8 @@ class FakeWorker(FakeTask):
         """What it completes is not told."""
         self.replies = {}
         self.ran, self.low_waters = [], []
+        self.built = []
+        """Orders to build resources, as they came."""
         self.described = []
         """Layouts told since the session was opened; each is told once."""
 
@@ -206,6 +208,7 @@ class FakeWorker(FakeTask):
         return super().handle(message)
 
     def _build(self, message):
+        self.built.append(message)
         maker = self.code[message.maker]
         made = maker()
         if message.purpose == "value":
@@ -302,6 +305,13 @@ class World:
         """How long a lost parameter server may come back before that is told."""
         self._waiting = []
 
+    def newcomer(self, address, index=None):
+        """A worker that listens there, and of which the session does not know."""
+        worker = FakeWorker(self, len(self.workers) if index is None else index)
+        self.workers.append(worker)
+        self.tasks[address] = worker
+        return worker
+
     def make_link(self, address, *, name, expect, **events):
         task = self.tasks[address]
         link = FakeLink(
@@ -314,6 +324,7 @@ class World:
         )
         if task.link is None or not task.link.is_open:
             task.link = link
+        asyncio.get_running_loop().call_soon(self.changed)
         return link
 
     def connect(self, connect=30.0, prefetch=None, turn=20.0):

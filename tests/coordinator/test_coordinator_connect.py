@@ -71,7 +71,7 @@ def test_workers_with_different_numbers_of_devices_are_refused(make_world):
         world.connect()
 
 
-def test_a_late_worker_with_another_number_of_devices_is_warned_of(make_world, caplog):
+def test_a_late_worker_with_another_number_of_devices_is_refused(make_world, caplog):
     world = make_world()
     late = world.workers[0]
     late.alive, late.devices = False, 8
@@ -79,9 +79,18 @@ def test_a_late_worker_with_another_number_of_devices_is_warned_of(make_world, c
     assert session.devices == 2
     assert "devices" not in caplog.text
     world.on_loop(late.come_back)
-    world.until(lambda: session.cluster.workers[0].is_ready)
-    assert "/job:worker/task:0 at worker0:1 joins with 8 devices" in caplog.text
+    world.until(lambda: late.closed)
+    assert not session.cluster.workers[0].is_ready
+    assert (
+        "/job:worker/task:0 at worker0:1 does not join: it has 8 devices, and steps "
+        "are planned for workers with 2" in caplog.text
+    )
     assert session.devices == 2
+
+    late.devices = 2
+    world.on_loop(late.kill)
+    world.on_loop(late.come_back)
+    world.until(lambda: session.cluster.workers[0].is_ready)
 
 
 def test_metrics_count_the_traces_of_scheduled_functions(world):

@@ -288,7 +288,7 @@ def test_a_dataset_that_is_dropped_before_it_is_begun_is_dropped_after(world):
     def in_one_turn():
         """Added and dropped after a turn has taken what is new, before it cleans."""
         record = Record(
-            coordinator._core.engine, 0, name="x", purpose="value", maker=None
+            coordinator._core.engine, (), name="x", purpose="value", maker=None
         )
         builder.add_soon(record)
         builder.drop_soon(record.number)

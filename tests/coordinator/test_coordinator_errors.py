@@ -258,7 +258,7 @@ def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator()
     dispatcher = coordinator._core.dispatcher
-    (channel,) = dispatcher.channels
+    (channel,) = dispatcher.channels.values()
     (worker,) = world.workers
     told = []
 

@@ -7,6 +7,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, TPUClusterResolver
+from zstrat.coordinator.membership import Membership
 from zstrat.errors import InvalidArgumentError
 from zstrat.optimizers import Binding
 from zstrat.program import digest, dump_code, load, prepare, rebuild
@@ -34,9 +35,18 @@ class FakeSession:
         self.entries = []
         self.refuse = None
         self.is_closed = False
+        self.membership = Membership(dict.fromkeys(range(worker_count), "worker:1"))
 
     @property
     def servers(self):
+        return self
+
+    @property
+    def cluster(self):
+        return self
+
+    @property
+    def turnover(self):
         return self
 
     def run(self, work, what, timeout=None):

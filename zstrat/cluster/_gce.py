@@ -25,6 +25,8 @@ class GCEClusterResolver(SourceResolver):
             is first needed.
     """
 
+    _may_change = True
+
     def __init__(
         self,
         project: str,

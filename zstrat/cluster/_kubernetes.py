@@ -60,6 +60,8 @@ class KubernetesClusterResolver(SourceResolver):
         ValueError: ``address`` is neither.
     """
 
+    _may_change = True
+
     def __init__(
         self,
         job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,

@@ -52,6 +52,12 @@ class ClusterResolver(abc.ABC):
         return {}
 
     @property
+    def may_change(self) -> bool:
+        """Whether `cluster_spec` may answer otherwise later. A program that trains asks
+        again then, on a thread of its own, and follows its workers."""
+        return True
+
+    @property
     def environment(self) -> str:
         """Where this process runs ("google", ...), "" for nowhere special."""
         return ""
@@ -97,6 +103,10 @@ class SourceResolver(ClusterResolver):
     the question for that answer alone.
     """
 
+    _may_change: ClassVar[bool] = False
+    """Whether the source may tell of another cluster later: what says who is in it, not
+    how the process was started."""
+
     _empty_layer_counts: ClassVar[bool] = False
     """Whether ``rpc_layer=""`` asks `master` for an address without a scheme. It does
     by TensorFlow's rules for TF_CONFIG and SageMaker, and for our own files; the other
@@ -137,6 +147,10 @@ class SourceResolver(ClusterResolver):
     ) -> dict[str, int]:
         """Kind -> count, the same for every task; empty if the source does not know."""
         return dict(self._accelerators())
+
+    @property
+    def may_change(self) -> bool:
+        return self._may_change
 
     @property
     def environment(self) -> str:

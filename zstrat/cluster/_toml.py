@@ -23,7 +23,7 @@ _TABLES: Final = ("cluster", "task")
 
 @final
 class TomlClusterResolver(SourceResolver):
-    """Answers from a TOML file, which is read once:
+    """Answers from a TOML file, which is read anew at each question for the cluster:
 
         [cluster]
         worker = ["10.0.0.1:2222", "10.0.0.2:2222"]
@@ -41,6 +41,7 @@ class TomlClusterResolver(SourceResolver):
         ValueError: Names the file, the key, what was expected and what was found.
     """
 
+    _may_change = True
     _empty_layer_counts = True
 
     def __init__(
@@ -51,13 +52,7 @@ class TomlClusterResolver(SourceResolver):
         rpc_layer: str | None = None,
     ) -> None:
         self._path = str(path)
-        tables = config.read_toml(path)
-        _check_keys(tables, _TABLES, self._path, "table")
-        if "cluster" not in tables:
-            raise ValueError(f"{self._path}: expected a table [cluster], it has none")
-        self._spec = spec_from(tables["cluster"], self._path)
-        _check_keys(self._spec.jobs, TASK_TYPES, f"{self._path}: cluster", "job")
-        kind, index = _task(tables.get("task", {}), self._path)
+        _, (kind, index) = _read(self._path)
         super().__init__(
             kind if task_type is None else task_type,
             index if task_id is None else task_id,
@@ -65,7 +60,23 @@ class TomlClusterResolver(SourceResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        return self._spec
+        """The cluster that is in the file now.
+
+        Raises:
+            ValueError: As the constructor.
+        """
+        return _read(self._path)[0]
+
+
+def _read(path: str) -> tuple[ClusterSpec, tuple[str | None, int | None]]:
+    """The cluster of the file, and the task that it says that this process is."""
+    tables = config.read_toml(path)
+    _check_keys(tables, _TABLES, path, "table")
+    if "cluster" not in tables:
+        raise ValueError(f"{path}: expected a table [cluster], it has none")
+    spec = spec_from(tables["cluster"], path)
+    _check_keys(spec.jobs, TASK_TYPES, f"{path}: cluster", "job")
+    return spec, _task(tables.get("task", {}), path)
 
 
 def _check_keys(

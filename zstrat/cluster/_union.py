@@ -54,6 +54,10 @@ class UnionResolver(SourceResolver):
             merged[job] = _merge(job, [part[job] for part in parts if job in part])
         return ClusterSpec(merged)
 
+    @property
+    def may_change(self) -> bool:
+        return any(resolver.may_change for resolver in self._resolvers)
+
     def master(
         self,
         task_type: str | None = None,

@@ -15,6 +15,7 @@ from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
+from .membership._workers import Workers as Workers
 from .recovery._inventory import RestorePoint as RestorePoint
 from .recovery._recovery import PS_WAIT as PS_WAIT
 

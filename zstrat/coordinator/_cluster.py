@@ -13,11 +13,18 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import BusyError, PSUnavailableError
+from zstrat.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidArgumentError,
+    PSUnavailableError,
+    ZstratError,
+)
 from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
 from zstrat.wire import (
     CloseSession,
+    Hello,
     JoinSession,
     Message,
     MoveServer,
@@ -28,11 +35,12 @@ from zstrat.wire import (
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
 from .connecting import MakeTaskLink, TaskSession, arrive
+from .membership import Membership, Turnover
 from .recovery import Recovery
 from .replication import Replication
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
 
@@ -93,41 +101,19 @@ class Cluster:
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
         self._closing = False
-        count = len(workers)
         # Messages that open a session have these lists, so they say what is so then.
-        self._addresses = addresses = list(ps)
-        self._views = views = [1] * len(ps) if replicas else []
-
-        def session_with(
-            job: str, number: int, index: int, address: str
-        ) -> TaskSession:
-            known = addresses if job == "worker" else []
-            opening: OpenSession | JoinSession
-            if joins:
-                opening = JoinSession(session, [], [], timeouts.request)
-            else:
-                opening = OpenSession(
-                    session, index, count, known, prefetch, listens, views
-                )
-            return TaskSession(
-                job,
-                number,
-                index,
-                address,
-                opening,
-                make_link,
-                self,
-                one_life=job == "ps",
-                grace=timeouts.reconnect,
-                turn=timeouts.request if joins else timeouts.turn,
-                moves=bool(replicas) and job == "ps",
-            )
-
-        self.ps = [session_with("ps", index, index, at) for index, at in enumerate(ps)]
+        self._addresses = list(ps)
+        self._views = [1] * len(ps) if replicas else []
+        self._moves = bool(replicas)
+        self._make_link, self._listens = make_link, listens
+        self.membership = Membership(workers)
+        self.turnover = Turnover(self, self.membership, timeouts.drain)
+        self.ps = [self._task("ps", index, index, at) for index, at in enumerate(ps)]
         self.workers = [
-            session_with("worker", number, index, at)
+            self._task("worker", number, index, at)
             for index, (number, at) in enumerate(sorted(workers.items()))
         ]
+        """By index; those that were removed are closed, and stay."""
         self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         self._fixed: SessionOpened | None = None
@@ -147,6 +133,36 @@ class Cluster:
             self.replication = Replication(self, session, home, timeouts, make_link)
         self.fences = Fences(session, self.ps, self._absent, timeouts.request)
         self.rest = Rest(self.fences)
+
+    def _task(self, job: str, number: int, index: int, address: str) -> TaskSession:
+        timeouts = self._timeouts
+        opening: OpenSession | JoinSession
+        if self.joins:
+            opening = JoinSession(self.session, [], [], timeouts.request)
+        else:
+            opening = OpenSession(
+                self._worker_session,
+                index,
+                self.membership.size,
+                self._addresses if job == "worker" else [],
+                self.prefetch,
+                self._listens,
+                self._views,
+            )
+        return TaskSession(
+            job,
+            number,
+            index,
+            address,
+            opening,
+            self._make_link,
+            self,
+            one_life=job == "ps",
+            grace=timeouts.reconnect,
+            turn=timeouts.request if self.joins else timeouts.turn,
+            moves=self._moves and job == "ps",
+            **({} if job == "ps" else {"objection": self._objection}),
+        )
 
     # ---- life ------------------------------------------------------------------------
 
@@ -174,6 +190,7 @@ class Cluster:
         self._closing = True
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
+        await self.turnover.stop()
         if self.recovery is not None:
             await self.recovery.stop()
         await self.fences.stop()
@@ -243,7 +260,6 @@ class Cluster:
 
     def ready(self, task: TaskSession) -> None:
         if id(task) not in self._ps_ids:
-            self._compare(task)
             if self.dispatcher is not None:
                 self.dispatcher.ready(task)
             return
@@ -262,6 +278,7 @@ class Cluster:
         if id(task) not in self._ps_ids:
             if self.dispatcher is not None:
                 self.dispatcher.lost(task, reason)
+            self.turnover.lost()
             return
         replication = self.replication
         if replication is None:
@@ -300,9 +317,73 @@ class Cluster:
         if self.dispatcher is not None:
             self.dispatcher.heard(task, message)
 
+    def _objection(
+        self, task: TaskSession, hello: Hello, opened: SessionOpened | None
+    ) -> ZstratError | None:
+        """Why a worker is not taken: it is one that we have already, or its devices are
+        more or fewer than those that steps are planned for."""
+        for other in self.workers:
+            known = other.hello if other is not task and other.is_ready else None
+            if known is not None and known.incarnation == hello.incarnation:
+                return AlreadyExistsError(
+                    f"the process at {task.address} is {other.name} of the cluster, "
+                    f"which has it by the address {other.address} already"
+                )
+        if self._fixed is None or opened is None:
+            return None
+        planned, has = self._fixed.devices, opened.devices
+        if planned == has:
+            return None
+        return InvalidArgumentError(
+            f"it has {has} devices, and steps are planned for workers with {planned} "
+            "(num_replicas_in_sync): start it with as many as the others"
+        )
+
+    # ---- workers that come and go ----------------------------------------------------
+
+    def admit(self, index: int, number: int, address: str) -> TaskSession:
+        """Begins to greet a worker, whose per-worker resources are built before its
+        first closure."""
+        task = self._task("worker", number, index, address)
+        if self._past:
+            task.renew(self._worker_session, self._past)
+        self.workers[index : index + 1] = [task]
+        if self.dispatcher is not None:
+            self.dispatcher.admit(task)
+        if not self._closing:
+            task.start()
+        return task
+
+    async def part(
+        self, task: TaskSession, reason: str, patience: float | None
+    ) -> None:
+        """Lets a worker go: what it has runs to its end, or elsewhere after
+        ``patience`` seconds. None: what it has runs elsewhere, and its place is kept.
+
+        Cancellation: nothing is given to it any more.
+        """
+        if task.is_closed:
+            return
+        if self.dispatcher is not None:
+            if patience is not None:
+                await self.dispatcher.finish(task, reason, patience)
+            task.lives_on = task.is_moved = True  # its closures have not killed it
+            self.dispatcher.part(task, reason, for_good=patience is not None)
+        if task.is_ready and patience is not None:
+            goodbye = CloseSession(self._worker_session, False)
+            deadline = asyncio.get_running_loop().time() + LEAVING
+            answer = task.link.submit(goodbye, deadline=deadline)
+            answer.add_done_callback(_heed)
+            task.leave()
+            await asyncio.wait([answer])
+        await task.close()
+
     def attach(self, dispatcher: Dispatcher) -> None:
         """From now on the dispatcher is told about workers."""
         self.dispatcher = dispatcher
+        for task in self.workers:
+            if not task.is_closed:
+                dispatcher.admit(task)
         dispatcher.enter(self._worker_session)
         if self.recovery is not None and self.recovery.is_under_way:
             self.suspend()
@@ -389,20 +470,6 @@ class Cluster:
         ]
         # Who does not come in time joins later, and is compared then.
         await asyncio.gather(*joining, return_exceptions=True)
-
-    def _compare(self, task: TaskSession) -> None:
-        if self._fixed is None or task.opened is None:
-            return
-        planned, has = self._fixed.devices, task.opened.devices
-        if planned != has:
-            log.warning(
-                "%s at %s joins with %d devices, but steps are planned for workers "
-                "with %d (num_replicas_in_sync): start it with as many as the others",
-                task.name,
-                task.address,
-                has,
-                planned,
-            )
 
 
 def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:

@@ -99,7 +99,7 @@ class CoordinatorCore:
         self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
-            self.session.cluster.workers,
+            (),  # they are told when it is attached
             self.session.cluster.fences,
             self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
@@ -131,7 +131,7 @@ class CoordinatorCore:
         self.require_kept()
         record = Record(
             self.engine,
-            self.session.worker_count,
+            [member.index for member in self.dispatcher.members.members],
             name=name,
             purpose=purpose,
             maker=maker,
@@ -169,7 +169,9 @@ class CoordinatorCore:
         queue, dispatcher = self.engine.queue, self.dispatcher
         workers: dict[str, PlainTree] = {
             member.name: {
-                "state": member.state.value,
+                "index": member.index,
+                "address": self.session.cluster.workers[member.index].address,
+                "state": "leaving" if member.retired else member.state.value,
                 "in_flight": len(member.in_flight),
                 "depth": member.depth,
                 "completed": member.completed,
@@ -194,9 +196,8 @@ class CoordinatorCore:
             "ps_restores": 0 if recovery is None else recovery.restores,
             "steps_lost": 0 if recovery is None else recovery.steps_lost,
             **({} if replication is None else replication.statistics()),
-            "recoverable_worker_failures": sum(
-                member.losses for member in dispatcher.members.members
-            ),
+            "recoverable_worker_failures": dispatcher.members.losses,
+            **self.session.cluster.turnover.metrics,
             "workers": workers,
         }
 

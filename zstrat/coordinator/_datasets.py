@@ -257,7 +257,12 @@ def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
 
     claim = Claim(core.drop_resource, record.number)
     return PerWorkerValues(
-        record.values, record.number, claim, stand_in, core.require_kept
+        record.values,
+        record.number,
+        claim,
+        stand_in,
+        core.require_kept,
+        lambda: record.values,
     )
 
 

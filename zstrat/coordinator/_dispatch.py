@@ -74,15 +74,13 @@ class Dispatcher:
         prefetch: int,
         worker_wait_timeout: float,
     ) -> None:
-        tasks = list(workers)
         self.engine, self.queue = engine, engine.queue
-        names = [task.name for task in tasks]
-        self.members = Members(names, closures_in_flight, prefetch)
+        self.members = Members((), closures_in_flight, prefetch)
         engine.oldest = self.members.oldest
-        self.channels = [
-            WorkerChannel(session, task, member)
-            for task, member in zip(tasks, self.members.members, strict=True)
-        ]
+        self.channels: dict[int, WorkerChannel] = {}
+        """By index of their worker."""
+        self._finishing: dict[int, asyncio.Event] = {}
+        """Workers that are leaving, and who waits until they have nothing more."""
         self.retired: deque[int] = deque()
         """Numbers of arguments that nobody needs any more; anyone may append."""
         self.abandoned: deque[Kept] = deque()
@@ -90,21 +88,22 @@ class Dispatcher:
         self.builder = Builder(engine, self.members, self.channels, self.turn_soon)
         self.outcomes = Outcomes(engine, self.members, self.abandoned)
         self.fences = fences
-        self.turns = self.dispatches = 0
-        self._session = session
+        self.turns, self.dispatches, self._session = 0, 0, session
         self._marking = Marking(session, servers)
         self._patience = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._stopped = False
+        for task in workers:
+            self.admit(task)
 
     # ---- orders from the user's side, on the loop ------------------------------------
 
     def start(self) -> None:
         """Takes the workers that are in the session already."""
         self.members.start(self._now())
-        for channel in self.channels:
+        for channel in self.channels.values():
             if channel.task.is_ready:
                 self.ready(channel.task)
 
@@ -138,7 +137,7 @@ class Dispatcher:
 
     def cancel_running(self) -> None:
         """Drops what the workers have not begun."""
-        for channel in self.channels:
+        for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
                 self._say(channel, CancelSteps(self._session))
 
@@ -167,7 +166,7 @@ class Dispatcher:
         """The workers are in another session, or enter it now."""
         self._session = session
         self._marking.enter(session)
-        for channel in self.channels:
+        for channel in self.channels.values():
             channel.session = session
 
     def fence(self, end: int, doubtful: list[int]) -> None:
@@ -177,13 +176,15 @@ class Dispatcher:
 
     async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
         """Fetches a result that stayed on its worker."""
-        channel = self.channels[kept.worker]
+        channel = self.channels.get(kept.worker)
+        name = "its worker" if channel is None else channel.member.name
         gone = ClosureAbortedError(
             f"the result of step {kept.step} was too large to travel with its "
-            f"completion and went away with {channel.member.name}; schedule it again, "
+            f"completion and went away with {name}; schedule it again, "
             "and fetch large results soon, or return less"
         )
-        if channel.member.epoch != kept.epoch or not channel.task.is_ready:
+        is_there = channel is not None and channel.task.is_ready
+        if channel is None or not is_there or channel.member.epoch != kept.epoch:
             raise gone
         try:
             answer = await channel.task.link.submit(
@@ -193,6 +194,63 @@ class Dispatcher:
             raise gone from error
         assert isinstance(answer, Fetched), answer
         return list(answer.arrays)
+
+    # ---- workers that come and go, on the loop ---------------------------------------
+
+    def admit(self, task: TaskSession) -> None:
+        """A worker may come: a new one, or another process in the place of one."""
+        channel = self.channels.get(task.index)
+        if channel is not None:
+            channel.task = task
+            return
+        member = self.members.add(task.index, task.name)
+        channel = WorkerChannel(self._session, task, member)
+        self.channels[task.index] = channel
+        with self.engine.lock:
+            self.builder.join(channel)
+
+    async def finish(self, task: TaskSession, reason: str, patience: float) -> None:
+        """Gives a worker nothing any more, and waits until it has ended what it runs,
+        or is lost, or ``patience`` seconds have passed.
+
+        Cancellation: it gets nothing all the same.
+        """
+        channel = self.channels.get(task.index)
+        if channel is None or channel.task is not task:
+            return
+        self.members.retire(task.index, reason, self._now())
+        if self._stopped or not channel.member.in_flight:
+            return
+        if task.is_ready:
+            self._say(channel, CancelSteps(self._session))
+        idle = self._finishing[task.index] = asyncio.Event()
+        self.turn_soon()
+        try:
+            async with asyncio.timeout(patience):
+                await idle.wait()
+        except TimeoutError:
+            log.warning(
+                "%s still runs %d closures after %s s: others run them",
+                task.name,
+                len(channel.member.in_flight),
+                patience,
+            )
+        finally:
+            del self._finishing[task.index]
+
+    def part(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
+        """A worker goes: what it has goes to the others. Unless ``for_good`` its place
+        is kept, for a process at another address."""
+        channel = self.channels.get(task.index)
+        if channel is None or channel.task is not task:
+            return
+        self.lost(task, reason)
+        if for_good:
+            del self.channels[task.index]
+            self.members.remove(task.index)
+            with self.engine.lock:
+                self.builder.leave(channel)
+                self.engine.notify()
 
     # ---- told by the task sessions ---------------------------------------------------
 
@@ -210,7 +268,10 @@ class Dispatcher:
 
     def lost(self, task: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
-        now, channel = self._now(), self.channels[task.index]
+        channel = self.channels.get(task.index)
+        if channel is None or channel.task is not task:
+            return  # it was let go
+        now = self._now()
         orphans = self.members.lost(task.index, reason, now, counts=not task.is_moved)
         if self._stopped:
             return
@@ -280,6 +341,7 @@ class Dispatcher:
             channel = self.channels[grant.member.index]
             self._dispatch(channel, closures, low_water, now, grant.alone)
         self._clean()
+        self._tell_finished()
         self._set_timer(due, now)
         self._set_alarm(now)
 
@@ -355,7 +417,7 @@ class Dispatcher:
         resources = self.builder.dropped()
         results = _emptied(self.abandoned)
         news = bool(arguments or resources or results)
-        for channel in self.channels:
+        for channel in list(self.channels.values()):
             member = channel.member
             if not channel.task.is_ready or not (news or channel.unsaid):
                 continue
@@ -378,6 +440,11 @@ class Dispatcher:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
             log.info("%s: %s", channel.task.name, error)
 
+    def _tell_finished(self) -> None:
+        for index, idle in self._finishing.items():
+            if not self.channels[index].member.in_flight:
+                idle.set()
+
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
         """Whether a turn has something to do though no closure waits. What is found in
         neither place can wait for the next turn."""
@@ -385,6 +452,7 @@ class Dispatcher:
             self.retired
             or self.abandoned
             or channel.unsaid
+            or self._finishing
             or self._alarm is not None
             or self.members.alone_since is not None
         )
@@ -415,8 +483,8 @@ class Dispatcher:
             return
         error = UnavailableError(
             f"no worker was there for {self._patience:.0f} s "
-            f"({self.members.absent()}): start one, or give worker_wait_timeout= "
-            "more seconds"
+            f"({self.members.absent()}): start one, name one with "
+            "strategy.workers.add, or give worker_wait_timeout= more seconds"
         )
         self.engine.deserted = error
         self.engine.fail(error)

@@ -77,6 +77,8 @@ class Member:
     """By step, in the order of dispatch."""
     alone: bool = False
     """Runs a suspect: gets nothing beside it."""
+    retired: bool = False
+    """It is let go: it gets nothing any more, whatever its state."""
     avoided: bool = False
     """Its closures fail for its own sake: it gets some only if all others do too."""
     building: int = 0
@@ -101,9 +103,14 @@ class Member:
         return min(at_work + round(self.rate * WORK_AHEAD), max(at_work, MAX_DEPTH))
 
     @property
+    def is_open(self) -> bool:
+        """Whether it may get closures at all."""
+        return self.state is MemberState.OPEN and not self.retired
+
+    @property
     def free(self) -> int:
         """How many more closures it may get now."""
-        if self.state is not MemberState.OPEN or self.alone:
+        if not self.is_open or self.alone:
             return 0
         return max(0, self.depth - len(self.in_flight))
 
@@ -167,10 +174,19 @@ class Members:
                 f"closures_in_flight={closures_in_flight}: expected 1 to "
                 f"{MOST_IN_FLIGHT}, or None to let it follow the speed of each worker"
             )
-        self.members = [
-            Member(index, name, closures_in_flight, prefetch)
-            for index, name in enumerate(names)
-        ]
+        self._depth, self._prefetch = closures_in_flight, prefetch
+        self.members: list[Member] = []
+        """Those that the cluster has, in the order in which they came. Replaced as a
+        whole, for other threads look at it."""
+        self._at: dict[int, Member] = {}
+        self._epochs: dict[int, int] = {}
+        """The last ones of workers that were removed: should one be back under its
+        index, what it held is still gone."""
+        self._ended = 0
+        """On those that were removed."""
+        self._lost = 0
+        for index, name in enumerate(names):
+            self.add(index, name)
         self.alone_since: float | None = None
         """Since when no worker is there; None while one is."""
         self._reserved: Member | None = None
@@ -181,7 +197,7 @@ class Members:
         return [
             m
             for m in self.members
-            if m.state in (MemberState.OPEN, MemberState.BUILDING)
+            if m.state in (MemberState.OPEN, MemberState.BUILDING) and not m.retired
         ]
 
     @property
@@ -190,8 +206,13 @@ class Members:
 
     @property
     def completed(self) -> int:
-        """Closures that ended, on all of them."""
-        return sum([member.completed for member in self.members])
+        """Closures that ended, on all of them, and on those that were removed."""
+        return self._ended + sum([member.completed for member in self.members])
+
+    @property
+    def losses(self) -> int:
+        """How often one was lost, those that were removed later included."""
+        return self._lost + sum([member.losses for member in self.members])
 
     def rate(self, now: float) -> float:
         """Closures that ended per second, on all of them, of late."""
@@ -204,6 +225,8 @@ class Members:
 
     def absent(self) -> str:
         """The workers that are not there, and why, in words."""
+        if not self.members:
+            return "all were removed"
         gone = [m for m in self.members if m not in self.usable]
         return "; ".join(f"{m.name}: {m.reason}" for m in gone)
 
@@ -217,30 +240,57 @@ class Members:
         closure, member = min(heads, key=lambda head: head[0].step)
         return f" (the oldest: step {closure.step}, {closure.name}, on {member.name})"
 
+    # ---- who is a worker of the cluster ----------------------------------------------
+
+    def add(self, index: int, name: str) -> Member:
+        """A worker that the cluster has from now on; it is not connected yet."""
+        assert index not in self._at, index
+        member = Member(index, name, self._depth, self._prefetch)
+        member.epoch = self._epochs.pop(index, 0)
+        self._at[index] = member
+        self.members = [*self.members, member]
+        return member
+
+    def retire(self, index: int, reason: str, now: float) -> None:
+        """The worker gets nothing any more; what it has it may end."""
+        member = self._at[index]
+        member.retired, member.reason = True, reason
+        self._missing(member, now)
+
+    def remove(self, index: int) -> None:
+        """The cluster has it no more. It was `lost`, so it has nothing."""
+        member = self._at.pop(index)
+        assert not member.in_flight, member
+        self.members = [each for each in self.members if each is not member]
+        self._epochs[index] = member.epoch
+        self._ended += member.completed
+        self._lost += member.losses
+
     # ---- life of a worker ------------------------------------------------------------
 
     def connected(self, index: int) -> int:
         """The worker is in our session and builds its resources; returns its epoch."""
-        member = self.members[index]
+        member = self._at[index]
         assert member.state in (MemberState.CONNECTING, MemberState.LOST), member
         assert not member.in_flight, member
         member.state, member.reason = MemberState.BUILDING, ""
         member.epoch += 1
         member.building, member.alone, member.avoided = 0, False, False
         member._count = member._seconds = 0.0
-        self.alone_since = None
+        if not member.retired:
+            self.alone_since = None
         return member.epoch
 
     def build(self, index: int, count: int = 1) -> None:
         """So many resources are being built there: no closure goes there before."""
-        member = self.members[index]
+        member = self._at[index]
         assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count
         member.state = MemberState.BUILDING
 
     def built(self, index: int, epoch: int, count: int = 1) -> None:
         """So many of them are built (or failed, for good); the last one opens it."""
-        member = self.members[index]
+        member = self._at[index]
         if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
         assert member.building >= count, member
@@ -250,7 +300,7 @@ class Members:
 
     def leaving(self, index: int, reason: str, now: float) -> None:
         """The worker shuts down: it takes no more closures."""
-        member = self.members[index]
+        member = self._at[index]
         if member.state in (MemberState.OPEN, MemberState.BUILDING):
             member.state, member.reason = MemberState.LEAVING, reason
             self._missing(member, now)
@@ -263,7 +313,7 @@ class Members:
         Args:
             counts: It is a loss of the worker's own.
         """
-        member = self.members[index]
+        member = self._at[index]
         if member.state in (MemberState.CONNECTING, MemberState.LOST):
             member.reason = reason
             return []
@@ -280,7 +330,7 @@ class Members:
     def grants(self, ordinary: int, suspects: int) -> list[Grant]:
         """Who gets how many of the closures that wait, the least loaded first."""
         grants = self._grant_alone(suspects)
-        sound = any(m.state is MemberState.OPEN and not m.avoided for m in self.members)
+        sound = any(m.is_open and not m.avoided for m in self.members)
         takers = [
             m
             for m in self.members
@@ -326,7 +376,8 @@ class Members:
 
     def avoid(self, index: int, yes: bool) -> None:
         """Whether the worker is to get closures only if there is no other."""
-        self.members[index].avoided = yes
+        if (member := self._at.get(index)) is not None:
+            member.avoided = yes
 
     def _missing(self, member: Member, now: float) -> None:
         if self._reserved is member:
@@ -340,8 +391,8 @@ class Members:
             self._reserved = None
             return []
         chosen = self._reserved
-        if chosen is None or chosen.state is not MemberState.OPEN:
-            candidates = [m for m in self.members if m.state is MemberState.OPEN]
+        if chosen is None or not chosen.is_open:
+            candidates = [m for m in self.members if m.is_open]
             if not candidates:
                 return []
             chosen = min(candidates, key=lambda m: len(m.in_flight))

@@ -1,8 +1,9 @@
 """Per-worker resources: what every worker is to have before it runs closures.
 
 A *record* says how to build one (shipped code, its arguments) and keeps one value per
-worker, which says how that went. It outlives connections: whenever a worker (re)joins,
-all records are built there again, from the beginning, before its next closure.
+worker, which says how that went, and which share of a dataset that one reads. It
+outlives connections: whenever a worker (re)joins, all records are built there again,
+from the beginning, before its next closure.
 
 The record does not know the handle that the user holds; when that is dropped, the
 record's number goes to the dispatcher, which has it forgotten everywhere.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
@@ -29,9 +31,10 @@ from zstrat.wire import BuildResource, Message, ResourceBuilt
 
 from ._members import Members, MemberState
 from ._values import RemoteValue, RemoteValueStatus, Result
+from .membership import InputPipelines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.wire import LayoutMessage
 
@@ -50,12 +53,22 @@ class Record:
     The values change with the engine's lock held.
     """
 
-    __slots__ = ("arguments", "layout", "maker", "name", "number", "purpose", "values")
+    __slots__ = (
+        "_made",
+        "_values",
+        "arguments",
+        "layout",
+        "maker",
+        "name",
+        "number",
+        "pipelines",
+        "purpose",
+    )
 
     def __init__(
         self,
         engine: ClosureEngine,
-        workers: int,
+        workers: Sequence[int],
         *,
         name: str,
         purpose: str,
@@ -68,7 +81,14 @@ class Record:
         self.maker, self.arguments = maker, arguments
         self.layout: LayoutMessage | None = None
         """Of an element (or of the value), once a worker has told."""
-        self.values = tuple(kind(engine, Result(name, None)) for _ in range(workers))
+        self.pipelines = InputPipelines(workers)
+        self._made = partial(kind, engine, Result(name, None))
+        self._values = {index: self._made() for index in workers}
+
+    @property
+    def values(self) -> tuple[RemoteValue, ...]:
+        """One per worker that the cluster has now, in the order of their indices."""
+        return tuple([value for _, value in sorted(self._values.items())])
 
     @property
     def is_known(self) -> bool:
@@ -89,19 +109,36 @@ class Record:
         errors = (value.error for value in self.values if value.state is READY)
         return next((error for error in errors if error is not None), None)
 
+    @property
+    def workers(self) -> list[int]:
+        """The indices of those that have a value."""
+        return list(self._values)
+
+    def join(self, worker: int, task: str, reason: str) -> None:
+        """The cluster has another worker, which is not there yet."""
+        self.pipelines.join(worker)
+        # As a whole: the threads of the user look at it.
+        self._values = {**self._values, worker: self._made()}
+        self.aborted(worker, task, reason)
+
+    def leave(self, worker: int) -> None:
+        """The cluster has the worker no more. Its value stays aborted."""
+        self.pipelines.leave(worker)
+        self._values = {n: value for n, value in self._values.items() if n != worker}
+
     def begin(self, worker: int) -> None:
         """The worker starts to build it."""
-        self.values[worker]._begin_again()
+        self._values[worker]._begin_again()
 
     def built(self, worker: int, layout: LayoutMessage) -> None:
         self.layout = self.layout or layout
-        self.values[worker]._settle_built()
+        self._values[worker]._settle_built()
 
     def failed(self, worker: int, task: str, error: Exception) -> ClosureInputError:
         """Building raised; returns what closures get that want to use it there."""
         wrapped = ClosureInputError(f"{self.name} could not be built on {task}", error)
         wrapped.__cause__ = wrapped.original_exception
-        self.values[worker]._settle_error(wrapped)
+        self._values[worker]._settle_error(wrapped)
         return wrapped
 
     def ended(self, cause: str) -> None:
@@ -112,7 +149,7 @@ class Record:
 
     def aborted(self, worker: int, task: str, reason: str) -> None:
         """The worker is gone, or not there yet."""
-        self.values[worker]._abort(
+        self._values[worker]._abort(
             ClosureAbortedError(
                 f"{self.name} is not on {task} ({reason}); it is built when "
                 "that returns"
@@ -132,7 +169,7 @@ class Builder:
         self,
         engine: ClosureEngine,
         members: Members,
-        channels: list[WorkerChannel],
+        channels: Mapping[int, WorkerChannel],
         turn_soon: Callable[[], None],
     ) -> None:
         self._engine, self._members, self._channels = engine, members, channels
@@ -160,7 +197,13 @@ class Builder:
     def add(self, record: Record) -> None:
         """Builds it on every worker that is there, and later on the others."""
         self._records[record.number] = record
-        for channel in self._channels:
+        with self._engine.lock:  # some may have come or gone since it was made
+            for index in set(record.workers) - set(self._channels):
+                record.aborted(index, "a worker", "it was removed")
+                record.leave(index)
+            for channel in self._channels.values():
+                self._joined(record, channel)
+        for channel in self._channels.values():
             if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
                 self._members.build(channel.member.index)
                 self._build(channel, record)
@@ -216,7 +259,23 @@ class Builder:
         for record in self._records.values():
             record.aborted(channel.member.index, channel.member.name, reason)
 
+    def join(self, channel: WorkerChannel) -> None:
+        """The cluster has another worker. Lock held."""
+        for record in self._records.values():
+            self._joined(record, channel)
+
+    def leave(self, channel: WorkerChannel) -> None:
+        """The cluster has it no more. Lock held."""
+        for record in self._records.values():
+            record.leave(channel.member.index)
+
     # ---- private ---------------------------------------------------------------------
+
+    @staticmethod
+    def _joined(record: Record, channel: WorkerChannel) -> None:
+        member = channel.member
+        if member.index not in record.workers:
+            record.join(member.index, member.name, member.reason)
 
     def _build(self, channel: WorkerChannel, record: Record) -> None:
         channel.resources.add(record.number)
@@ -233,6 +292,8 @@ class Builder:
             record.purpose,
             record.maker.digest,
             arguments,
+            record.pipelines[channel.member.index],
+            record.pipelines.count,
         )
         future = channel.task.link.submit(
             message, deadline=loop.time() + BUILD_DEADLINE

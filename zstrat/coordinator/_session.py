@@ -208,7 +208,8 @@ class ClusterSession:
 
     @property
     def worker_count(self) -> int:
-        return len(self.cluster.workers)
+        """Workers that the cluster has now, whether they are there or not."""
+        return len(self.cluster.membership.addresses)
 
     @property
     def platform(self) -> str:

@@ -377,6 +377,7 @@ class PerWorkerValues(PerWorker):
     Args:
         values: One `RemoteValue` per worker, in the order of the workers; from an
             `AsyncClusterCoordinator` an `AsyncRemoteValue`.
+        living: Gives those of the workers that there are now; None: ``values`` stay.
 
     Raises:
         AssertionError: Something else is among them.
@@ -389,8 +390,9 @@ class PerWorkerValues(PerWorker):
         claim: Claim | None = None,
         stand_in: Callable[[], object | None] | None = None,
         require_kept: Callable[[], None] | None = None,
+        living: Callable[[], tuple[RemoteValue, ...]] | None = None,
     ) -> None:
-        self._values = tuple(values)
+        self._values, self._living = tuple(values), living
         for value in self._values:
             if not isinstance(value, RemoteValue):
                 raise AssertionError(
@@ -404,8 +406,8 @@ class PerWorkerValues(PerWorker):
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """Whether and how the thing was made on each worker."""
-        return self._values
+        """Whether and how the thing was made on each worker that there is now."""
+        return self._values if self._living is None else self._living()
 
     def _stand_in(self) -> object | None:
         if self._describe is None:

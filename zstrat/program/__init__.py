@@ -37,6 +37,7 @@ from .trace._context import WorkerContext as WorkerContext
 from .trace._context import building as building
 from .trace._context import get_current_worker_index as get_current_worker_index
 from .trace._context import get_worker_context as get_worker_context
+from .trace._context import input_pipeline as input_pipeline
 from .trace._context import tracing_again as tracing_again
 from .trace._context import worker_context as worker_context
 from .trace._feeds import Discovery as Discovery

@@ -1,5 +1,6 @@
 """Sockets, connections and keys: how tasks reach each other. The door to ZeroMQ."""
 
+from ._address import check_address as check_address
 from ._address import parse as parse
 from ._curve import Security as Security
 from ._curve import generate_keys as generate_keys

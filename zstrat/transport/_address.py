@@ -55,6 +55,17 @@ def parse(text: str) -> Address:
     return Address("tcp", host, number)
 
 
+def check_address(text: str) -> None:
+    """Whether a task may be reached at that.
+
+    Raises:
+        ValueError: It is no address, or one without a port.
+    """
+    address = parse(text)
+    if address.scheme == "tcp" and not address.port:
+        raise ValueError(f"address {text!r}: expected a port above 0")
+
+
 async def check_known(address: Address, task: str) -> None:
     """Whether the host is one that can be bound at all: a number, an interface, or a
     name that is known.

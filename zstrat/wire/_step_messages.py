@@ -168,7 +168,9 @@ class DropResults:
 class BuildResource:
     """Builds (again) a per-worker resource from shipped code; answered by
     `ResourceBuilt` or by the `Failure` that the code raised. ``maker`` is the digest of
-    a callable, ``purpose`` is "iterator" (its result is iterated) or "value"."""
+    a callable, ``purpose`` is "iterator" (its result is iterated) or "value". A dataset
+    is told that it is for input pipeline ``pipeline`` of ``pipelines``; 0 of them: that
+    of the worker's place in the session."""
 
     kind: ClassVar = 57
     session: int
@@ -176,6 +178,8 @@ class BuildResource:
     purpose: str
     maker: bytes
     arguments: int
+    pipeline: int = 0
+    pipelines: int = 0
 
 
 @message

@@ -337,7 +337,8 @@ _COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls
 
 
 def _input_context(index: int, count: int) -> InputContext:
-    return InputContext(count, index, jax.local_device_count())
+    share, shares = program.input_pipeline.get() or (index, count)
+    return InputContext(shares, share, jax.local_device_count())
 
 
 _COMPILED: Final = "/jax/core/compile/backend_compile_duration"

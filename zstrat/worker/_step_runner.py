@@ -18,6 +18,7 @@ from zstrat.program import (
     WorkerContext,
     building,
     fill_inputs,
+    input_pipeline,
     worker_context,
 )
 from zstrat.ps import EagerRun, PsUpdate
@@ -173,10 +174,13 @@ class StepRunner:
         """Builds a resource in the worker's context; see `Resources.build`."""
         before = worker_context.set(WorkerContext(self._index, self._count))
         building_before = building.set(True)
+        share = (order.pipeline, order.pipelines) if order.pipelines else None
+        share_before = input_pipeline.set(share)
         creator_before = creator.set(_Refusing())
         try:
             return self.resources.build(order)
         finally:
+            input_pipeline.reset(share_before)
             building.reset(building_before)
             creator.reset(creator_before)
             worker_context.reset(before)

@@ -29,6 +29,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.wire import (
+    CloseSession,
     Hello,
     JoinSession,
     LayoutMessage,
@@ -107,6 +108,19 @@ class TaskSessionEvents(Protocol):
         ...
 
 
+class Objection(Protocol):
+    """Says why a task is not taken, if so: when it greets, and again when it has opened
+    the session."""
+
+    def __call__(
+        self, task: TaskSession, hello: Hello, opened: SessionOpened | None, /
+    ) -> ZstratError | None: ...
+
+
+def _take_all(*_: object) -> None:
+    return None
+
+
 class TaskSession:
     """The way to one task.
 
@@ -123,6 +137,7 @@ class TaskSession:
             the task; it is asked further on.
         moves: What the task held may be elsewhere when it is lost: whoever waits for
             it goes on to wait, until `move` or `give_up`.
+        objection: Why a task that greets, or has opened the session, is not taken.
     """
 
     def __init__(
@@ -139,6 +154,7 @@ class TaskSession:
         grace: float = 0.0,
         turn: float = math.inf,
         moves: bool = False,
+        objection: Objection = _take_all,
     ) -> None:
         self.index, self.address = index, address
         self.name = f"/job:{job}/task:{task}"
@@ -168,7 +184,7 @@ class TaskSession:
             self._reopening = replace(opening, patience=0.0)
         self._farewells: Sequence[Message] = ()
         """What the task is told before it is asked in."""
-        self._grace, self._turn = grace, turn
+        self._grace, self._turn, self._object = grace, turn, objection
         self._held_since: float | None = None
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
@@ -188,6 +204,16 @@ class TaskSession:
     def is_ready(self) -> bool:
         """Whether the task is in our session now."""
         return self.opened is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether we have left it, for good."""
+        return self._closed
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody answers there now."""
+        return not self.is_ready and not self.link.is_open
 
     @property
     def state(self) -> str:
@@ -360,6 +386,9 @@ class TaskSession:
                 self._events.lost(self, "what it held is gone")
             return
         self._pause = FIRST_PAUSE
+        if (objection := self._object(self, hello, None)) is not None:
+            self._decline(objection)
+            return
         self._ask()
 
     def _lost(self, error: PeerLostError) -> None:
@@ -438,6 +467,11 @@ class TaskSession:
             self._emptied = self.gone = True
             self._leave("it served another coordinator, and what it held is gone")
             return
+        if (objection := self._object(self, self.hello, answer)) is not None:
+            goodbye = CloseSession(self._opening.session, False)
+            self.link.submit(goodbye).add_done_callback(_unheeded)
+            self._decline(objection)
+            return
         resumed, self.opened, self.refusal = self.is_ready, answer, None
         self._held_since = None
         self._warned = ""
@@ -454,6 +488,11 @@ class TaskSession:
         level, self._missed = self._missed or logging.INFO, None
         log.log(level, "%s at %s is %s", self.name, self.address, where)
         self._events.ready(self)
+
+    def _decline(self, error: ZstratError) -> None:
+        """It is not taken, as it is now: asked again when it greets anew."""
+        self._refused(error)
+        self._entered.set()
 
     def _refused(self, error: ZstratError) -> None:
         # A coordinator that has died holds its tasks until its silence is noticed,

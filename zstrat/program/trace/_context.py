@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class WorkerContext:
     """Which worker this is.
 
-    ``worker_index`` is in ``[0, worker_count)``; ``attempt`` is 1 when the closure runs
+    ``worker_index`` is in ``[0, worker_count)``, where ``worker_count`` are those that
+    the cluster had so far when this one joined; ``attempt`` is 1 when the closure runs
     for the first time, and one more after each worker that was lost with it.
     """
 
@@ -39,6 +40,12 @@ worker_context: Final[ContextVar[WorkerContext | None]] = ContextVar(
 building: Final[ContextVar[bool]] = ContextVar("zstrat_building", default=False)
 """Whether a worker builds a dataset here: a step function is its plain body then, as it
 returns datasets, and is not traced. Whoever sets it resets it."""
+
+input_pipeline: Final[ContextVar[tuple[int, int] | None]] = ContextVar(
+    "zstrat_input_pipeline", default=None
+)
+"""Which input pipeline, and of how many, a worker builds a dataset for; None: that of
+its context. Whoever sets it resets it."""
 
 asked: Final[ContextVar[Callable[[], None] | None]] = ContextVar(
     "zstrat_worker_context_asked", default=None

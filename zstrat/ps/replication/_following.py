@@ -37,7 +37,7 @@ from ._repeating import CHANGES, Computation, repeat
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from zstrat.ps._thread import ComputeThread
+    from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
 
 JUMP: Final = 2**40
@@ -77,7 +77,7 @@ class Following:
         self,
         task: str,
         store: Store,
-        thread: ComputeThread,
+        thread: JobThread,
         session: int,
         view: int,
         on_promoted: Callable[[Primary, int], None],

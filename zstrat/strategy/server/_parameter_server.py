@@ -17,7 +17,12 @@ import jax
 
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
-from zstrat.coordinator import PS_WAIT, ClusterSession, CoordinatedStrategy
+from zstrat.coordinator import (
+    PS_WAIT,
+    ClusterSession,
+    CoordinatedStrategy,
+    Workers,
+)
 from zstrat.program import hide_frames, worker_context
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.input._unbuilt import UnbuiltDataset
@@ -48,6 +53,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     Connects at once: all ps must answer, and at least one worker; the others may come
     later. Variables created in `scope` go to the ps in turn.
+
+    Workers may come and go while it trains: `workers` adds and removes them, and where
+    the answer of the resolver may change (`ClusterResolver.may_change`), it is asked
+    again, after a loss and every ``ZSTRAT_RESOLVE`` seconds (10). The parameter servers
+    are those of its first answer.
 
     Another strategy of this program that has the cluster, with nothing unfinished, is
     closed at the last moment: when the arguments are checked, and all ps and a worker
@@ -154,6 +164,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             raise
         if patience is not None:
             self._session.recover(patience)
+        self._workers = Workers(self._session)
+        if cluster_resolver.may_change:
+            self._workers.follow(
+                lambda: normalize_cluster_spec(cluster_resolver.cluster_spec())
+            )
         self._ps_count = spec.num_tasks("ps")
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
@@ -162,7 +177,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             self._ps_count,
             variable_partitioner,
             rule,
-            spec.num_tasks("worker"),
+            self._workers.bind,
         )
         self._extended = ParameterServerExtended(
             self, self._session.platform, self._ps_count, self._variables
@@ -176,6 +191,12 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     @property
     def cluster_resolver(self) -> ClusterResolver:
         return self._resolver
+
+    @property
+    def workers(self) -> Workers:
+        """The workers, to which others can be added while training goes on, and from
+        which some can be removed."""
+        return self._workers
 
     @property
     def variable_partitioner(self) -> Callable[..., Any] | None:

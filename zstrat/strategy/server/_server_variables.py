@@ -72,12 +72,12 @@ class ServerVariables(StrategyCreator):
         ps_count: int,
         partitioner: Callable[..., Any] | None = None,
         rule: PlacementRule = PlacementRule.ROUND_ROBIN,
-        workers: int = 0,
+        bind_workers: Callable[[str], int] | None = None,
     ) -> None:
         self._session, self._servers = session, session.servers
         self._numbers = Numbers(session.session, Placement(ps_count, rule))
         self._partitioner = partitioner
-        self._workers = workers
+        self._bind_workers = bind_workers
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
         self._bound: set[tuple[int, bytes]] = set()
@@ -163,15 +163,19 @@ class ServerVariables(StrategyCreator):
                 them; or as `create_variables`.
             PSUnavailableError: A ps is gone.
         """
-        if not self._workers:
+        if self._bind_workers is None:
             raise ValueError(
                 f"variable {request.name!r}: per_worker_variable=True needs a "
                 "coordinator, and here every worker runs the whole program: create a "
                 "zs.Variable outside of the scope, which lives in this program alone"
             )
+        workers = self._bind_workers(
+            f"variable {request.name!r} (per_worker_variable=True) has a value for "
+            "each worker that there was when it was created"
+        )
         asked = [
             replace(request, name=f"{request.name}/worker_{number}", is_whole=True)
-            for number in range(self._workers)
+            for number in range(workers)
         ]
         made: list[Any] = self.create_variables(asked)
         if self._session.recovers:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 
 from zstrat.data import InputContext
-from zstrat.program import worker_context
+from zstrat.program import input_pipeline, worker_context
 from zstrat.strategy._devices import relative_name
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Strategy
@@ -105,7 +105,11 @@ class WorkerStrategy(Strategy):
         if worker is None:
             return self._inputs()
         # TF says pipeline 0 of 1 on every worker, and their data are the same.
-        context = InputContext(worker.worker_count, worker.worker_index, self._replicas)
+        share, shares = input_pipeline.get() or (
+            worker.worker_index,
+            worker.worker_count,
+        )
+        context = InputContext(shares, share, self._replicas)
         return replace(self._inputs(), context=context)
 
     def _creator(self) -> Creator | None:

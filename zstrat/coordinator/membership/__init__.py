@@ -1,0 +1,16 @@
+"""Workers that come and go while a program trains: who is in the cluster, and which
+data they read."""
+
+from __future__ import annotations
+
+from ._membership import Admit as Admit
+from ._membership import Change as Change
+from ._membership import Membership as Membership
+from ._membership import Move as Move
+from ._membership import Refuse as Refuse
+from ._membership import Release as Release
+from ._pipelines import InputPipelines as InputPipelines
+from ._resolver_watch import ResolverWatch as ResolverWatch
+from ._turnover import ChangingCluster as ChangingCluster
+from ._turnover import Turnover as Turnover
+from ._workers import Workers as Workers

@@ -1,0 +1,313 @@
+"""Which workers the cluster has, and at which addresses. Decides only.
+
+A worker has an *index*, its place in the session, which grows with each newcomer; and a
+*number*, by which the cluster and its daemon name it. Both stay together for ever.
+
+    PRESENT ──the program removes it──▶ REMOVED ──it adds the address──▶ PRESENT
+       │ ▲
+       │ └──the resolver names the number again, or the program does──┐
+       └──lost, and the resolver names it no more──▶ AWAY ────────────┘
+
+Laws of the file: a number that the program has removed is never given to another
+address; a worker that lives is let go only if the program says so, or if the resolver
+names another address for its number and not its own any more; what the program has
+removed no resolver brings back.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+
+class Presence(enum.Enum):
+    """How a worker stands to the cluster, whether it answers or not."""
+
+    PRESENT = "present"
+    AWAY = "away"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A worker is to be greeted at this address."""
+
+    index: int
+    number: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The worker has another address now: a new life under its index."""
+
+    index: int
+    number: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The worker is gone: it is not waited for any more."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """What the resolver says of this number cannot be followed."""
+
+    number: int
+    words: str
+
+
+Change = Admit | Move | Release | Refuse
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    index: int
+    number: int
+    address: str
+    presence: Presence = Presence.PRESENT
+    is_listed: bool = True
+    """The resolver has named it, at least once."""
+    is_dismissed: bool = False
+    """The program has removed it, at least once."""
+    has_come: bool = False
+    """It was in the session: what was added and never came leaves its number to the
+    next one."""
+
+    @property
+    def is_present(self) -> bool:
+        return self.presence is Presence.PRESENT
+
+
+@final
+class Membership:
+    """All workers that the cluster has, or ever had.
+
+    Args:
+        workers: Number to address, as the resolver said at first.
+    """
+
+    def __init__(self, workers: Mapping[int, str]) -> None:
+        self._workers: list[_Worker] = []
+        """By index."""
+        self._numbers: dict[int, _Worker] = {}
+        self._bound: str | None = None
+        for number, address in sorted(workers.items()):
+            self._enter(number, address).has_come = True
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """Number to address, of those that are present."""
+        present = [worker for worker in self._workers if worker.is_present]
+        return {each.number: each.address for each in present}
+
+    @property
+    def size(self) -> int:
+        """How many indices were given."""
+        return len(self._workers)
+
+    def bind(self, why: str) -> None:
+        """No index is given any more: something is made of which each worker that there
+        was has a part."""
+        self._bound = self._bound or why
+
+    # ---- the program's word ----------------------------------------------------------
+
+    def add(self, address: str, number: int | None = None) -> Admit:
+        """A worker that the program wants.
+
+        Args:
+            number: None: that which it had, or else the next one.
+
+        Raises:
+            AlreadyExistsError: The address, or the number, is that of a worker.
+            InvalidArgumentError: The number is that of another address that was
+                removed; or no index is given any more.
+        """
+        known = self._at(address)
+        if known is not None and known.is_present:
+            raise AlreadyExistsError(
+                f"{address} is worker {known.number} of the cluster already"
+            )
+        if known is not None and number in (None, known.number):
+            return self._revive(known, address, is_listed=False)
+        wanted = self._next() if number is None else number
+        worker = self._numbers.get(wanted)
+        if worker is None:
+            if self._bound is not None:
+                raise InvalidArgumentError(self._no_index(address))
+            return self._admitted(self._enter(wanted, address, is_listed=False))
+        if worker.is_present:
+            raise AlreadyExistsError(
+                f"worker {wanted} of the cluster is at {worker.address}: remove that, "
+                f"or start the one at {address} with another --index, and say index="
+            )
+        if worker.presence is Presence.REMOVED:
+            raise InvalidArgumentError(_taken(wanted, worker.address, address))
+        return self._revive(worker, address, is_listed=False)
+
+    def remove(self, address: str) -> Release:
+        """A worker that the program does not want any more.
+
+        Raises:
+            NotFoundError: There is none of that address.
+        """
+        worker = self._at(address)
+        if worker is None or worker.presence is Presence.REMOVED:
+            there = ", ".join(self.addresses.values()) or "no worker"
+            raise NotFoundError(f"no worker is at {address}: the cluster has {there}")
+        worker.presence, worker.is_dismissed = Presence.REMOVED, True
+        return Release(worker.index)
+
+    def withdraw(self, index: int) -> None:
+        """What was added did not come, and is not there."""
+        worker = self._workers[index]
+        worker.presence = Presence.REMOVED if worker.is_dismissed else Presence.AWAY
+
+    def came(self, index: int) -> None:
+        """The worker was in the session: its number is its own."""
+        worker = self._workers[index]
+        worker.has_come, worker.is_dismissed = True, False
+
+    # ---- the resolver's word ---------------------------------------------------------
+
+    def resolved(
+        self, workers: Mapping[int, str], lost: Collection[int]
+    ) -> list[Change]:
+        """What follows from an answer of the resolver.
+
+        Args:
+            workers: Number to address, all that it names.
+            lost: Indices of those that do not answer.
+        """
+        named = set(workers.values())
+        settled: set[int] = set()
+        changes: list[Change] = []
+        open_: dict[int, str] = {}
+        for number, address in _once(workers, changes).items():
+            worker = self._at(address)
+            if worker is not None and worker.presence is Presence.REMOVED:
+                continue  # by the program, whatever the resolver says
+            if worker is None or not self._keeps(worker, number, lost):
+                open_[number] = address
+                continue
+            worker.is_listed = True
+            settled.add(worker.index)
+        for number, address in open_.items():
+            change = self._follow(number, address, named, lost)
+            changes.append(change)
+            if not isinstance(change, Refuse):
+                settled.add(change.index)
+        released = self._vanished(settled, lost, set(open_.values()))
+        return [*released, *changes]
+
+    @staticmethod
+    def _keeps(worker: _Worker, number: int, lost: Collection[int]) -> bool:
+        """Whether the worker stays what it is, at an address that the resolver names
+        under this number: lists shift when somebody leaves, and workers that live do
+        not."""
+        if not worker.is_present:
+            return False
+        return worker.number == number or worker.index not in lost
+
+    def _follow(
+        self, number: int, address: str, named: Collection[str], lost: Collection[int]
+    ) -> Admit | Move | Refuse:
+        worker = self._numbers.get(number)
+        if worker is None:
+            if self._bound is not None:
+                return Refuse(number, self._no_index(address))
+            return self._admitted(self._enter(number, address))
+        if worker.presence is Presence.REMOVED:
+            return Refuse(number, _taken(number, worker.address, address))
+        if worker.presence is Presence.AWAY:
+            return self._revive(worker, address, is_listed=True)
+        lives = worker.index not in lost
+        if lives and (worker.address in named or not worker.is_listed):
+            return Refuse(
+                number,
+                f"the resolver names {address} as worker {number}, which lives at "
+                f"{worker.address}: give workers numbers that stay when others leave, "
+                "as those of a StatefulSet or of a table {0 = ..., 2 = ...}",
+            )
+        worker.address, worker.is_listed = address, True
+        return Move(worker.index, number, address)
+
+    def _vanished(
+        self, settled: Collection[int], lost: Collection[int], taken: Collection[str]
+    ) -> list[Release]:
+        """Those that are lost and that the resolver names no more. A resolver that has
+        the hiccups dismisses nobody who lives."""
+        released = []
+        for worker in self._workers:
+            gone = worker.is_present and worker.index in lost
+            if not gone or worker.index in settled:
+                continue
+            if worker.is_listed or worker.address in taken:
+                worker.presence = Presence.AWAY
+                released.append(Release(worker.index))
+        return released
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _at(self, address: str) -> _Worker | None:
+        """Who is at the address, or was there last."""
+        found = [worker for worker in self._workers if worker.address == address]
+        return next((w for w in found if w.is_present), found[-1] if found else None)
+
+    def _next(self) -> int:
+        spare = [
+            worker.number
+            for worker in self._workers
+            if worker.presence is Presence.AWAY and not worker.has_come
+        ]
+        return min(spare) if spare else max(self._numbers, default=-1) + 1
+
+    def _enter(self, number: int, address: str, *, is_listed: bool = True) -> _Worker:
+        worker = _Worker(len(self._workers), number, address, is_listed=is_listed)
+        self._workers.append(worker)
+        self._numbers[number] = worker
+        return worker
+
+    def _revive(self, worker: _Worker, address: str, *, is_listed: bool) -> Admit:
+        worker.presence, worker.address = Presence.PRESENT, address
+        worker.is_listed = worker.is_listed or is_listed
+        return self._admitted(worker)
+
+    @staticmethod
+    def _admitted(worker: _Worker) -> Admit:
+        return Admit(worker.index, worker.number, worker.address)
+
+    def _no_index(self, address: str) -> str:
+        return (
+            f"{address} cannot be a worker: {self._bound}. Bring one that the cluster "
+            "had back at its own index, or make a new strategy"
+        )
+
+
+def _once(workers: Mapping[int, str], changes: list[Change]) -> dict[int, str]:
+    """The answer without addresses that it names twice: the first number has them."""
+    first: dict[str, int] = {}
+    for number, address in sorted(workers.items()):
+        if first.setdefault(address, number) != number:
+            words = f"the resolver names {address} as workers {first[address]} and"
+            changes.append(Refuse(number, f"{words} {number}: it is the first"))
+    return {number: address for address, number in first.items()}
+
+
+def _taken(number: int, address: str, newcomer: str) -> str:
+    return (
+        f"worker {number} was at {address} and was removed: its index is not given to "
+        f"another address; start the worker at {newcomer} with an --index that was "
+        "never used"
+    )
