@@ -63,6 +63,13 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     )
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
+    add(
+        "--state-dir",
+        metavar="DIR",
+        type=Path,
+        help="where a ps that is told to stop leaves what it holds, for the next "
+        "process of the same task (or ZSTRAT_STATE, or systemd's STATE_DIRECTORY)",
+    )
     add("--insecure", action="store_true", help="serve other machines without keys")
     add(
         "--parent",
@@ -94,11 +101,15 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
 
 def _settings(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     settings = settings_from(env)
+    # systemd names the folder that it has made for the service, first of several.
+    given = env.get("STATE_DIRECTORY", "").partition(":")[0]
+    state = parsed.state_dir or settings.state or (Path(given) if given else None)
     return dataclasses.replace(
         settings,
         keys=parsed.keys or settings.keys,
         insecure=parsed.insecure or settings.insecure,
         log_json=parsed.log_json or settings.log_json,
+        state=state,
     )
 
 

@@ -39,6 +39,9 @@ class Timeouts:
     """Deadline of a request that was given none: longer than the longest compile."""
     drain: float = 10.0
     """What was accepted has so long to finish after SIGTERM."""
+    handover: float = 60.0
+    """A parameter server with a state folder that is told to stop has so long to write
+    what it holds; who uses it then waits as long for the process that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,9 @@ class Settings:
     output: str = "program"
     """What workers print is shown by the program, too; "files": is in their logs alone,
     of all programs if a worker says so."""
+    state: Path | None = None
+    """A folder where a parameter server that is told to stop leaves what it holds for
+    the process that goes on. None: it is lost with the process."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
     it. None: what experience says."""
@@ -102,6 +108,7 @@ NAMES: Final = (
     "ZSTRAT_CHOICES",
     "ZSTRAT_CONNECT_TIMEOUT",
     "ZSTRAT_DRAIN",
+    "ZSTRAT_HANDOVER",
     "ZSTRAT_INSECURE",
     "ZSTRAT_KEYS",
     "ZSTRAT_LANE",
@@ -109,6 +116,7 @@ NAMES: Final = (
     "ZSTRAT_OUTPUT",
     "ZSTRAT_PATIENCE",
     "ZSTRAT_PREFETCH",
+    "ZSTRAT_STATE",
     "ZSTRAT_TRACEBACK",
 )
 
@@ -132,6 +140,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
     """
     _check_names(env)
     keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
+    state = env.get("ZSTRAT_STATE")
     default = Timeouts()
     return Settings(
         timeouts=Timeouts(
@@ -139,6 +148,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
             connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
             turn=_seconds(env, "ZSTRAT_TURN", _turn(env, default)),
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
+            handover=_seconds(env, "ZSTRAT_HANDOVER", default.handover),
         ),
         lane=_one_of(env, "ZSTRAT_LANE", LANES),
         prefetch=_prefetch(env),
@@ -147,6 +157,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         log_json=_one_of(env, "ZSTRAT_LOG", ("", "text", "json")) == "json",
         traceback=_one_of(env, "ZSTRAT_TRACEBACK", TRACEBACKS),
         output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
+        state=Path(state) if state else None,
         choices=Path(choices) if choices else None,
     )
 

@@ -8,6 +8,8 @@ from .client._reading import Ref as Ref
 from .client._reading import RowsRef as RowsRef
 from .client._snapshot_client import PinnedTensor as PinnedTensor
 from .engine._engine import OptimizerEngine as OptimizerEngine
+from .handover._handover import Handover as Handover
+from .handover._handover import Inherited as Inherited
 from .store._parts import EagerRun as EagerRun
 from .store._parts import ordinal as ordinal
 from .store._parts import require_same as require_same

@@ -91,6 +91,12 @@ class Ownership:
         self._owner = Owner(session, peer, hello, since)
         return owner is None or owner.session != session
 
+    def inherit(self, owner: Owner) -> None:
+        """Goes on with the session that another process of this task had open. Its
+        coordinator is on its way here, if it was alive; who knows better calls `lost`.
+        """
+        self._owner = owner
+
     def lost(self, peer: object) -> bool:
         """The connection is gone; True if it was the owner's."""
         owner = self._owner

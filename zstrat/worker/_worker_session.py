@@ -82,7 +82,8 @@ class ServerPresence:
     back. The line is set before the link is started.
 
     Args:
-        grace: Seconds that a server whose link has lost it has to come back.
+        grace: Seconds that a server whose link has lost it has to come back, if it has
+            not said that it takes longer.
     """
 
     line: ServerLine
@@ -109,7 +110,8 @@ class ServerPresence:
         """The link says that it has lost the server."""
         if self._absence is None and not self._is_closed:
             loop = asyncio.get_running_loop()
-            self._absence = loop.call_later(self._grace, self._give_up, error.reason)
+            grace = max(self._grace, error.returns)
+            self._absence = loop.call_later(grace, self._give_up, error.reason)
 
     def close(self, error: Exception) -> None:
         """Nobody waits for the server any more."""

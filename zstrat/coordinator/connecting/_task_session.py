@@ -300,10 +300,12 @@ class TaskSession:
         elif self._absence is None:
             # A goodbye too: to a program that was stopped for long, an intact task says
             # that it does not know it any more.
-            loop = asyncio.get_running_loop()
-            self._absence = loop.call_later(
-                self._grace, self._leave, error.reason, level
-            )
+            loop, grace = asyncio.get_running_loop(), self._grace
+            if error.returns > grace:
+                grace = error.returns
+                words = "%s at %s is to be back within %g s, with all it held: %s"
+                log.warning(words, self.name, self.address, grace, error.reason)
+            self._absence = loop.call_later(grace, self._leave, error.reason, level)
 
     def _heard(self, message: Message) -> None:
         if self.is_ready and not self._closed:

@@ -45,6 +45,7 @@ class Registered:
 
     optimizer: int
     name: str
+    code: bytes
     digest: bytes
     bindings: Bindings
     programs: UpdatePrograms
@@ -91,6 +92,11 @@ class OptimizerEngine:
     def __len__(self) -> int:
         return len(self._registered)
 
+    @property
+    def registered(self) -> list[Registered]:
+        """All of them, in the order in which they came."""
+        return list(self._registered.values())
+
     def load(self, optimizer: int, name: str, code: bytes) -> Registered:
         """Loads a transformation; the first one brings jax and optax with it.
 
@@ -114,7 +120,8 @@ class OptimizerEngine:
             Bindings(name, transformation),
             UpdatePrograms(optimizer, name),
         )
-        return Registered(optimizer, name, digest_of(code), bindings, programs)
+        digest = digest_of(code)
+        return Registered(optimizer, name, code, digest, bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
         """

@@ -204,6 +204,11 @@ class Cell:
         return None if self._buffer is None else self._buffer.array
 
     @property
+    def lost(self) -> str:
+        """Why there is no value (`lose`); "" if there is one."""
+        return self._lost
+
+    @property
     def held_bytes(self) -> int:
         """Memory that it owns: the value and, if readers overlap updates, a second."""
         return self.nbytes * (1 + (self._spare is not None) + len(self._reserved))

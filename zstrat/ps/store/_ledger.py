@@ -48,6 +48,17 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._applied)
 
+    @property
+    def entries(self) -> list[tuple[int, int]]:
+        """The ``(step, part)`` that are remembered."""
+        applied = self._applied.items()
+        return [(step, part) for step, parts in applied for part in parts]
+
+    @property
+    def over(self) -> list[tuple[int, int]]:
+        """Runs ``[first, end)`` of steps above the mark that are over, in order."""
+        return list(self._over)
+
     def is_duplicate(self, step: int, part: int) -> bool:
         """True if the push was applied, or if its step is over."""
         if step == UNNAMED:
@@ -124,6 +135,15 @@ class Writers:
     def __len__(self) -> int:
         """Numbers that are remembered."""
         return sum(map(len, self._ledgers.values()))
+
+    @property
+    def ledgers(self) -> dict[int, Ledger]:
+        """By writer, the one that was heard of last at the end."""
+        return dict(self._ledgers)
+
+    def resume(self, writer: int) -> Ledger:
+        """A ledger for a writer of whom nothing is known here yet."""
+        return self._ledgers.setdefault(writer, Ledger())
 
     def ledger_of(self, push: Push) -> Ledger:
         """Where an own update is looked up, with the mark of its writer as it says.

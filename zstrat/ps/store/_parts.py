@@ -64,6 +64,19 @@ class Parts:
         """How many parts are remembered."""
         return self._count
 
+    @property
+    def known(self) -> list[tuple[int, int, dict[int, list[str]]]]:
+        """Of each step: its number, the newest run, names by part."""
+        return [
+            (step, runs.attempt, {n: list(names) for n, names in runs.names.items()})
+            for step, runs in self._steps.items()
+        ]
+
+    def resume(self, step: int, attempt: int, names: dict[int, list[str]]) -> None:
+        """As `known` said of a step of which nothing is known here yet."""
+        self._steps[step] = _Runs(attempt, dict(names))
+        self._count += len(names)
+
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
         """From now on no run before this one has an effect.
 

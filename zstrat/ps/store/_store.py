@@ -14,7 +14,7 @@ for a key within a session (`_variables`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
 from ._variables import HeldVariables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
     from zstrat.wire import AppliedParts, ArraySpec, PushPart
@@ -285,6 +285,34 @@ class Store:
         applied = [step for step in asked if self._ledger.has_applied(step)]
         self._ledger.raise_to(low_water)
         return applied
+
+    # ---- another process goes on ---------------------------------------------------
+
+    def memory(self) -> tuple[list[tuple[int, int, int]], dict[str, Any]]:
+        """Which pushes were applied: ``(writer, step, part)``, the writer 0 for those
+        of closures, and facts of JSON's kinds for `remember`."""
+        ledgers = {0: self._ledger, **self._writers.ledgers}
+        applied = [
+            (writer, *entry)
+            for writer, ledger in ledgers.items()
+            for entry in ledger.entries
+        ]
+        marks = [[w, each.low_water, each.over] for w, each in ledgers.items()]
+        parts = [[s, run, list(names.items())] for s, run, names in self._parts.known]
+        return applied, {"marks": marks, "parts": parts}
+
+    def remember(self, applied: Iterable[Sequence[int]], facts: dict[str, Any]) -> None:
+        """What `memory` said, in a store that has applied nothing yet."""
+        ledgers: dict[int, Ledger] = {}
+        for writer, low_water, over in facts["marks"]:
+            known = self._writers.resume(writer) if writer else self._ledger
+            known.raise_to(low_water)
+            known.close([StepRun(*run) for run in over])
+            ledgers[writer] = known
+        for writer, step, part in applied:
+            ledgers[writer].record(step, part)
+        for step, attempt, names in facts["parts"]:
+            self._parts.resume(step, attempt, dict(names))
 
     # ---- optimizers --------------------------------------------------------------
 

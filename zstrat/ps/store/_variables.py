@@ -33,7 +33,8 @@ class HeldVariables(dict[int, HeldVariable]):
         self.task = task
         self.generation = 0
         """Grows with each `clear`: a plan of an earlier one cannot be committed."""
-        self._first_version = 0
+        self.first_version = 0
+        """Of a new variable: above all of those that were deleted."""
 
     def __missing__(self, key: int) -> HeldVariable:
         raise NotFoundError(
@@ -62,7 +63,7 @@ class HeldVariables(dict[int, HeldVariable]):
         """Takes new variables with these values."""
         for entry, cell in zip(entries, cells, strict=True):
             cell.who = f"{self.task}: variable {entry.name!r}"
-            self[entry.key] = HeldVariable(entry, cell, self._first_version)
+            self[entry.key] = HeldVariable(entry, cell, self.first_version)
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -71,7 +72,7 @@ class HeldVariables(dict[int, HeldVariable]):
             NotFoundError: No variable has one of the keys.
         """
         for held in self.find(keys):
-            self._first_version = max(self._first_version, held.version + 1)
+            self.first_version = max(self.first_version, held.version + 1)
         for key in set(keys):
             del self[key]
 
@@ -79,4 +80,4 @@ class HeldVariables(dict[int, HeldVariable]):
         """Another session begins: its versions are not compared with those of this."""
         super().clear()
         self.generation += 1
-        self._first_version = 0
+        self.first_version = 0
