@@ -206,8 +206,8 @@ class PsService:
                     self._announce(remote, message)
                 return self._served(message)
             match message:
-                case OpenSession(session=session):
-                    return self._open(session, remote)
+                case OpenSession():
+                    return self._open(message, remote)
                 case JoinSession():
                     self._require_open()
                     return self._joining.ask(remote, message)
@@ -381,6 +381,7 @@ class PsService:
             "incarnation": self._incarnation,
             "uptime": self._clock() - self._started_at,
             "session": 0 if owner is None else owner.session,
+            "session_name": "" if owner is None else owner.name,
             "owner": "" if owner is None else str(owner),
             "owner_alive": owner is not None and owner.alive,
             "optimizers": len(self._engine),
@@ -394,13 +395,38 @@ class PsService:
 
     # ---- sessions ----------------------------------------------------------------
 
-    def _open(self, session: int, remote: Caller) -> SessionOpened:
+    def _open(
+        self, asked: OpenSession, remote: Caller
+    ) -> SessionOpened | Awaitable[SessionOpened]:
         self._require_open()
-        new = self._ownership.open(session, remote, remote.hello, time.time())
+        session, now, ownership = asked.session, time.time(), self._ownership
+        if ownership.adopt(session, remote, remote.hello, now, asked.name):
+            self._snapshots.clear()
+            return self._adopted(session)
+        new = ownership.open(
+            session,
+            remote,
+            remote.hello,
+            now,
+            name=asked.name,
+            origin=asked.origin,
+        )
         if new:
             self._clear()
         self._joining.look()
-        return SessionOpened(platform="cpu", devices=1, resumed=not new)
+        return self._opened(resumed=not new)
+
+    async def _adopted(self, session: int) -> SessionOpened:
+        await self._serving.settled()  # what was computed for the session before
+        self._ownership.check(session)
+        self._store.begin_anew()
+        self._joining.look()
+        return self._opened(resumed=True)
+
+    def _opened(self, *, resumed: bool) -> SessionOpened:
+        owner = self._ownership.owner
+        assert owner is not None, "nobody was awaited since it was opened"
+        return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):

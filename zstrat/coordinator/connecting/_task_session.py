@@ -253,6 +253,12 @@ class TaskSession:
         if self.link.is_open:
             self._ask()
 
+    def keep_origin(self, origin: int) -> None:
+        """From now on it is opened as a session whose keys are counted from there."""
+        opening = self._opening
+        assert isinstance(opening, OpenSession), opening
+        self._opening = self._reopening = replace(opening, origin=origin)
+
     def leave(self) -> None:
         """We go: nothing is told any more."""
         self._closed = True

@@ -173,6 +173,17 @@ class Unbound(Slots):
             return Unbound(other.cells, other.leaves, _LAYOUT, filled)
         return Unbound((), (), _LAYOUT)
 
+    @staticmethod
+    def of(slots: Slots) -> Unbound:
+        """The same leaves, for whoever tells anew what the optimizer keeps."""
+        if isinstance(slots, Unbound):
+            return slots
+        filled = {
+            leaf.name: [(0, cell.shape[0] if leaf.rows else 1)]
+            for cell, leaf in zip(slots.cells, slots.leaves, strict=True)
+        }
+        return Unbound(slots.cells, slots.leaves, _LAYOUT, filled)
+
     @classmethod
     def around(
         cls,

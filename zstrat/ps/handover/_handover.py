@@ -157,9 +157,10 @@ def _plain(owner: Owner) -> dict[str, Any]:
         "hello": asdict(owner.hello),
         "since": owner.since,
         "alive": owner.alive,
+        "name": owner.name,
+        "origin": owner.origin,
     }
 
 
 def _owner(plain: dict[str, Any]) -> Owner:
-    hello = Hello(**plain["hello"])
-    return Owner(plain["session"], object(), hello, plain["since"], plain["alive"])
+    return Owner(**{**plain, "hello": Hello(**plain["hello"]), "peer": object()})

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, assert_never
 import numpy as np
 
 from zstrat.errors import (
+    AlreadyExistsError,
     InvalidArgumentError,
     StaleSessionError,
 )
 from zstrat.ps.client._reading import READS
+from zstrat.ps.engine._slots import Unbound
 from zstrat.wire import (
     Again,
     Done,
@@ -81,6 +83,10 @@ class Store:
         self._ledger, self._writers = Ledger(), Writers(task)
         self._parts = Parts(task)
         self.counts = Counts()
+        self._kept: set[int] = set()
+        self._kept_optimizers: dict[int, str] = {}
+        """What was there when another program came to go on with it: variables, and
+        optimizers with their names."""
 
     def __len__(self) -> int:
         return len(self.variables)
@@ -133,10 +139,10 @@ class Store:
     def create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> None:
-        """Creates all or none; one of the same key, shape and dtype stays as it is.
+        """Creates all or none; one of the same key, name, shape and dtype stays.
 
         Raises:
-            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            AlreadyExistsError: A key is taken by another name, shape or dtype.
             InvalidArgumentError: The message is not one array per entry, keys repeat.
         """
         plan = self.plan_create(entries, arrays)
@@ -155,7 +161,7 @@ class Store:
         """Like `plan_create`; the values are made by shipped code.
 
         Raises:
-            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            AlreadyExistsError: A key is taken by another name, shape or dtype.
             InvalidArgumentError: Keys repeat.
             ProtocolError: No such dtype travels.
         """
@@ -169,12 +175,17 @@ class Store:
         """
         self.variables.delete(keys)
         self.engine.unbind(keys)
+        self._kept.difference_update(keys)
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Drops what is there of a creation that failed elsewhere."""
-        self.delete([key for key in keys if key in self.variables])
+        """Drops what is there of a creation that failed elsewhere, but for what was
+        there before it."""
+        mine = [key for key in keys if key in self.variables and key not in self._kept]
+        self.delete(mine)
         for number in optimizers:
             self.engine.forget(number)
+            if number in self._kept_optimizers:
+                continue
             for held in self.variables.values():
                 held.slots.pop(number, None)
 
@@ -185,6 +196,26 @@ class Store:
         """
         self.variables.clear()
         self.engine.clear()
+        self._forget_pushes()
+        self._kept.clear()
+        self._kept_optimizers.clear()
+
+    def begin_anew(self) -> None:
+        """Another program goes on with what is here, under another session's number:
+        it tells its optimizers and trees again, and its steps are new ones."""
+        self._kept.update(self.variables)
+        known = {each.optimizer: each.name for each in self.engine.registered}
+        self._kept_optimizers.update(known)
+        for held in self.variables.values():
+            held.slots = {
+                number: Unbound.of(slots)
+                for number, slots in held.slots.items()
+                if slots.leaves
+            }
+        self.engine.clear()
+        self._forget_pushes()
+
+    def _forget_pushes(self) -> None:
         self._ledger, self._writers = Ledger(), Writers(self._task)
         self._parts = Parts(self._task)
 
@@ -299,7 +330,8 @@ class Store:
         ]
         marks = [[w, each.low_water, each.over] for w, each in ledgers.items()]
         parts = [[s, run, list(names.items())] for s, run, names in self._parts.known]
-        return applied, {"marks": marks, "parts": parts}
+        kept = [list(self._kept), list(self._kept_optimizers.items())]
+        return applied, {"marks": marks, "parts": parts, "kept": kept}
 
     def remember(self, applied: Iterable[Sequence[int]], facts: dict[str, Any]) -> None:
         """What `memory` said, in a store that has applied nothing yet."""
@@ -313,13 +345,26 @@ class Store:
             ledgers[writer].record(step, part)
         for step, attempt, names in facts["parts"]:
             self._parts.resume(step, attempt, dict(names))
+        variables, optimizers = facts["kept"]
+        self._kept.update(variables)
+        self._kept_optimizers.update(dict(optimizers))
 
     # ---- optimizers --------------------------------------------------------------
 
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
-        """The same code under the same id again has nothing to do."""
+        """The same code under the same id again has nothing to do.
+
+        Raises:
+            AlreadyExistsError: The program before this one had another one there.
+        """
+        before = self._kept_optimizers.get(optimizer, name)
+        if before != name:
+            raise AlreadyExistsError(
+                f"{self._task} keeps slots of optimizer {before!r} under number "
+                f"{optimizer}; {name!r} cannot be created under it"
+            )
         if self.engine.is_registered(optimizer, code):
             return Done()
         return OptimizerPlan(

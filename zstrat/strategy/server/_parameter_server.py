@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -35,7 +36,12 @@ if TYPE_CHECKING:
     from zstrat.strategy.input._input_options import InputOptions
     from zstrat.variables import Creator
 
-    Connect = Callable[[ClusterSpec, Settings], ClusterSession]
+    Connect = Callable[..., ClusterSession]
+    """Of the cluster and the settings; with ``resume`` and ``begins_anew`` if the
+    session has a name."""
+
+_LONGEST_NAME: Final = 200
+"""Characters of the name of a session."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -80,6 +86,15 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             workers begin anew. Variables of this process are left as they are. The
             checkpoint must have all variables and optimizers of the scope, else
             `PSUnavailableError` names what it lacks.
+        resume: What the session is called. If a program has left a session of this name
+            on the cluster, because it was killed or has failed, this one goes on with
+            its variables: created in the same order with the same names, shapes and
+            dtypes they have the values that are there, and optimizers what they keep
+            beside them. `resumed` says whether that is so; else all begins anew, as
+            without a name, which empties the cluster. `close` ends the session; a
+            program that ends otherwise leaves it. A step that was under way when the
+            program before ended may have reached some ps and not others; none has an
+            effect later. Datasets begin where this program begins them.
         ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
             before calls raise `PSUnavailableError`. Default: 600.
         settings: Timeouts, keys and limits; from the environment if left out.
@@ -91,6 +106,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             or ``placement`` is not known, or another argument is no such thing.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
+        PSUnavailableError: Only a part is left of the session to resume, and
+            ``on_ps_loss`` is "raise". What is left stays where it is.
     """
 
     def __init__(
@@ -103,6 +120,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         output: str | None = None,
         on_ps_loss: str = "raise",
         ps_wait_timeout: float | None = None,
+        resume: str | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
@@ -129,6 +147,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                 )
             settings = replace(settings, output=output)
         patience = _ps_patience(on_ps_loss, ps_wait_timeout)
+        if resume is not None:
+            _check_name(resume)
+            begins_anew = patience is not None
+            connect = partial(connect, resume=resume, begins_anew=begins_anew)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         try:
@@ -156,6 +178,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     def session(self) -> ClusterSession:
         """The connection to the cluster, which this strategy owns."""
         return self._session
+
+    @property
+    def resumed(self) -> bool:
+        """Whether variables go on with what another program has left (``resume``)."""
+        return self._session.resumed
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -236,8 +263,14 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
-        coordinator. Closing twice is fine; ``with`` closes at its end."""
+        coordinator. Closing twice is fine; ``with`` closes at its end, but an exception
+        leaves a session that has a name (``resume``)."""
         self._session.close()
+
+    def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._session.leave()
+        self.close()
 
     def require_known(self, plan: Plan) -> None:
         self._variables.require_known(plan)
@@ -265,6 +298,14 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         return (
             f"<zstrat.ParameterServerStrategy: {self._ps_count} ps, "
             f"{self._session.worker_count} workers>"
+        )
+
+
+def _check_name(resume: object) -> None:
+    if not isinstance(resume, str) or not 0 < len(resume) <= _LONGEST_NAME:
+        raise ValueError(
+            f"resume={resume!r:.80}: expected None or what the session is called, 1 to "
+            f"{_LONGEST_NAME} characters"
         )
 
 
