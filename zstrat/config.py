@@ -42,6 +42,9 @@ class Timeouts:
     """Deadline of a request that was given none: longer than the longest compile."""
     drain: float = 10.0
     """What was accepted has so long to finish after SIGTERM."""
+    handover: float = 60.0
+    """A parameter server with a state folder that is told to stop has so long to write
+    what it holds; who uses it then waits as long for the process that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class Settings:
     of all programs if a worker says so."""
     http: str = ""
     """Where this process says over HTTP how it is, HOST:PORT; "": nowhere."""
+    state: Path | None = None
+    """A folder where a parameter server that is told to stop leaves what it holds for
+    the process that goes on. None: it is lost with the process."""
     choices: Path | None = None
     """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
     it. None: what experience says."""
@@ -107,6 +113,7 @@ NAMES: Final = (
     "ZSTRAT_CHOICES",
     "ZSTRAT_CONNECT_TIMEOUT",
     "ZSTRAT_DRAIN",
+    "ZSTRAT_HANDOVER",
     "ZSTRAT_HTTP",
     "ZSTRAT_INSECURE",
     "ZSTRAT_KEYS",
@@ -116,6 +123,7 @@ NAMES: Final = (
     "ZSTRAT_PATIENCE",
     "ZSTRAT_PREFETCH",
     "ZSTRAT_RESOLVE",
+    "ZSTRAT_STATE",
     "ZSTRAT_TRACEBACK",
 )
 
@@ -139,6 +147,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
     """
     _check_names(env)
     keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
+    state = env.get("ZSTRAT_STATE")
     default = Timeouts()
     return Settings(
         timeouts=Timeouts(
@@ -147,6 +156,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
             turn=_seconds(env, "ZSTRAT_TURN", _turn(env, default)),
             resolve=_seconds(env, "ZSTRAT_RESOLVE", default.resolve),
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
+            handover=_seconds(env, "ZSTRAT_HANDOVER", default.handover),
         ),
         lane=_one_of(env, "ZSTRAT_LANE", LANES),
         prefetch=_prefetch(env),
@@ -156,6 +166,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         traceback=_one_of(env, "ZSTRAT_TRACEBACK", TRACEBACKS),
         output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
         http=env.get("ZSTRAT_HTTP", ""),
+        state=Path(state) if state else None,
         choices=Path(choices) if choices else None,
     )
 

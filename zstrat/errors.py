@@ -67,15 +67,19 @@ class ClosedError(ZstratError):
 class PeerLostError(ZstratError):
     """The other side went away; the request may or may not have run.
 
-    ``left``: it said goodbye, so it ended on purpose.
+    ``left``: it said goodbye, so it ended on purpose. ``returns``: seconds in which,
+    as it said, a process will be there that has all that it held; 0 if none will.
     """
 
     code = 6
     retryable = True
 
-    def __init__(self, peer: str, reason: str, left: bool = False) -> None:
+    def __init__(
+        self, peer: str, reason: str, left: bool = False, returns: float = 0.0
+    ) -> None:
         super().__init__(peer, reason, left)
         self.peer, self.reason, self.left = peer, reason, left
+        self.returns = returns
 
     def __str__(self) -> str:
         return f"lost {self.peer}: {self.reason}"

@@ -34,7 +34,7 @@ from zstrat.wire import (
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
-from .connecting import MakeTaskLink, TaskSession, arrive
+from .connecting import MakeTaskLink, TaskSession, adopted, arrive
 from .membership import Membership, Turnover
 from .recovery import Recovery
 from .replication import Replication
@@ -68,6 +68,9 @@ class Cluster:
         draw: Draws the number of a session anew, which nobody has used.
         listens: Whether workers are to say what their steps print.
         replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
+        name: What the session is called. It goes on with what a program before has left
+            under that name, and is itself left there by whoever does not `end` it.
+        begins_anew: If only a part of that is there.
     """
 
     def __init__(
@@ -85,12 +88,21 @@ class Cluster:
         listens: bool = False,
         replicas: int = 0,
         draw: Callable[[], int] = new_incarnation,
+        name: str = "",
+        begins_anew: bool = False,
     ) -> None:
         self._draw: Final = draw
         self.joins: Final = joins
-        self._ends: Final = ends and not joins
-        self.is_shared: Final = not self._ends
+        self.is_shared: Final = joins or not ends
         """Whether other programs update the variables, too."""
+        self._ends = not self.is_shared and not name
+        """Whether the session ends with this hold on it."""
+        self.name: Final = name
+        self._begins_anew = begins_anew
+        self.resumed = False
+        """It goes on with what another program has left."""
+        self.origin = session
+        """What keys are counted from: the first number that the session had."""
         self.session, self._timeouts = session, timeouts
         self._worker_session = session
         """That of the workers, which follow the servers to a session anew."""
@@ -148,6 +160,7 @@ class Cluster:
                 self.prefetch,
                 self._listens,
                 self._views,
+                self.name,
             )
         return TaskSession(
             job,
@@ -166,10 +179,16 @@ class Cluster:
 
     # ---- life ------------------------------------------------------------------------
 
+    def end(self) -> None:
+        """The session is over when it is closed, whatever its name. From any thread."""
+        self._ends = not self.is_shared
+
     async def open(self) -> None:
         """Takes all parameter servers and one worker at least; the rest joins later.
 
         Raises:
+            PSUnavailableError: Only a part is left of the session that has the name; it
+                stays where it is.
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
             BusyError: They belong to another coordinator, for ``timeouts.turn``.
             VersionMismatchError, PermissionDeniedError: At once.
@@ -178,6 +197,8 @@ class Cluster:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.connect
         await arrive(self.ps, self.workers, deadline)
+        if self.name:
+            await self._adopt(deadline)
         await self._joining_workers(min(deadline, loop.time() + SETTLING))
         self._fixed = _alike(self.workers)
         if self.replication is not None:
@@ -461,6 +482,26 @@ class Cluster:
 
     # ---- private ---------------------------------------------------------------------
 
+    async def _adopt(self, deadline: float) -> None:
+        """Goes on with what is there under the name, or begins anew."""
+        origins = {task.name: _origin(task) for task in self.ps}
+        try:
+            found = adopted(self.name, self.session, origins)
+        except PSUnavailableError as error:
+            if not self._begins_anew:
+                raise
+            log.warning("all begins anew, with nothing restored yet: %s", error)
+            self.begin_anew()
+            self.origin, found = self.session, None
+            self.follow()
+            await asyncio.gather(*(task.wait_ready(deadline) for task in self.ps))
+            await self._joining_workers(deadline)
+        if found is not None:
+            self.resumed, self.origin = True, found
+            log.info("goes on with what was left of the session %r", self.name)
+        for task in self.ps:
+            task.keep_origin(self.origin)
+
     async def _joining_workers(self, deadline: float) -> None:
         """Waits for those that are connected already; others are not waited for."""
         joining = [
@@ -470,6 +511,16 @@ class Cluster:
         ]
         # Who does not come in time joins later, and is compared then.
         await asyncio.gather(*joining, return_exceptions=True)
+
+
+def _origin(task: TaskSession) -> int:
+    """
+    Raises:
+        PSUnavailableError: It was lost again.
+    """
+    if task.opened is None:
+        raise PSUnavailableError(task.name, "it was lost while it was opened")
+    return task.opened.origin
 
 
 def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:

@@ -10,6 +10,7 @@ A program that joins asks a parameter server for the session that another one ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from zstrat.errors import DeadlineExceededError
+from zstrat.errors import AlreadyExistsError, DeadlineExceededError
 from zstrat.ps import PsUpdate, Ref, RowsRef
 from zstrat.wire import (
     DTYPES,
@@ -32,7 +33,7 @@ from zstrat.wire import (
 from .recovery import entry_of, steady
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
@@ -104,9 +105,10 @@ class ParameterServers:
         if self._cluster.joins:
             await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
-        await self.client.create(
-            [(spec.ps, entry_of(spec), array) for spec, array in variables]
-        )
+        with self._told_of_resuming():
+            await self.client.create(
+                [(spec.ps, entry_of(spec), array) for spec, array in variables]
+            )
         self._created([spec for spec, _ in variables])
 
     @steady
@@ -126,7 +128,8 @@ class ParameterServers:
             return
         deadline = asyncio.get_running_loop().time() + timeout
         places = [(spec.ps, entry) for spec, entry in entries]
-        await self.client.initialize(places, code, deadline=deadline)
+        with self._told_of_resuming():
+            await self.client.initialize(places, code, deadline=deadline)
         self._created([spec for spec, _ in entries])
 
     def creation_timeout(
@@ -206,7 +209,8 @@ class ParameterServers:
                 [], [AwaitedOptimizer(optimizer, name)], self._patience
             )
             return
-        await self.client.create_optimizer(optimizer, name, code)
+        with self._told_of_resuming():
+            await self.client.create_optimizer(optimizer, name, code)
         if self._inventory is not None:
             self._inventory.registered(optimizer, name, code)
 
@@ -266,6 +270,21 @@ class ParameterServers:
             if self._inventory is not None:
                 self._inventory.deleted(specs)
                 self._inventory.withdrawn(optimizers)
+
+    @contextlib.contextmanager
+    def _told_of_resuming(self) -> Iterator[None]:
+        """What is in the place of something new was there before this program."""
+        try:
+            yield
+        except AlreadyExistsError as error:
+            if not self._cluster.resumed:
+                raise
+            raise AlreadyExistsError(
+                f"{error}. The program that left the session {self._cluster.name!r} "
+                "created other variables or optimizers than this one, or in another "
+                "order: what is there stays for that program; give another name as "
+                "resume=, or none, to begin anew"
+            ) from None
 
     def _created(self, specs: Sequence[VariableSpec]) -> None:
         if self._inventory is not None:

@@ -87,6 +87,8 @@ class ClusterSession:
         *,
         replicas: int = 0,
         make_link: MakeTaskLink | None = None,
+        resume: str = "",
+        begins_anew: bool = False,
     ) -> ClusterSession:
         """Takes the cluster: all its parameter servers, and a worker at least.
 
@@ -104,10 +106,13 @@ class ClusterSession:
             replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
                 All are made when this returns.
             make_link: How a task is reached; left out: over ZeroMQ.
+            resume, begins_anew: What the session is called, and what becomes of it if
+                only a part is left, as of `Cluster`.
 
         Raises:
             ValueError: The indices of the parameter servers have gaps, or there cannot
                 be replicas.
+            PSUnavailableError: Only a part is left of the session to resume.
             DeadlineExceededError: Tasks did not answer; each one is named.
             BusyError: Another program holds the cluster, or a session of this one that
                 has something unfinished.
@@ -129,6 +134,8 @@ class ClusterSession:
                 ahead,
                 listens=listens,
                 replicas=replicas,
+                name=resume,
+                begins_anew=begins_anew,
             )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
@@ -201,6 +208,17 @@ class ClusterSession:
     def session(self) -> int:
         """The number that all requests of this session carry."""
         return self.cluster.session
+
+    @property
+    def origin(self) -> int:
+        """The number that keys and optimizers' ids are counted from: that of the first
+        session, if this one goes on with what another program has left."""
+        return self.cluster.origin
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on with what another program has left."""
+        return self.cluster.resumed
 
     @property
     def ps_count(self) -> int:
@@ -359,13 +377,20 @@ class ClusterSession:
     # ---- the end ---------------------------------------------------------------------
 
     def close(self, exit: bool = False) -> None:  # noqa: A002
-        """Leaves the cluster. Idempotent, and safe at the exit of the interpreter.
+        """Ends the session, whatever its name, and leaves the cluster. Idempotent, and
+        safe at the exit of the interpreter.
 
         Args:
             exit: Workers and parameter servers drain and end as processes.
         """
+        if self.taken_over is None:
+            self.cluster.end()
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
+        self.portal.close(self.taken_over or _CLOSED)
+
+    def leave(self) -> None:
+        """Leaves the cluster. What has a name stays there for the next program."""
         self.portal.close(self.taken_over or _CLOSED)
 
     def give_way(self, made_at: str, newer: str) -> None:

@@ -22,7 +22,13 @@ import psutil
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
 from zstrat.health import register, serve_as_told, unregister
-from zstrat.ps import HostedStores, PsService, backup_links
+from zstrat.ps import (
+    Handover,
+    HostedStores,
+    Inherited,
+    PsService,
+    backup_links,
+)
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
 
@@ -52,6 +58,8 @@ log = logging.getLogger("zstrat.task")
 
 SERVED = (Job.PS, Job.WORKER)
 """The jobs that are served by a daemon; the others are programs of the user."""
+
+_RESTART: Final = "it is started again, and goes on with all it holds"
 
 GRACE: Final = 1.0
 """Seconds that closing may take beyond the drain."""
@@ -104,9 +112,6 @@ class Task:
                 "chief and evaluator are programs of your own"
             )
         self.place = place
-        self.hello: Hello = hello(
-            place.job, place.index, incarnation or new_incarnation()
-        )
         self.address = ""
         self._settings, self._is_alone, self._listen = settings, is_alone, listen
         self._security = load_keys(settings.keys, place.job, place.index)
@@ -115,6 +120,12 @@ class Task:
         self._end: asyncio.Future[str] = self._loop.create_future()
         self._hosted: HostedStores | None = None
         """Of a ps."""
+        self._ps: PsService | None = None
+        self._handover, self._inherited = self._left()
+        if self._inherited is not None:
+            incarnation = self._inherited.incarnation
+        number = incarnation or new_incarnation()
+        self.hello: Hello = hello(place.job, place.index, number)
         make = self._make_worker if place.job == Job.WORKER else self._make_ps
         self._service, self._close_service, absorb = make()
         self._node = GroupNode(self.hello, settings, self._security)
@@ -131,6 +142,8 @@ class Task:
         """Binds; from now on the task answers, over HTTP too if it is told to."""
         serve_as_told(self._settings)
         self.address = await self._endpoint.bind(self.place.bind)
+        if self._ps is not None:
+            self._ps.take_over()  # nobody was heard yet: nothing was awaited since
         register(self, self.place.task, self._loop)
         if self.place.job == Job.WORKER:
             announce(self._node)
@@ -160,10 +173,12 @@ class Task:
 
         Returns whether everything was finished in time.
         """
-        patience = self._settings.timeouts.drain
+        patience = longest = self._settings.timeouts.drain
+        if self._handover is not None:
+            longest += self._settings.timeouts.handover
         drained = False
         try:
-            async with asyncio.timeout(patience + GRACE):
+            async with asyncio.timeout(longest + GRACE):
                 drained = await self._service.drain()
                 if self._hosted is not None:
                     await self._hosted.close()
@@ -174,7 +189,10 @@ class Task:
             unregister(self)
             withdraw(self._node)
             await self._node.close("its task ended")
-            await self._endpoint.close()
+            if self._ps is not None and self._ps.returns:
+                await self._endpoint.close(_RESTART, self._ps.returns)
+            else:
+                await self._endpoint.close()
         if not drained:
             log.warning("not everything was done in %gs", patience)
         return drained
@@ -231,8 +249,18 @@ class Task:
         self._service.lost(remote, reason)
         self._node.lost(remote)
 
+    def _left(self) -> tuple[Handover | None, Inherited | None]:
+        """Where a parameter server leaves what it has, and what was left there. It is
+        loaded here and now: nobody is served yet who might be held up."""
+        folder, index = self._settings.state, self.place.index
+        if self.place.job != Job.PS or folder is None:
+            return None, None
+        handover = Handover(folder, index, f"/job:ps/task:{index}")
+        largest = self._settings.limits.body
+        return handover, handover.take(_load_code, largest=largest)
+
     def _make_ps(self) -> Served:
-        service = PsService(
+        self._ps = service = PsService(
             load_code=_load_code,
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
@@ -240,6 +268,8 @@ class Task:
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
+            handover=self._handover,
+            inherited=self._inherited,
         )
         hosted = self._hosted = HostedStores(
             f"/job:ps/task:{self.place.index}",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -81,10 +82,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Settings
-    from zstrat.wire import ArraySpec, Sink
+    from zstrat.wire import ArraySpec, Owner, Sink
 
+    from .handover import Handover, Inherited
     from .replication._following import Primary
     from .replication._forwarding import Connect
+
+log = logging.getLogger("zstrat.ps")
 
 _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
@@ -152,7 +156,12 @@ class PsService:
             primary.
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
+        handover: Where what is here is left for the next process; None: nowhere.
+        inherited: What the process before has left.
     """
+
+    returns = 0.0
+    """Seconds in which, after `drain`, another process goes on with what was here."""
 
     def __init__(
         self,
@@ -167,15 +176,24 @@ class PsService:
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
+        handover: Handover | None = None,
+        inherited: Inherited | None = None,
     ) -> None:
         self._settings = settings
         self._task = task
         self._incarnation = incarnation
         self._on_exit, self._on_cleared = on_exit, on_cleared
         self._clock, self._started_at = clock, clock()
-        self._engine = OptimizerEngine(load_code)
-        self._store = Store(self._engine, task=task, largest=settings.limits.body)
+        if inherited is None:
+            engine, largest = OptimizerEngine(load_code), settings.limits.body
+            self._store = Store(engine, task=task, largest=largest)
+        else:
+            self._store = inherited.store
+        self._engine = self._store.engine
         self._ownership = Ownership(task)
+        self._handover, self._inherited = handover, inherited
+        self._silence: asyncio.Future[Message] | None = None
+        """What everybody waits for in vain while what is here is handed over."""
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
@@ -227,6 +245,8 @@ class PsService:
         Raises:
             ZstratError: The request is refused; nothing has changed.
         """
+        if self._silence is not None and not isinstance(message, Inspect):
+            return self._silence
         try:
             if self._is_aside:
                 return self._handle_aside(remote, message)
@@ -243,8 +263,8 @@ class PsService:
                     self._announce(remote, message)
                 return self._served(message)
             match message:
-                case OpenSession(session=session):
-                    return self._open(session, remote)
+                case OpenSession():
+                    return self._open(message, remote)
                 case JoinSession():
                     self._require_open()
                     return self._joining.ask(remote, message)
@@ -305,6 +325,8 @@ class PsService:
         return await acknowledged(self._store.log, fenced)
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
+        if self._silence is not None:
+            return self._silence
         try:
             return self._serving.take(folded)
         except ZstratError:  # counted, and on to the caller
@@ -315,7 +337,7 @@ class PsService:
         self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
     ) -> Sink | None:
         """Works on the body of a large push while it arrives, if that can be."""
-        if not isinstance(message, Push | Exchange):
+        if not isinstance(message, Push | Exchange) or self._silence is not None:
             return None
         if remote.role not in _ROLES[type(message)]:
             return None
@@ -331,16 +353,82 @@ class PsService:
         if self._ownership.lost(remote):
             self._snapshots.clear()
 
+    def take_over(self) -> None:
+        """From now on what was inherited is served, and nobody else may do so.
+
+        Raises:
+            OSError: That cannot be made sure; nothing may be served.
+        """
+        if self._inherited is None or self._handover is None:
+            return
+        self._handover.took()
+        owner, timeouts = self._inherited.owner, self._settings.timeouts
+        self._ownership.inherit(owner)
+        # It is waited for as if its connection had broken just now.
+        grace = timeouts.patience + timeouts.reconnect
+        asyncio.get_running_loop().call_later(grace, self._ownership.lost, owner.peer)
+
     async def drain(self) -> bool:
-        """Refuses new requests, finishes those that were accepted, ends the thread.
+        """Finishes requests that were accepted, ends the thread. New ones are refused;
+        or nobody answers them, and what is here is left for the next process.
 
         Returns:
             False if something accepted was not done after ``timeouts.drain``.
 
         Cancellation: what was accepted may not be answered any more.
         """
+        owner = self._ownership.owner
+        if self._handover is None or owner is None or self._has_backup:
+            if owner is not None and len(self._store) and not self._has_backup:
+                log.warning(
+                    "the %d variables of session %#x of %s end with this process: with "
+                    "a state folder (--state-dir, ZSTRAT_STATE) the next one would go "
+                    "on with them",
+                    len(self._store),
+                    owner.session,
+                    owner,
+                )
+            return await self._finish()
+        self._silence = asyncio.get_running_loop().create_future()
+        await asyncio.sleep(0)  # what was handed on before has begun by then
+        finished = await self._finish()
+        if not finished:
+            log.error(
+                "what this process holds is lost with it: something that it had "
+                "accepted did not end within ZSTRAT_DRAIN"
+            )
+        elif (owner := self._ownership.owner) is not None:
+            await self._leave(self._handover, owner)
+        return finished
+
+    @property
+    def _has_backup(self) -> bool:
+        return self._is_aside or self._store.log is not None
+
+    async def _leave(self, handover: Handover, owner: Owner) -> None:
+        """Leaves what is here for the next process, if that can be done."""
+        patience = self._settings.timeouts.handover
+        began = self._clock()
+        try:
+            async with asyncio.timeout(patience):
+                await handover.leave(
+                    self._store, owner, self._incarnation, self._serving.turn
+                )
+        except TimeoutError:
+            words = f"it was not written within ZSTRAT_HANDOVER={patience:g} s"
+        except Exception as error:  # goes to the log: the process ends all the same
+            words = f"{type(error).__name__}: {error}"
+        else:
+            self.returns = patience
+            took = self._clock() - began
+            log.info("left %d variables in %.1f s", len(self._store), took)
+            return
+        log.error("what this process holds is lost with it: %s", words)
+
+    async def _finish(self) -> bool:
         self._draining = True
-        self._joining.close(UnavailableError(f"{self._task} is shutting down"))
+        if self._silence is None:
+            self._joining.close(UnavailableError(f"{self._task} is shutting down"))
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -359,6 +447,7 @@ class PsService:
             "incarnation": self._incarnation,
             "uptime": self._clock() - self._started_at,
             "session": 0 if owner is None else owner.session,
+            "session_name": "" if owner is None else owner.name,
             "owner": "" if owner is None else str(owner),
             "owner_alive": owner is not None and owner.alive,
             "optimizers": len(self._engine),
@@ -373,15 +462,39 @@ class PsService:
 
     # ---- sessions ----------------------------------------------------------------
 
-    def _open(self, session: int, remote: Caller) -> SessionOpened:
+    def _open(
+        self, asked: OpenSession, remote: Caller
+    ) -> SessionOpened | Awaitable[SessionOpened]:
         self._require_open()
-        new = self._ownership.open(session, remote, remote.hello, time.time())
+        session, now, ownership = asked.session, time.time(), self._ownership
+        if ownership.adopt(session, remote, remote.hello, now, asked.name):
+            self._snapshots.clear()
+            return self._adopted(session)
+        new = ownership.open(
+            session,
+            remote,
+            remote.hello,
+            now,
+            name=asked.name,
+            origin=asked.origin,
+        )
         if new:
             self._clear()
         self._standing.remind()
         self._joining.look()
-        # Of the process: what it hosts is there, even if its own store is elsewhere.
-        return SessionOpened(platform="cpu", devices=1, resumed=not new)
+        return self._opened(resumed=not new)
+
+    async def _adopted(self, session: int) -> SessionOpened:
+        await self._serving.settled()  # what was computed for the session before
+        self._ownership.check(session)
+        self._store.begin_anew()
+        self._joining.look()
+        return self._opened(resumed=True)
+
+    def _opened(self, *, resumed: bool) -> SessionOpened:
+        owner = self._ownership.owner
+        assert owner is not None, "nobody was awaited since it was opened"
+        return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):
@@ -424,7 +537,7 @@ class PsService:
         if following is not None:
             return following.handle(remote, message)
         if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
-            return self._open(message.session, remote)
+            return self._open(message, remote)
         if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
             return self._close(message.session, message.exit)
         raise self._standing.refusal

@@ -242,16 +242,23 @@ class FakeLink:
         self._on_open(hello)
         self._on_change()
 
-    def cut(self, reason: str = "it was cut", *, left: bool = False) -> None:
+    def cut(
+        self,
+        reason: str = "it was cut",
+        *,
+        left: bool = False,
+        returns: float = 0.0,
+    ) -> None:
         """The connection is lost, and nothing of it arrives any more.
 
         Args:
             left: The task has said goodbye.
+            returns: Seconds in which it said that it will be back with all it held.
         """
         if self.peer is None:
             return
         self.peer, self.held = None, None
-        error = PeerLostError(self.name, reason, left)
+        error = PeerLostError(self.name, reason, left, returns)
         self._fail(error)
         self._on_lost(error)
         self._on_change()

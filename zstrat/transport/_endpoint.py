@@ -156,8 +156,13 @@ class Endpoint:
         self._timer = self._loop.call_later(self._interval, self._tick)
         return sockets.bound_to(socket).removeprefix("tcp://")
 
-    async def close(self, reason: str = "it was shut down") -> None:
+    async def close(
+        self, reason: str = "it was shut down", returns: float = 0.0
+    ) -> None:
         """Says goodbye to all, cancels handlers that still run, frees the address.
+
+        Args:
+            returns: As in `zstrat.wire.Goodbye`.
 
         Cancellation: the endpoint is closed all the same.
         """
@@ -170,7 +175,7 @@ class Endpoint:
         self._attendance.close()
         try:
             await self._handling.end()
-            await self._part(reason)
+            await self._part(reason, returns)
         finally:
             self._monitor.close()
             if self._file is not None:
@@ -180,11 +185,11 @@ class Endpoint:
                 self._authenticator.close()
             await self._sockets.end(self._context)
 
-    async def _part(self, reason: str) -> None:
+    async def _part(self, reason: str, returns: float) -> None:
         connections = list(self._connections.values())
         self._connections.clear()
         self._parting = Parting()
-        await self._parting.say(connections, reason)
+        await self._parting.say(connections, reason, returns)
 
     def statistics(self) -> dict[str, object]:
         """Counts since the start, and what is connected now."""

@@ -452,7 +452,7 @@ class Link:
         self._watch_out()
         self._dial.later()
         if reason is not None:
-            error = PeerLostError(self.name, reason, closed.left)
+            error = PeerLostError(self.name, reason, closed.left, closed.returns)
             self._tell(self._on_lost, error)
 
     def _tell(self, callback: Callable[[Told], None], what: Told) -> None:

@@ -105,14 +105,16 @@ class Parting:
         self._left: set[int] = set()
         self._over = asyncio.Event()
 
-    async def say(self, connections: Sequence[Connection], reason: str) -> None:
+    async def say(
+        self, connections: Sequence[Connection], reason: str, returns: float
+    ) -> None:
         """Says goodbye, and waits until the peers have hung up: at most `LINGER`.
 
         Cancellation: it was said.
         """
         self._left = {connection.accepted.descriptor for connection in connections}
         for connection in connections:
-            connection.outlet.peer.leave(reason)
+            connection.outlet.peer.leave(reason, returns)
             connection.outlet.flush()
         if self._left:
             with suppress(TimeoutError):

@@ -31,9 +31,10 @@ class Hello:
     """First message of a connection, and its answer: who I am and what I run.
 
     ``incarnation`` is drawn at random when the process starts; a peer that returns with
-    another one has lost everything that it held. ``link`` numbers the links of one
-    process, so that a connection which comes back replaces its own predecessor and not
-    that of another link.
+    another one has lost everything that it held, and a parameter server that goes on
+    with what the process before it has left keeps its number. ``link`` numbers the
+    links of one process, so that a connection which comes back replaces its own
+    predecessor and not that of another link.
     """
 
     kind: ClassVar = 1
@@ -75,10 +76,12 @@ class Credit:
 
 @message
 class Goodbye:
-    """I leave on purpose."""
+    """I leave on purpose. ``returns``: seconds in which a process will be here that has
+    all that this one held, and says so by the same incarnation; 0 if none will."""
 
     kind: ClassVar = 5
     reason: str
+    returns: float = 0.0
 
 
 @message

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The coordinator that holds a task; ``peer`` is its connection, by identity;
-    ``since`` is when it took it, in seconds since 1970, None if nobody said that."""
+    ``since`` is when it took it, in seconds since 1970, None if nobody said that;
+    ``name`` and ``origin`` are those of `OpenSession`."""
 
     session: int
     peer: object
     hello: Hello
     since: float | None = None
     alive: bool = True
+    name: str = ""
+    origin: int = 0
 
     def __str__(self) -> str:
         who = self.hello
@@ -69,12 +72,20 @@ class Ownership:
         return self._owner
 
     def open(
-        self, session: int, peer: object, hello: Hello, since: float | None = None
+        self,
+        session: int,
+        peer: object,
+        hello: Hello,
+        since: float | None = None,
+        *,
+        name: str = "",
+        origin: int = 0,
     ) -> bool:
         """Gives the task to a coordinator.
 
         Args:
             since: What the time is, in seconds since 1970; messages say it.
+            name, origin: As in `OpenSession`.
 
         Returns:
             True if the session is new: what belongs to an older one is to be dropped.
@@ -87,9 +98,31 @@ class Ownership:
         if owner is not None and owner.session != session and owner.alive:
             raise BusyError(f"{self._task} serves {owner.to(hello)}")
         if owner is not None and owner.session == session:
-            since = owner.since
-        self._owner = Owner(session, peer, hello, since)
+            since, name, origin = owner.since, owner.name, owner.origin
+        self._owner = Owner(
+            session, peer, hello, since, name=name, origin=origin or session
+        )
         return owner is None or owner.session != session
+
+    def adopt(
+        self, session: int, peer: object, hello: Hello, since: float, name: str
+    ) -> bool:
+        """Gives the task to a coordinator that goes on with the session of this name,
+        whose coordinator is lost: under another number, so that what was sent for the
+        one before is refused. False, and nothing is done, if there is none."""
+        owner = self._owner
+        if owner is None or owner.alive or owner.session == session:
+            return False
+        if not name or owner.name != name:
+            return False
+        self._owner = Owner(session, peer, hello, since, name=name, origin=owner.origin)
+        return True
+
+    def inherit(self, owner: Owner) -> None:
+        """Goes on with the session that another process of this task had open. Its
+        coordinator is on its way here, if it was alive; who knows better calls `lost`.
+        """
+        self._owner = owner
 
     def lost(self, peer: object) -> bool:
         """The connection is gone; True if it was the owner's."""

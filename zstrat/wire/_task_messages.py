@@ -53,7 +53,12 @@ class OpenSession:
     worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
     worker may fetch ahead. ``listens``: the coordinator wants to hear what its steps
     print (`Printed`). ``views``: those of the stores at ``ps``, which may move then
-    (`MoveServer`); empty if they have no second copy. A ps ignores all but the session.
+    (`MoveServer`); empty if they have no second copy.
+
+    A ps heeds the session and what it is called: under a ``name`` it keeps the session
+    of a coordinator that is lost for the next one that opens it by that name, with the
+    variables, their slots and their keys. ``origin`` is the number that those keys
+    are counted from; 0: the session's own.
     """
 
     kind: ClassVar = 16
@@ -64,6 +69,8 @@ class OpenSession:
     prefetch: int = 0
     listens: bool = False
     views: list[int] = field(default_factory=list)
+    name: str = ""
+    origin: int = 0
 
 
 @message
@@ -71,7 +78,9 @@ class SessionOpened:
     """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices.
 
     ``resumed``: the session was open already, and all that it has here is intact.
-    ``session``: its number, in the answer to a `JoinSession`.
+    ``session``: its number, in the answer to a `JoinSession`. ``origin``, of a ps: as
+    in `OpenSession`; another number than the session's if that goes on with an older
+    one.
     """
 
     kind: ClassVar = 17
@@ -79,6 +88,7 @@ class SessionOpened:
     devices: int
     resumed: bool = False
     session: int = 0
+    origin: int = 0
 
 
 class Awaited(NamedTuple):

@@ -40,8 +40,8 @@ class VariableEntry(NamedTuple):
 
 @message
 class CreateVariables:
-    """Creates all or none; answered by `Done`. The same key, shape and dtype again is
-    no error and keeps the value that is there."""
+    """Creates all or none; answered by `Done`. The same key, name, shape and dtype
+    again is no error and keeps the value that is there."""
 
     kind: ClassVar = 32
     session: int

@@ -47,7 +47,8 @@ class ServerPresence:
     away has a while to come back. The line is set before the link is started.
 
     Args:
-        grace: Seconds that a server whose link has lost it has to come back.
+        grace: Seconds that a server whose link has lost it has to come back, if it has
+            not said that it takes longer.
         moves: What it held may be elsewhere, and it has as long to be found there.
     """
 
@@ -78,7 +79,7 @@ class ServerPresence:
     def lost(self, error: PeerLostError) -> None:
         """The link says that it has lost the server."""
         if not self._is_closed:
-            self._miss(error.reason)
+            self._miss(error.reason, error.returns)
 
     def leave(self) -> None:
         """Another one tells the line from now on."""
@@ -95,10 +96,11 @@ class ServerPresence:
             self._absence.cancel()
             self._absence = None
 
-    def _miss(self, reason: str) -> None:
+    def _miss(self, reason: str, returns: float = 0.0) -> None:
         if self._absence is None:
+            grace = max(self._grace, returns)
             loop = asyncio.get_running_loop()
-            self._absence = loop.call_later(self._grace, self._give_up, reason)
+            self._absence = loop.call_later(grace, self._give_up, reason)
 
     def _give_up(self, reason: str) -> None:
         self._absence = None

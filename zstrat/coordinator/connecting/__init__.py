@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._adoption import adopted as adopted
 from ._arrival import arrive as arrive
 from ._arrival import hail as hail
 from ._open_sessions import Place as Place

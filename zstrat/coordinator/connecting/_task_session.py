@@ -308,6 +308,12 @@ class TaskSession:
         if self.line is not None:
             self.line.lose(reason, gone=self.gone, own=not self.gone)
 
+    def keep_origin(self, origin: int) -> None:
+        """From now on it is opened as a session whose keys are counted from there."""
+        opening = self._opening
+        assert isinstance(opening, OpenSession), opening
+        self._opening = self._reopening = replace(opening, origin=origin)
+
     def leave(self) -> None:
         """We go: nothing is told any more."""
         self._closed = True
@@ -401,10 +407,12 @@ class TaskSession:
         elif self._absence is None:
             # A goodbye too: to a program that was stopped for long, an intact task says
             # that it does not know it any more.
-            loop = asyncio.get_running_loop()
-            self._absence = loop.call_later(
-                self._grace, self._leave, error.reason, level
-            )
+            loop, grace = asyncio.get_running_loop(), self._grace
+            if error.returns > grace:
+                grace = error.returns
+                words = "%s at %s is to be back within %g s, with all it held: %s"
+                log.warning(words, self.name, self.address, grace, error.reason)
+            self._absence = loop.call_later(grace, self._leave, error.reason, level)
 
     def _heard(self, message: Message) -> None:
         if self.is_ready and not self._closed:

@@ -12,7 +12,7 @@ either has the optimizer's turn.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -61,11 +61,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """A binding that was traced: the keys of all its variables, here or not, and the
-    leaves of those that are here."""
+    """A binding that was traced, from ``data``: the keys of all its variables, here or
+    not, and the leaves of those that are here."""
 
-    digest: bytes
     data: bytes
+    digest: bytes
     keys: frozenset[int]
     leaves: dict[int, TracedLeaf]
 
@@ -75,18 +75,23 @@ class Bindings:
 
     def __init__(self, name: str, transformation: Any) -> None:
         self._name, self._transformation = name, transformation
-        self._trees: dict[bytes, tuple[frozenset[int], bytes]] = {}
+        self._trees: dict[bytes, Tree] = {}
+        self._tree_of: dict[int, bytes] = {}
+        """By which tree a variable is bound, by key."""
         self._bound: dict[int, Bound] = {}
         self._alike: dict[bytes, LeafRule] = {}
-
-    @property
-    def told(self) -> list[bytes]:
-        """The trees, in the order in which they were bound."""
-        return [data for _, data in self._trees.values()]
 
     def get(self, key: int) -> Bound | None:
         """What moves the variable with this key."""
         return self._bound.get(key)
+
+    @property
+    def told(self) -> list[tuple[bytes, list[int]]]:
+        """What was told, in order, and which variables are bound by it."""
+        keys: dict[bytes, list[int]] = {digest: [] for digest in self._trees}
+        for key, digest in self._tree_of.items():
+            keys[digest].append(key)
+        return [(self._trees[digest].data, bound) for digest, bound in keys.items()]
 
     def has(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> bool:
         """Whether all variables of this very binding that are here are bound.
@@ -102,7 +107,7 @@ class Bindings:
             )
         if tree is None:
             return False
-        return all(key in self._bound or find(key) is None for key in tree[0])
+        return all(key in self._bound or find(key) is None for key in tree.keys)
 
     def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
         """Cost: as tracing the transformation three times, and more for each leaf.
@@ -129,7 +134,7 @@ class Bindings:
                 leaves.update((held.entry.key, leaf) for held in here)
                 for held in here:
                     self._require_same(held, leaf)
-        return Tree(digest_of(data), data, frozenset(keys), leaves)
+        return Tree(data, digest_of(data), frozenset(keys), leaves)
 
     def add(self, tree: Tree, here: Iterable[int]) -> None:
         """Variables that are still here. Those that are bound stay as they are."""
@@ -137,12 +142,14 @@ class Bindings:
             leaf = tree.leaves[key]
             alike = self._alike.setdefault(leaf.digest, leaf.rule)
             self._bound.setdefault(key, Bound(leaf, alike))
-        self._trees[tree.digest] = tree.keys, tree.data
+            self._tree_of.setdefault(key, tree.digest)
+        self._trees[tree.digest] = replace(tree, leaves={})
 
     def forget(self, keys: Iterable[int]) -> None:
         """The variables are gone, and others may get their keys."""
         for key in keys:
             self._bound.pop(key, None)
+            self._tree_of.pop(key, None)
 
     def _leaf(self, rule: LeafRule, held: HeldVariable, *, is_part: bool) -> TracedLeaf:
         """What is asked of the rule later is found out now."""

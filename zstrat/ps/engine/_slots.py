@@ -173,6 +173,37 @@ class Unbound(Slots):
             return Unbound(other.cells, other.leaves, _LAYOUT, filled)
         return Unbound((), (), _LAYOUT)
 
+    @staticmethod
+    def of(slots: Slots) -> Unbound:
+        """The same leaves, for whoever tells anew what the optimizer keeps."""
+        if isinstance(slots, Unbound):
+            return slots
+        filled = {
+            leaf.name: [(0, cell.shape[0] if leaf.rows else 1)]
+            for cell, leaf in zip(slots.cells, slots.leaves, strict=True)
+        }
+        return Unbound(slots.cells, slots.leaves, _LAYOUT, filled)
+
+    @classmethod
+    def around(
+        cls,
+        leaves: Sequence[tuple[str, bool, Sequence[Sequence[int]] | None, np.ndarray]],
+        who: str,
+    ) -> Unbound:
+        """Leaves by name, whether each has the variable's rows, which of them are there
+        (None: all), and arrays that are nobody else's."""
+        unbound = Unbound((), (), _LAYOUT)
+        cells = []
+        for name, rows, filled, array in leaves:
+            cell = Cell.around(array)
+            cell.who = who
+            cells.append(cell)
+            runs = [(0, array.shape[0] if rows else 1)] if filled is None else filled
+            unbound.filled[name] = [(start, stop) for start, stop in runs]
+        unbound.leaves = tuple([SlotArray(name, rows) for name, rows, *_ in leaves])
+        unbound.become(tuple(cells), _LAYOUT)
+        return unbound
+
     def make_room(
         self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
     ) -> None:

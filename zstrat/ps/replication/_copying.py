@@ -131,7 +131,7 @@ def _variables(store: Store) -> Iterator[Message]:
 def _optimizers(store: Store) -> Iterator[Message]:
     for known in store.engine:
         yield CreateOptimizer(0, known.optimizer, known.name, known.code)
-        for data in known.bindings.told:
+        for data, _ in known.bindings.told:
             tree = np.frombuffer(data, np.uint8)
             yield BindOptimizer(0, known.optimizer, (tree,))
 

@@ -205,7 +205,7 @@ class Cell:
 
     @property
     def lost(self) -> str:
-        """Why there is no value; "" if there is one."""
+        """Why there is no value (`lose`); "" if there is one."""
         return self._lost
 
     @property

@@ -1,7 +1,7 @@
 """New variables and their first values: validated, made here, and fit for the memory.
 
 As all plans (`_plans`), new variables are computed on any thread, and fail as a whole.
-One of a key, shape and dtype that is there already is left as it is.
+One of a key, name, shape and dtype that is there already is left as it is.
 
 A first value may be made where it will live, by a shipped initializer. A table may be
 as large as this machine's memory, so its value is taken over as the initializer made
@@ -144,7 +144,7 @@ def create_plan(
     """New variables with their values; those that are there already are left out.
 
     Raises:
-        AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+        AlreadyExistsError: A key is taken by another name, shape or dtype.
         InvalidArgumentError: The message is not one array per entry, keys repeat.
     """
     task = variables.task
@@ -173,7 +173,7 @@ def initialize_plan(
     """`create_plan` for values that shipped code will make.
 
     Raises:
-        AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+        AlreadyExistsError: A key is taken by another name, shape or dtype.
         InvalidArgumentError: Keys repeat.
         ProtocolError: No such dtype travels.
     """
@@ -204,7 +204,7 @@ def _is_new(
     if held is None:
         return True
     cell = held.cell
-    if (cell.shape, cell.dtype) == (shape, dtype):
+    if (cell.shape, cell.dtype, held.entry.name) == (shape, dtype, entry.name):
         return False
     raise AlreadyExistsError(
         f"{variables.task} holds key {entry.key} as {held.entry.name!r}, "

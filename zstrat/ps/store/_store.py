@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, assert_never
 import numpy as np
 
 from zstrat.errors import (
+    AlreadyExistsError,
     InvalidArgumentError,
     StaleSessionError,
 )
 from zstrat.ps.client._reading import READS
+from zstrat.ps.engine._slots import Unbound
 from zstrat.wire import (
     Again,
     AskParts,
@@ -90,6 +92,10 @@ class Store:
         self.parts = Parts(task)
         self.counts = Counts()
         self.log: ChangeLog | None = None
+        self.kept: set[int] = set()
+        self.kept_optimizers: dict[int, str] = {}
+        """What was there when another program came to go on with it: variables, and
+        optimizers with their names."""
 
     def __len__(self) -> int:
         return len(self.variables)
@@ -142,10 +148,10 @@ class Store:
     def create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> None:
-        """Creates all or none; one of the same key, shape and dtype stays as it is.
+        """Creates all or none; one of the same key, name, shape and dtype stays.
 
         Raises:
-            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            AlreadyExistsError: A key is taken by another name, shape or dtype.
             InvalidArgumentError: The message is not one array per entry, keys repeat.
         """
         plan = self.plan_create(entries, arrays)
@@ -164,7 +170,7 @@ class Store:
         """Like `plan_create`; the values are made by shipped code.
 
         Raises:
-            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            AlreadyExistsError: A key is taken by another name, shape or dtype.
             InvalidArgumentError: Keys repeat.
             ProtocolError: No such dtype travels.
         """
@@ -181,10 +187,14 @@ class Store:
             self.log.append(DeleteVariables(0, list(keys)))
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Drops what is there of a creation that failed elsewhere."""
-        self._delete([key for key in keys if key in self.variables])
+        """Drops what is there of a creation that failed elsewhere, but for what was
+        there before it."""
+        mine = [key for key in keys if key in self.variables and key not in self.kept]
+        self._delete(mine)
         for number in optimizers:
             self.engine.forget(number)
+            if number in self.kept_optimizers:
+                continue
             for held in self.variables.values():
                 held.slots.pop(number, None)
         if self.log is not None:
@@ -193,6 +203,7 @@ class Store:
     def _delete(self, keys: Sequence[int]) -> None:
         self.variables.delete(keys)
         self.engine.unbind(keys)
+        self.kept.difference_update(keys)
 
     def clear(self) -> None:
         """Drops the session's variables, optimizers and memory of pushes.
@@ -201,6 +212,25 @@ class Store:
         """
         self.variables.clear()
         self.engine.clear()
+        self._forget_pushes()
+        self.kept.clear()
+        self.kept_optimizers.clear()
+
+    def begin_anew(self) -> None:
+        """Another program goes on with what is here, under another session's number:
+        it tells its optimizers and trees again, and its steps are new ones."""
+        self.kept.update(self.variables)
+        self.kept_optimizers.update({each.optimizer: each.name for each in self.engine})
+        for held in self.variables.values():
+            held.slots = {
+                number: Unbound.of(slots)
+                for number, slots in held.slots.items()
+                if slots.leaves
+            }
+        self.engine.clear()
+        self._forget_pushes()
+
+    def _forget_pushes(self) -> None:
         self.ledger, self.writers = Ledger(), Writers(self._task)
         self.parts = Parts(self._task)
 
@@ -330,7 +360,17 @@ class Store:
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
-        """The same code under the same id again has nothing to do."""
+        """The same code under the same id again has nothing to do.
+
+        Raises:
+            AlreadyExistsError: The program before this one had another one there.
+        """
+        before = self.kept_optimizers.get(optimizer, name)
+        if before != name:
+            raise AlreadyExistsError(
+                f"{self._task} keeps slots of optimizer {before!r} under number "
+                f"{optimizer}; {name!r} cannot be created under it"
+            )
         if self.engine.is_registered(optimizer, code):
             return Done()
         return OptimizerPlan(

@@ -34,7 +34,7 @@ class HeldVariables(dict[int, HeldVariable]):
         self.generation = 0
         """Grows with each `clear`: a plan of an earlier one cannot be committed."""
         self.first_version = 0
-        """Of what will be created."""
+        """Of a new variable: above all of those that were deleted."""
 
     def __missing__(self, key: int) -> HeldVariable:
         raise NotFoundError(

@@ -42,7 +42,11 @@ if TYPE_CHECKING:
     from zstrat.variables import Creator
 
     Connect = Callable[..., ClusterSession]
-    """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some."""
+    """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some, with
+    ``resume=`` and ``begins_anew=`` if the session has a name."""
+
+_LONGEST_NAME: Final = 200
+"""Characters of the name of a session."""
 
 _log: Final = logging.getLogger(__name__)
 
@@ -92,6 +96,15 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             workers begin anew. Variables of this process are left as they are. The
             checkpoint must have all variables and optimizers of the scope, else
             `PSUnavailableError` names what it lacks.
+        resume: What the session is called. If a program has left a session of this name
+            on the cluster, because it was killed or has failed, this one goes on with
+            its variables: created in the same order with the same names, shapes and
+            dtypes they have the values that are there, and optimizers what they keep
+            beside them. `resumed` says whether that is so; else all begins anew, as
+            without a name, which empties the cluster. `close` ends the session; a
+            program that ends otherwise leaves it. A step that was under way when the
+            program before ended may have reached some ps and not others; none has an
+            effect later. Datasets begin where this program begins them.
         ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
             before calls raise `PSUnavailableError`. Default: 600.
         replicas: 1: what each ps holds is in the memory of another one, too, and no
@@ -112,6 +125,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             or ``placement`` is not known, or another argument is no such thing.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
+        PSUnavailableError: Only a part is left of the session to resume, and
+            ``on_ps_loss`` is "raise". What is left stays where it is.
     """
 
     def __init__(
@@ -125,6 +140,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         on_ps_loss: str = "raise",
         ps_wait_timeout: float | None = None,
         replicas: int = 0,
+        resume: str | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
@@ -153,8 +169,17 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         patience = _ps_patience(on_ps_loss, ps_wait_timeout)
         if replicas not in (0, 1):
             raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
+        if replicas and resume is not None:
+            raise ValueError(
+                "resume= with replicas=1: a program cannot go on with what another one "
+                "has left in two copies; leave out one of them"
+            )
         if replicas:
             connect = partial(connect, replicas=int(replicas))
+        if resume is not None:
+            _check_name(resume)
+            begins_anew = patience is not None
+            connect = partial(connect, resume=resume, begins_anew=begins_anew)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         try:
@@ -187,6 +212,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     def session(self) -> ClusterSession:
         """The connection to the cluster, which this strategy owns."""
         return self._session
+
+    @property
+    def resumed(self) -> bool:
+        """Whether variables go on with what another program has left (``resume``)."""
+        return self._session.resumed
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -273,8 +303,14 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
-        coordinator. Closing twice is fine; ``with`` closes at its end."""
+        coordinator. Closing twice is fine; ``with`` closes at its end, but an exception
+        leaves a session that has a name (``resume``)."""
         self._session.close()
+
+    def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._session.leave()
+        self.close()
 
     def require_known(self, plan: Plan) -> None:
         self._variables.require_known(plan)
@@ -302,6 +338,14 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         return (
             f"<zstrat.ParameterServerStrategy: {self._ps_count} ps, "
             f"{self._session.worker_count} workers>"
+        )
+
+
+def _check_name(resume: object) -> None:
+    if not isinstance(resume, str) or not 0 < len(resume) <= _LONGEST_NAME:
+        raise ValueError(
+            f"resume={resume!r:.80}: expected None or what the session is called, 1 to "
+            f"{_LONGEST_NAME} characters"
         )
 
 

@@ -75,7 +75,7 @@ class ServerVariables(StrategyCreator):
         bind_workers: Callable[[str], int] | None = None,
     ) -> None:
         self._session, self._servers = session, session.servers
-        self._numbers = Numbers(session.session, Placement(ps_count, rule))
+        self._numbers = Numbers(session.origin, Placement(ps_count, rule))
         self._partitioner = partitioner
         self._bind_workers = bind_workers
         # Keys are taken in the order of placement.

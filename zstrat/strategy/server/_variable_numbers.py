@@ -79,11 +79,12 @@ class Placement:
 
 @final
 class Numbers:
-    """The keys and optimizer ids of one session. Whoever changes them has a lock."""
+    """The keys and optimizer ids of one session, counted from the number of the first
+    session that had them. Whoever changes them has a lock."""
 
-    def __init__(self, session: int, placement: Placement) -> None:
+    def __init__(self, origin: int, placement: Placement) -> None:
         self._placement = placement
-        self._first = first_number(session)
+        self._first = first_number(origin)
         self._created = self._optimizers = self._first
         self._variables_at_risk: list[VariableSpec] = []
         self._optimizers_at_risk: list[int] = []

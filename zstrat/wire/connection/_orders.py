@@ -57,12 +57,13 @@ class Failed(NamedTuple, Generic[Token]):
 class Closed(NamedTuple):
     """The connection is over. ``refusal`` is set if one side refused the other;
     ``broken`` if only the connection failed, so that the peer may come back; ``left``
-    if the peer said goodbye."""
+    if the peer said goodbye, ``returns`` as it then said."""
 
     reason: str
     refusal: Exception | None = None
     broken: bool = False
     left: bool = False
+    returns: float = 0.0
 
 
 Order = (

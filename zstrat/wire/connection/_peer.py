@@ -85,6 +85,9 @@ if TYPE_CHECKING:
     from ._deadlines import Waiting
     from ._lane import SharedMemoryLane
 
+LONGEST_RETURN: Final = 86400.0
+"""Seconds that anybody is waited for who said goodbye."""
+
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only a peer
 that does not read can fill it: with notices, or by asking more than it may."""
@@ -278,10 +281,10 @@ class Peer(Generic[Token]):
         self.outbox.say(failure(error))
         return self._close(str(error), refusal=error)
 
-    def leave(self, reason: str) -> Sequence[Order[Token]]:
-        """Says goodbye; the connection is over when `transmit` has given that out."""
+    def leave(self, reason: str, returns: float = 0.0) -> Sequence[Order[Token]]:
+        """Says `Goodbye`; the connection is over when `transmit` has given that out."""
         if self.state is OrderState.OPEN:
-            self.outbox.say(Goodbye(reason))
+            self.outbox.say(Goodbye(reason, returns))
         return self._close(reason)
 
     def transmit(self, now: float) -> Frames | None:
@@ -394,8 +397,10 @@ class Peer(Generic[Token]):
                 self._sharing.on_offer(message, self.hello)
             case Mapped():
                 self._sharing.on_mapped(message)
-            case Goodbye(reason=reason):
-                return self._close(f"it left: {quoted(reason, 500)}", left=True)
+            case Goodbye(reason=reason, returns=returns):
+                words = f"it left: {quoted(reason, 500)}"
+                returns = returns if 0 < returns <= LONGEST_RETURN else 0.0
+                return self._close(words, left=True, returns=returns)
             case Failure(error=plain):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
@@ -454,6 +459,7 @@ class Peer(Generic[Token]):
         refusal: Exception | None = None,
         broken: bool = False,
         left: bool = False,
+        returns: float = 0.0,
     ) -> Sequence[Order[Token]]:
         if self.state is OrderState.CLOSED:
             return ()
@@ -466,10 +472,10 @@ class Peer(Generic[Token]):
         self._inbox.drop()
         self._sharing.close()
         failed: list[Order[Token]] = [
-            Failed(each.token, PeerLostError(self.name, reason, left))
+            Failed(each.token, PeerLostError(self.name, reason, left, returns))
             for each in self._requests.take_all()
         ]
-        return [*failed, Closed(reason, refusal, broken, left)]
+        return [*failed, Closed(reason, refusal, broken, left, returns)]
 
 
 _BEAT: Final = Beat(wanted=False)

@@ -1,0 +1,143 @@
+"""Servers that are told to stop, and programs that are killed: training goes on with
+what is there, counted."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+from killed_program import SLOTS, Counting
+from system_worlds import all_running
+
+import zstrat as zs
+from zstrat.testing import full_disk
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("state")
+    folder.chmod(0o700)
+    with zs.LocalCluster(2, 1, env={"ZSTRAT_STATE": str(folder)}) as cluster:
+        cluster.state = folder
+        yield cluster
+
+
+@pytest.fixture
+def local(cluster):
+    return all_running(cluster)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Looked at behind all tests: what one has started again may stay for the next."""
+
+
+def restarted(local, task):
+    assert local.terminate(task) == 0
+    local.restart(task)
+
+
+def moved(steps):
+    """What Adam makes of so many gradients of ones."""
+    adam, value = optax.adam(0.1), np.zeros(3, "f4")
+    state = adam.init(value)
+    for _ in range(steps):
+        updates, state = adam.update(np.ones(3, "f4"), state)
+        value = optax.apply_updates(value, updates)
+    return value
+
+
+def _update_behind_each(values, variable):
+    for value in values:
+        value.fetch()
+        variable.assign_add(1.0)
+
+
+def test_planned_restarts_lose_nothing_and_double_nothing(local, caplog):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        work = Counting(strategy)
+        with strategy.scope():
+            mine = zs.Variable(0.0, name="mine")
+        with ThreadPoolExecutor(1) as pool:
+            for n, task in enumerate(("ps:0", "ps:1")):
+                values = work.schedule(range(n * 150, n * 150 + 150))
+                updating = pool.submit(_update_behind_each, values, mine)
+                values[5].fetch()
+                restarted(local, task)
+                updating.result()
+        for count in work.counts:
+            assert count.numpy().sum() == count.numpy()[:300].sum() == 300
+            assert count.numpy().max() == 1
+        assert mine.numpy() == 300
+    assert not list(local.state.iterdir())
+    assert "ps/task:1 at" in caplog.text
+    assert "is to be back within 60 s, with all it held" in caplog.text
+
+
+def test_a_server_that_is_killed_later_has_nothing(local):
+    strategy = zs.ParameterServerStrategy(local.resolver)
+    with strategy.scope():
+        a, b = (zs.Variable(np.zeros(2**17, "f4"), name=n) for n in "ab")
+    a.assign_add(np.ones(2**17))
+    restarted(local, "ps:0")
+    a.assign_add(np.ones(2**17))
+    assert a.numpy()[0] == 2
+    before = local.log("ps:0").count("goes on with")
+    assert before
+    local.kill("ps:0")
+    local.restart("ps:0")
+    assert local.log("ps:0").count("goes on with") == before
+    with pytest.raises(zs.errors.PSUnavailableError, match="ps/task:0"):
+        a.numpy()
+    with full_disk(2**18, local.pid("ps:1")):
+        assert local.terminate("ps:1") == 0
+    assert "lost with it: ResourceExhaustedError" in local.log("ps:1")
+    local.restart("ps:1")
+    with pytest.raises(zs.errors.PSUnavailableError):
+        b.numpy()
+    strategy.close()
+
+
+def test_a_program_that_is_killed_goes_on_with_its_variables(local):
+    script = Path(__file__).with_name("killed_program.py")
+    spec = local.spec.as_dict()
+    run = [sys.executable, str(script), json.dumps(spec), "40", "60"]
+    assert subprocess.run(run, check=False).returncode == -9
+    restarted(local, "ps:0")  # with nobody there
+    strategy = zs.ParameterServerStrategy(local.resolver, resume="run")
+    assert strategy.resumed
+    work = Counting(strategy)
+    before = [count.numpy().copy() for count in work.counts]
+    for count in before:
+        assert (count[:41] == 1).all(), "what was acknowledged is there"
+        assert count.max() == 1, "what was under way has had its effect once at most"
+        assert not count[100:].any()
+    work.schedule(range(100, 130))
+    work.coordinator.join()
+    for count, old in zip(work.counts, before, strict=True):
+        assert (count.numpy()[100:130] == 1).all()
+        assert (count.numpy()[:100] == old[:100]).all()
+    with pytest.raises(ZeroDivisionError), strategy:
+        1 / 0  # noqa: B018
+    local.kill("ps:1")
+    local.restart("ps:1")
+    with pytest.raises(
+        zs.errors.PSUnavailableError, match=r"task:0 still has its part"
+    ):
+        zs.ParameterServerStrategy(local.resolver, resume="run")
+    with zs.ParameterServerStrategy(
+        local.resolver, resume="run", on_ps_loss="restore"
+    ) as strategy:
+        assert not strategy.resumed
+        work = Counting(strategy)
+        work.schedule(range(SLOTS))
+        work.coordinator.join()
+        assert all((count.numpy() == 1).all() for count in work.counts)
+    with zs.ParameterServerStrategy(local.resolver, resume="run") as strategy:
+        assert not strategy.resumed  # the one before was closed

@@ -1,0 +1,6 @@
+"""What a parameter server that stops leaves to the process that goes on for it."""
+
+from __future__ import annotations
+
+from ._handover import Handover as Handover
+from ._handover import Inherited as Inherited

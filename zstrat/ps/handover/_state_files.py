@@ -1,0 +1,165 @@
+"""The files of a state: arrays in one, and a small one that says that they are all.
+
+    STATE/ps-0.5f0c12.safetensors   the arrays
+    STATE/ps-0.json                 which file that is, the digests of all its arrays
+
+The small one gets its name last, by a rename, and is removed first. Law of the file:
+**a state is there while the small file is, and what was removed never comes back**, not
+by a power cut either. Files that it does not name are what somebody has left who was
+killed while he wrote.
+
+What is there is code, too (of optimizers), so a folder that others may write to is
+refused. For any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.checkpoint import TensorReader, digest_of, replace_file, sync_folder
+from zstrat.errors import DataLossError, PermissionDeniedError
+from zstrat.rows import lasting
+from zstrat.wire import raw
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+
+FORMAT: Final = "zstrat.ps.state"
+VERSION: Final = 1
+
+_WRITABLE: Final = 0o022
+"""What others than the owner may not do."""
+
+
+@final
+class StateFiles:
+    """Those of the parameter server ``index`` in ``folder``, which is made.
+
+    Raises:
+        PermissionDeniedError: Others may write there.
+        OSError: It cannot be made.
+    """
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.folder = folder.absolute()
+        self._name = f"ps-{index}"
+        self.path = str(self.folder / f"{self._name}.json")
+        """Of the small one."""
+        os.makedirs(self.folder, 0o700, exist_ok=True)
+        found = os.stat(self.folder)
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & _WRITABLE:
+            raise PermissionDeniedError(
+                f"state folder {self.folder} (mode {stat.S_IMODE(found.st_mode):04o}, "
+                f"user {found.st_uid}) can be written by others, and the code of "
+                "optimizers is loaded from there: let it belong to the user of the "
+                "parameter server, chmod 700"
+            )
+
+    def new_path(self) -> str:
+        """For arrays that are to be written."""
+        mark = secrets.token_hex(4)
+        return str(self.folder / f"{self._name}.{mark}.safetensors")
+
+    def commit(self, arrays: str, digests: Sequence[str], facts: object) -> None:
+        """The state is there from now on.
+
+        Args:
+            arrays: Their file, which is whole; they are called "0", "1" and so on.
+
+        Raises:
+            ResourceExhaustedError: The disk is full.
+            OSError: Anything else that the system says.
+        """
+        said = {
+            "format": FORMAT,
+            "version": VERSION,
+            "arrays": os.path.basename(arrays),
+            "digests": list(digests),
+            "facts": facts,
+        }
+        text = json.dumps(said)
+        whole = json.dumps({"digest": digest_of([text.encode()]), "state": text})
+        replace_file(self.path, whole.encode(), mark=secrets.token_hex(4))
+
+    def read(self) -> tuple[Any, list[np.ndarray]] | None:
+        """Facts and arrays, each in memory of its own; None if there is no state.
+
+        Raises:
+            DataLossError: It is damaged, or of another version.
+            NotFoundError, OSError: As the system says.
+            MemoryError: There is no room for it.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return None
+        said = self._checked(data)
+        path = str(self.folder / os.path.basename(said["arrays"]))
+        with TensorReader(path) as reader:
+            arrays = [
+                _read(reader, str(number), digest)
+                for number, digest in enumerate(said["digests"])
+            ]
+        return said["facts"], arrays
+
+    def remove(self) -> None:
+        """There is no state any more; no error if there was none.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        sync_folder(str(self.folder))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes what the small file does not name, of which there is none."""
+        endings = r"(\.[0-9a-f]{8}\.safetensors|\.json\.[0-9a-f]+\.tmp)"
+        ours = re.compile(re.escape(self._name) + endings)
+        for name in os.listdir(self.folder):
+            if ours.fullmatch(name):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.folder / name)
+
+    def _checked(self, data: bytes) -> Mapping[str, Any]:
+        try:
+            whole = json.loads(data)
+            text = whole["state"]
+            if digest_of([text.encode()]) != whole["digest"]:
+                raise DataLossError(
+                    self.path, "", "its bytes changed since they were written"
+                )
+            said: Mapping[str, Any] = json.loads(text)
+            kind = said["format"], said["version"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataLossError(self.path, "", "it is no state") from None
+        if kind != (FORMAT, VERSION):
+            raise DataLossError(
+                self.path, "", f"it is {kind}, and this process reads {FORMAT, VERSION}"
+            )
+        return said
+
+
+def _read(reader: TensorReader, name: str, digest: str) -> np.ndarray:
+    info = reader.info(name)
+    array = lasting(info.shape, info.numpy_dtype)
+    reader.read_into(name, 0, array)
+    found = digest_of([raw(array)])
+    if found != digest:
+        raise DataLossError(
+            reader.path,
+            name,
+            f"its bytes changed since they were written (digest {found}, not {digest})",
+        )
+    return array
