@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from zstrat.cli import main
 from zstrat.cli._signals import endings
-from zstrat.cli._tables import lines, size, span, table
+from zstrat.cli._tables import copies, lines, size, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
@@ -254,6 +254,21 @@ def test_table_and_lines_say_the_same():
         "task=worker:0 address=h:2 unreachable: nothing answers",
     ]
     assert table(seen).row_count == 2
+
+
+def test_who_serves_and_who_has_the_backup_of_what():
+    served = {"role": "primary", "view": 4, "backup_state": "attached"}
+    bare = {"role": "primary", "view": 2, "backup": ""}
+    values = {
+        "service": {"session": 7, "replication": served},
+        "copies": [
+            {"store": 2, "replication": bare},
+            {"store": 3, "replication": {"role": "backup", "view": 3}},
+        ],
+    }
+    assert copies(TaskStatus("ps:1", "h:1", values=values)) == "serves 1,2* backs 3"
+    alone = {"service": {"session": 7, "replication": {"role": "primary", "view": 0}}}
+    assert copies(TaskStatus("ps:1", "h:1", values=alone)) == ""
 
 
 @pytest.mark.parametrize(

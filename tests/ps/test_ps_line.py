@@ -9,6 +9,7 @@ from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
     NotFoundError,
+    NotPrimaryError,
     PeerLostError,
     ProtocolError,
     PSUnavailableError,
@@ -41,13 +42,14 @@ DELTA = [PsUpdate(0, 1, UpdateOp.ADD, 0, (A,))]
 class Script:
     """A link whose connection the test cuts, and whose answers it gives."""
 
-    def __init__(self):
+    def __init__(self, incarnation=1):
         self.asked = []
-        self.is_cut = False
+        self.is_cut, self.incarnation = False, incarnation
+        self.news = asyncio.Event()
 
     @property
     def peer(self):
-        return None if self.is_cut else Hello(1, "ps", 0, 1, "here", 1)
+        return None if self.is_cut else Hello(1, "ps", 0, self.incarnation, "here", 1)
 
     def submit(self, message, *, deadline=None):
         reply = asyncio.get_running_loop().create_future()
@@ -55,6 +57,7 @@ class Script:
             reply.set_exception(PeerLostError("ps:0", "it is not connected"))
         else:
             self.asked.append((message, reply))
+            self.news.set()
         return reply
 
     def cut(self):
@@ -67,6 +70,7 @@ class Script:
     def back(self):
         """There is a connection; what is asked on it from now on."""
         self.is_cut, self.asked = False, []
+        self.news.clear()
 
     @property
     def messages(self):
@@ -307,3 +311,52 @@ async def test_parts_that_are_told_in_circles_are_an_error_that_names_the_server
     rig.answer(AppliedParts([], -1))
     with pytest.raises(ProtocolError, match=r"/job:ps/task:0 .* more from -1"):
         await asking
+
+
+async def test_a_server_that_is_elsewhere_is_sent_what_was_under_way(rig):
+    client, old, new = rig.client, rig.link, Script()
+    first = client.update(DELTA)
+    pin = asyncio.ensure_future(client.pin(5, [Ref(0, 1)], []))
+    await turns()
+    asked = old.asked
+    rig.line.move(new)
+    second = client.update(DELTA)
+    assert new.asked == []
+    for _, reply in asked:  # its link is closed
+        reply.set_exception(ClosedError("the link to ps:0 was closed"))
+    await turns()
+    rig.line.resume()
+    assert [(m.writer, m.step) for m in new.messages] == [(WRITER, 0), (WRITER, 1)]
+    for (_, reply), applied in zip(new.asked, [False, True], strict=True):
+        reply.set_result(Pushed(applied, [2]))
+    assert [await first, await second] == [False, True]
+    with pytest.raises(PSUnavailableError, match="may have carried"):
+        await pin  # it has no meaning there
+
+
+async def test_who_says_that_another_one_serves_is_asked_again_after_a_while(rig):
+    update = rig.client.update(DELTA)
+    (asked,) = rig.link.asked
+    rig.link.back()
+    asked[1].set_exception(NotPrimaryError("ps:0: another process serves"))
+    await turns()
+    later = rig.client.update(DELTA)
+    assert rig.line.is_held
+    assert rig.link.asked == []
+    async with asyncio.timeout(30):
+        await rig.link.news.wait()
+    assert not rig.line.is_held
+    rig.answer(Pushed(True, [1]), Pushed(True, [2]))
+    assert [await update, await later] == [True, True]
+
+
+async def test_values_of_a_server_are_not_remembered_beyond_its_place(rig):
+    pull = rig.client.pull([Ref(0, 1)])
+    rig.answer(Pulled([1], (A,)))
+    await pull
+    new = Script(incarnation=2)
+    rig.line.move(new)
+    rig.line.resume()
+    rig.client.pull([Ref(0, 1)])
+    (read,) = new.messages[0].reads
+    assert read.known == -1

@@ -19,6 +19,7 @@ COLUMNS: Final = (
     "memory",
     "variables",
     "held",
+    "copies",
 )
 _UNREACHABLE: Final = "unreachable: "
 
@@ -27,7 +28,7 @@ def row(status: TaskStatus) -> list[str]:
     """The cells of one task, as people read them."""
     if status.problem:
         problem = f"{_UNREACHABLE}{status.problem}"
-        return [status.task, status.address, problem, *[""] * 4]
+        return [status.task, status.address, problem, *[""] * 5]
     number = status.number
     variables = held = ""
     if not status.task.startswith("worker"):  # a worker holds no variables
@@ -41,7 +42,30 @@ def row(status: TaskStatus) -> list[str]:
         size(number("task", "memory_bytes")),
         variables,
         held,
+        copies(status),
     ]
+
+
+def copies(status: TaskStatus) -> str:
+    """Where second copies are: what the process of a parameter server serves, and of
+    what it has the backup, by the numbers of the parameter servers; a star stands
+    behind what has no backup. Empty if there are no second copies."""
+    values = status.values
+    own, hosted = values.get("service"), values.get("copies")
+    number = int(status.task.partition(":")[2] or 0)
+    found = [(number, own)] if isinstance(own, dict) and own.get("session") else []
+    others = hosted if isinstance(hosted, list) else []
+    found += [(at.get("store"), at) for at in others if isinstance(at, dict)]
+    roles: dict[str, list[str]] = {"primary": [], "backup": []}
+    for store, values in found:
+        standing = values.get("replication")
+        if not isinstance(standing, dict) or not standing.get("view"):
+            continue
+        role = str(standing.get("role"))
+        is_bare = role == "primary" and standing.get("backup_state") != "attached"
+        roles.setdefault(role, []).append(f"{store}{'*' if is_bare else ''}")
+    words = (("serves", roles["primary"]), ("backs", roles["backup"]))
+    return " ".join(f"{word} {','.join(which)}" for word, which in words if which)
 
 
 def table(seen: Sequence[TaskStatus]) -> Table:

@@ -140,8 +140,8 @@ class FakeLink:
         """Requests and notices, as they were given."""
         self.held: list[tuple[Message, Reply | None]] | None = None
         """What waits between `hold` and `release`."""
-        self.requests: set[Reply] = set()
-        """Those without an outcome."""
+        self.requests: dict[Reply, None] = {}
+        """Those without an outcome, in the order in which they were given."""
         self._handler, self._hello = handler, hello
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
         self._on_change = on_change
@@ -193,8 +193,8 @@ class FakeLink:
         if self.peer is None:
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future
-        self.requests.add(future)
-        future.add_done_callback(self.requests.discard)
+        self.requests[future] = None
+        future.add_done_callback(self._forget)
         self._carry(message, future)
         return future
 
@@ -315,6 +315,9 @@ class FakeLink:
 
     def _is_of_now(self, connection: int) -> bool:
         return self.peer is not None and connection == self._connection
+
+    def _forget(self, future: Reply) -> None:
+        self.requests.pop(future, None)
 
     def _fail(self, error: Exception) -> None:
         for future in list(self.requests):
