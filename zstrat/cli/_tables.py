@@ -55,7 +55,7 @@ def copies(status: TaskStatus) -> str:
     number = int(status.task.partition(":")[2] or 0)
     found = [(number, own)] if isinstance(own, dict) and own.get("session") else []
     others = hosted if isinstance(hosted, list) else []
-    found += [(at.get("store"), at) for at in others if isinstance(at, dict)]
+    found += [(int(str(at.get("store"))), at) for at in others if isinstance(at, dict)]
     roles: dict[str, list[str]] = {"primary": [], "backup": []}
     for store, values in found:
         standing = values.get("replication")

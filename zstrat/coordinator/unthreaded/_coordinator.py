@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.coordinator._loop_side import Cancelling
     from zstrat.coordinator._rest import Cut
-    from zstrat.coordinator._task_session import MakeTaskLink
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
+    from zstrat.coordinator.connecting import MakeTaskLink
     from zstrat.coordinator.recovery import Recovery
 
 
