@@ -63,13 +63,15 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     )
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
-    add(
-        "--state-dir",
-        metavar="DIR",
-        type=Path,
-        help="where a ps that is told to stop leaves what it holds, for the next "
-        "process of the same task (or ZSTRAT_STATE, or systemd's STATE_DIRECTORY)",
-    )
+    if job == "ps":
+        add(
+            "--state-dir",
+            metavar="DIR",
+            type=Path,
+            help="where what is here is left for the next process of the same task, "
+            "when this one is told to stop (or ZSTRAT_STATE, or systemd's "
+            "STATE_DIRECTORY)",
+        )
     add("--insecure", action="store_true", help="serve other machines without keys")
     add(
         "--parent",
@@ -101,9 +103,11 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
 
 def _settings(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     settings = settings_from(env)
-    # systemd names the folder that it has made for the service, first of several.
-    given = env.get("STATE_DIRECTORY", "").partition(":")[0]
-    state = parsed.state_dir or settings.state or (Path(given) if given else None)
+    state = settings.state
+    if parsed.job == "ps":
+        # systemd names the folder that it has made for the service, first of several.
+        made = env.get("STATE_DIRECTORY", "").partition(":")[0]
+        state = parsed.state_dir or state or (Path(made) if made else None)
     return dataclasses.replace(
         settings,
         keys=parsed.keys or settings.keys,

@@ -319,9 +319,8 @@ class Cluster:
 
     async def _adopt(self, deadline: float) -> None:
         """Goes on with what is there under the name, or begins anew."""
-        origins = {task.name: _origin(task) for task in self.ps}
         try:
-            found = adopted(self.name, self.session, origins)
+            found = adopted(self.name, self.session, self.ps)
         except PSUnavailableError as error:
             if not self._begins_anew:
                 raise
@@ -360,16 +359,6 @@ class Cluster:
                 has,
                 planned,
             )
-
-
-def _origin(task: TaskSession) -> int:
-    """
-    Raises:
-        PSUnavailableError: It was lost again.
-    """
-    if task.opened is None:
-        raise PSUnavailableError(task.name, "it was lost while it was opened")
-    return task.opened.origin
 
 
 def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:
