@@ -69,13 +69,15 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     )
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
-    add(
-        "--state-dir",
-        metavar="DIR",
-        type=Path,
-        help="where a ps that is told to stop leaves what it holds, for the next "
-        "process of the same task (or ZSTRAT_STATE, or systemd's STATE_DIRECTORY)",
-    )
+    if job == "ps":
+        add(
+            "--state-dir",
+            metavar="DIR",
+            type=Path,
+            help="where what is here is left for the next process of the same task, "
+            "when this one is told to stop (or ZSTRAT_STATE, or systemd's "
+            "STATE_DIRECTORY)",
+        )
     add("--insecure", action="store_true", help="serve other machines without keys")
     add(
         "--parent",
@@ -118,9 +120,11 @@ def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     given = {name: value for name, value in vars(parsed).items() if name in names}
     told = {name: value for name, value in given.items() if value}
     settings = settings_from(env)
-    # systemd names the folder that it has made for the service, first of several.
-    folder = env.get("STATE_DIRECTORY", "").partition(":")[0]
-    state = parsed.state_dir or settings.state or (Path(folder) if folder else None)
+    state = settings.state
+    if parsed.job == "ps":
+        # systemd names the folder that it has made for the service, first of several.
+        made = env.get("STATE_DIRECTORY", "").partition(":")[0]
+        state = parsed.state_dir or state or (Path(made) if made else None)
     return dataclasses.replace(settings, state=state, **told)
 
 

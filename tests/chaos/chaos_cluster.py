@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -22,7 +25,9 @@ class Cluster:
     """``kinds`` of faults are the methods of this class, by name."""
 
     def __init__(self, num_ps=2, num_workers=2):
-        self._made = DaemonCluster(num_ps, num_workers, settings=SETTINGS)
+        self._state = tempfile.TemporaryDirectory()
+        settings = replace(SETTINGS, state=Path(self._state.name))
+        self._made = DaemonCluster(num_ps, num_workers, settings=settings)
 
     def __enter__(self):
         self._made.__enter__()
@@ -31,6 +36,7 @@ class Cluster:
 
     def __exit__(self, *error):
         self._made.__exit__(*error)
+        self._state.cleanup()
 
     def strategy(self):
         """Of a program that reaches everything through relays, as the workers do."""
@@ -89,6 +95,12 @@ class Cluster:
         """A server sleeps for longer, and wakes up with all it held."""
         self._freeze(rng.choice(self.tasks("ps")), LONGER)
 
+    def retire(self, rng):
+        """A server is told to stop, and another process goes on for it."""
+        task = rng.choice(self.tasks("ps"))
+        assert self.local.terminate(task) == 0
+        self.local.restart(task)
+
     def suspend(self, rng):
         """This program is stopped, as by Ctrl-Z, and goes on."""
         del rng
@@ -101,7 +113,16 @@ class Cluster:
             time.sleep(seconds)
 
 
-HARMLESS = ("reset", "resets", "silence", "worker_silence", "kill", "freeze", "doze")
+HARMLESS = (
+    "reset",
+    "resets",
+    "silence",
+    "worker_silence",
+    "kill",
+    "freeze",
+    "doze",
+    "retire",
+)
 """Faults of which a program hears nothing."""
 TOLD = ("long_silence", "sleep", "suspend")
 """Those after which it may hear that a server is away, but not that it is lost."""

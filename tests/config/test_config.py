@@ -36,13 +36,18 @@ def test_everything_said() -> None:
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_TURN": "4.5",
             "ZSTRAT_DRAIN": "1e1",
+            "ZSTRAT_HANDOVER": "30",
+            "ZSTRAT_STATE": "/var/lib/zstrat",
             "ZSTRAT_PREFETCH": "1",
             "ZSTRAT_CHOICES": "/etc/zstrat/choices.toml",
             "UNRELATED": "x",
         }
     )
     assert settings == Settings(
-        timeouts=Timeouts(patience=2.5, connect=9.0, turn=4.5, drain=10.0),
+        timeouts=Timeouts(
+            patience=2.5, connect=9.0, turn=4.5, drain=10.0, handover=30.0
+        ),
+        state=Path("/var/lib/zstrat"),
         lane="tcp",
         prefetch=1,
         keys=Path("/etc/zstrat/keys"),

@@ -82,6 +82,19 @@ def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, t
     assert lost == []
 
 
+def test_a_ps_that_says_it_will_be_back_is_waited_for(make_world, caplog):
+    world = make_world()  # who does not say so is lost at once
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    world.on_loop(ps.link.cut, "it left", left=True, returns=3600.0)
+    value = coordinator.schedule(good)
+    world.on_loop(ps.come_back, same=True)
+    world.until(lambda: len(ps.sessions) == 2)
+    assert value.fetch() == 1
+    coordinator.join()
+    assert "ps/task:0 at ps0:1 is to be back within 3600 s" in caplog.text
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
     world = make_world()

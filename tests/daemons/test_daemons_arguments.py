@@ -51,6 +51,18 @@ def test_cluster_file(tmp_path):
     assert (place.index, place.bind) == (1, "h:2")
 
 
+def test_a_ps_has_the_folder_that_it_is_told_or_that_systemd_has_made(monkeypatch):
+    task = "--index", "0", "--bind", "127.0.0.1:0"
+    assert told(*task).settings.state is None
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/zstrat/ps-0:/var/lib/more")
+    assert told(*task).settings.state == Path("/var/lib/zstrat/ps-0")
+    assert told(*task, job="worker").settings.state is None
+    monkeypatch.setenv("ZSTRAT_STATE", "/srv/state")
+    assert told(*task).settings.state == Path("/srv/state")
+    told_so = told(*task, "--state-dir", "/tmp/mine")
+    assert told_so.settings.state == Path("/tmp/mine")
+
+
 def test_address_alone():
     place = told("--index", "3", "--bind", "127.0.0.1:0").place
     assert (place.job, place.index, place.bind) == ("ps", 3, "127.0.0.1:0")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zstrat.config import Timeouts
 from zstrat.launch import write_units
 
 NAMES = [
@@ -69,7 +70,10 @@ def test_service(units, bindir, job):
         f"{bindir}/zstrat-{job} --cluster /etc/zstrat/cluster.toml --index %i --keys %d"
     ]
     assert unit["Install.WantedBy"] == unit["Unit.PartOf"] == ["zstrat.target"]
-    assert float(unit["Service.TimeoutStopSec"][0]) > 10.0  # Timeouts.drain
+    timeouts = Timeouts()
+    longest = timeouts.drain + (timeouts.handover if job == "ps" else 0.0)
+    assert float(unit["Service.TimeoutStopSec"][0]) > longest
+    assert unit["Service.StateDirectory"] == [f"zstrat/{job}-%i"]
     assert unit["Service.RestartPreventExitStatus"] == ["2"]
     assert unit["Unit.StartLimitIntervalSec"] == ["0"]  # 75 is tried for ever
     secrets = [c for c in unit["Service.LoadCredential"] if ".secret" in c]

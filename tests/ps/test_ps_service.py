@@ -80,7 +80,7 @@ class Rig:
 
     def open(self) -> None:
         opened = self.service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
-        assert opened == SessionOpened("cpu", 1, resumed=False)
+        assert opened == SessionOpened("cpu", 1, resumed=False, origin=SESSION)
         values = tuple(np.zeros(4, "f4") for _ in range(3))
         entries = [VariableEntry(key, f"v{key}", True, False) for key in range(3)]
         assert self.ask(CreateVariables(SESSION, entries, values)) == Done()
@@ -362,6 +362,7 @@ async def test_statistics_are_plain_and_complete(rig):
         "incarnation": 5,
         "uptime": 12.5,
         "session": SESSION,
+        "session_name": "",
         "owner": "chief:0 (pid 1 on here)",
         "owner_alive": True,
         "optimizers": 0,

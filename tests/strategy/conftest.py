@@ -24,7 +24,7 @@ class FakeSession:
     def __init__(self, ps_count, worker_count, devices):
         self.ps_count, self.worker_count, self.devices = ps_count, worker_count, devices
         self.platform = "cpu"
-        self.session = secrets.randbits(64)
+        self.session = self.origin = secrets.randbits(64)
         self.values = {}
         self.specs = {}
         self.slots = {}

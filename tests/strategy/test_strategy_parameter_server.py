@@ -152,6 +152,13 @@ def test_what_follows_a_lost_ps_is_checked_before_connecting(loss, wait, words):
         ParameterServerStrategy(resolver, connect=refuse_to_connect, **options)
 
 
+@pytest.mark.parametrize("bad", ["", "n" * 201, 7, True])
+def test_what_a_session_is_called_is_checked_before_connecting(bad):
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
+    with pytest.raises(ValueError, match=r"resume=.*: expected None or what"):
+        ParameterServerStrategy(resolver, resume=bad, connect=refuse_to_connect)
+
+
 def refuse_to_connect(spec, settings):
     raise AssertionError("connected although an argument is wrong")
 

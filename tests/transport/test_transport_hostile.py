@@ -1,6 +1,7 @@
 """What breaks the rules, and a network that does as it likes."""
 
 import dataclasses
+import math
 import tracemalloc
 
 import msgpack
@@ -211,6 +212,15 @@ def test_what_a_peer_says_when_it_leaves_is_one_line(pair):
     said = encode(Goodbye("bye\n\x1b[31mERROR"))[0]
     (closed,) = pair.server.received([said], 0.0)
     assert closed.reason == r"it left: bye\x0a\x1b[31mERROR"
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [(60.0, 60.0), (-1.0, 0.0), (1e300, 0.0), (math.inf, 0.0), (math.nan, 0.0)],
+)
+def test_nobody_is_waited_for_longer_than_a_day(pair, said, heard):
+    (closed,) = pair.server.received([encode(Goodbye("bye", said))[0]], 0.0)
+    assert (closed.left, closed.returns) == (True, heard)
 
 
 def test_of_those_that_were_replaced_only_a_line_is_kept():

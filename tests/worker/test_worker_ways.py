@@ -49,6 +49,17 @@ async def test_who_is_back_in_time_was_never_away():
     way.close(RuntimeError())
 
 
+async def test_who_says_that_it_returns_has_so_long():
+    way, line = way_of(0.0)
+    way.opened(FIRST)
+    way.lost(PeerLostError("ps:0", "it left", left=True, returns=3600.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    way.opened(FIRST)
+    assert line.said == ["resume", "resume"]
+    way.close(RuntimeError())
+
+
 @pytest.mark.parametrize("told_of_the_loss", [False, True])
 async def test_who_was_started_again_has_lost_all_for_good(told_of_the_loss):
     way, line = way_of(3600.0)

@@ -484,9 +484,8 @@ class Cluster:
 
     async def _adopt(self, deadline: float) -> None:
         """Goes on with what is there under the name, or begins anew."""
-        origins = {task.name: _origin(task) for task in self.ps}
         try:
-            found = adopted(self.name, self.session, origins)
+            found = adopted(self.name, self.session, self.ps)
         except PSUnavailableError as error:
             if not self._begins_anew:
                 raise
@@ -511,16 +510,6 @@ class Cluster:
         ]
         # Who does not come in time joins later, and is compared then.
         await asyncio.gather(*joining, return_exceptions=True)
-
-
-def _origin(task: TaskSession) -> int:
-    """
-    Raises:
-        PSUnavailableError: It was lost again.
-    """
-    if task.opened is None:
-        raise PSUnavailableError(task.name, "it was lost while it was opened")
-    return task.opened.origin
 
 
 def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:

@@ -16,16 +16,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
 from zstrat.health import register, serve_as_told
-from zstrat.transport import Link, Portal, Security, hello, new_incarnation
+from zstrat.transport import Portal, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
 from ._servers import ParameterServers, session_of
-from .connecting import hail, open_sessions
+from .connecting import (
+    addresses_of_ps,
+    addresses_of_workers,
+    hail,
+    links_of,
+    open_sessions,
+    prefetch_of,
+)
 from .replication import check_replicas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -119,12 +126,15 @@ class ClusterSession:
             VersionMismatchError, PermissionDeniedError: A task will never take us.
         """
         session = new_incarnation()
-        ps, workers = _parameter_servers(spec), _workers(spec)
+        ps, workers = addresses_of_ps(spec), addresses_of_workers(spec)
         check_replicas(replicas, len(ps), settings.keys)
-        make = make_link or _links(Job.CHIEF, 0, session, settings)
+        make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            ahead, listens = _prefetch(settings, workers), settings.output == "program"
+            ahead, listens = (
+                prefetch_of(settings, workers),
+                settings.output == "program",
+            )
             return Cluster(
                 session,
                 ps,
@@ -153,8 +163,8 @@ class ClusterSession:
         Raises:
             ValueError, DeadlineExceededError, BusyError: As `connect`.
         """
-        session, ps = new_incarnation(), _parameter_servers(spec)
-        make = make_link or _links(Job.CHIEF, 0, session, settings)
+        session, ps = new_incarnation(), addresses_of_ps(spec)
+        make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
             return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
@@ -184,9 +194,9 @@ class ClusterSession:
         Raises:
             DeadlineExceededError: There is no such program, or a ps does not answer.
         """
-        ps = _parameter_servers(spec)
+        ps = addresses_of_ps(spec)
         me = new_incarnation()
-        make = make_link or _links(Job.WORKER, index, me, settings)
+        make = make_link or links_of(Job.WORKER, index, me, settings)
 
         async def cluster() -> Cluster:
             session = await session_of(make, ps[0], settings.timeouts.connect)
@@ -195,7 +205,7 @@ class ClusterSession:
             )
 
         # A ps lets in one process as a worker: the older session is that until it ends.
-        observe = make_link or _links(
+        observe = make_link or links_of(
             Job.WORKER, index, new_incarnation(), settings, looks=True
         )
         places = [(Job.WORKER, index, at) for at in ps]
@@ -516,43 +526,3 @@ def _connected(
         portal.close()
         raise
     return ClusterSession(opened, portal, settings)
-
-
-def _parameter_servers(spec: ClusterSpec) -> list[str]:
-    """Their addresses: a variable names its server by its place here."""
-    indices = spec.task_indices("ps")
-    if indices != list(range(len(indices))):
-        raise ValueError(
-            f"the cluster has the parameter servers {indices}: number ps from 0 "
-            "without gaps, all programs of a cluster must know all of them; only "
-            "workers may be left out"
-        )
-    return [spec.task_address("ps", index) for index in indices]
-
-
-def _workers(spec: ClusterSpec) -> dict[int, str]:
-    return {
-        index: spec.task_address("worker", index)
-        for index in spec.task_indices("worker")
-    }
-
-
-def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:
-    # The steps of several workers interleave, so reading a value before one's own last
-    # push is nothing new; with one worker it would be the only staleness there is.
-    if settings.prefetch is not None:
-        return settings.prefetch
-    return 1 if len(workers) > 1 else 0
-
-
-def _links(
-    job: Job, index: int, incarnation: int, settings: Settings, *, looks: bool = False
-) -> MakeTaskLink:
-    """Links over ZeroMQ, with the key of the job if there are keys.
-
-    Args:
-        looks: They say that they are those of an observer.
-    """
-    keys = None if settings.keys is None else Security.load(settings.keys, job, index)
-    me = hello(Job.OBSERVER if looks else job, index, incarnation)
-    return partial(Link, me=me, settings=settings, security=keys)

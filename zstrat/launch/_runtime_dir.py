@@ -80,10 +80,13 @@ def daemon_environment(
         "ZSTRAT_PATIENCE": str(timeouts["patience"]),
         "ZSTRAT_CONNECT_TIMEOUT": str(timeouts["connect"]),
         "ZSTRAT_DRAIN": str(timeouts["drain"]),
+        "ZSTRAT_HANDOVER": str(timeouts["handover"]),
         "ZSTRAT_LANE": lane,
         # Several jax processes share this machine's accelerator if there is one.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
+    if settings.state is not None:
+        ours["ZSTRAT_STATE"] = str(settings.state)
     found = inherited()
     preallocate = found.get("XLA_PYTHON_CLIENT_PREALLOCATE")
     if preallocate is not None:

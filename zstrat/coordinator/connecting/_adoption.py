@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING
 from zstrat.errors import PSUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
+
+    from ._task_session import TaskSession
 
 
-def adopted(name: str, session: int, origins: Mapping[str, int]) -> int | None:
+def adopted(name: str, session: int, tasks: Sequence[TaskSession]) -> int | None:
     """What the keys of all servers are counted from; None if none has anything.
 
     Args:
         name: What the session is called.
         session: Its number, which nobody had before.
-        origins: What each server says, by its name.
+        tasks: The servers, which have answered.
 
     Raises:
-        PSUnavailableError: Some have it, and others have not, or another one.
+        PSUnavailableError: Some have it, and others have not, or another one; or one
+            was lost again.
     """
-    if set(origins.values()) == {session}:
+    origins = {task.name: _origin_of(task) for task in tasks}
+    found = set(origins.values())
+    if found == {session}:
         return None
     there = [task for task, origin in origins.items() if origin != session]
     empty = [task for task in origins if task not in there]
@@ -40,7 +45,7 @@ def adopted(name: str, session: int, origins: Mapping[str, int]) -> int | None:
             "last checkpoint, or give on_ps_loss='restore', which then begins anew",
             lost=True,
         )
-    if len(set(origins.values())) > 1:
+    if len(found) > 1:
         raise PSUnavailableError(
             there[0],
             f"{', '.join(there)} have parts of different sessions {name!r}: make the "
@@ -49,3 +54,10 @@ def adopted(name: str, session: int, origins: Mapping[str, int]) -> int | None:
             lost=True,
         )
     return origins[there[0]]
+
+
+def _origin_of(task: TaskSession) -> int:
+    """What it has said when it was opened."""
+    if task.opened is None:
+        raise PSUnavailableError(task.name, "it was lost while it was opened")
+    return task.opened.origin

@@ -1,0 +1,64 @@
+"""Where the tasks of a cluster are, links to them over ZeroMQ, and how far ahead of
+their steps workers fetch.
+
+A program may know only some of the workers, but all parameter servers: a variable names
+its server by its place among them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from zstrat.transport import Link, Security, hello
+from zstrat.wire import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zstrat.cluster import ClusterSpec
+    from zstrat.config import Settings
+
+    from ._task_session import MakeTaskLink
+
+
+def addresses_of_ps(spec: ClusterSpec) -> list[str]:
+    """Their addresses: a variable names its server by its place here."""
+    indices = spec.task_indices("ps")
+    if indices != list(range(len(indices))):
+        raise ValueError(
+            f"the cluster has the parameter servers {indices}: number ps from 0 "
+            "without gaps, all programs of a cluster must know all of them; only "
+            "workers may be left out"
+        )
+    return [spec.task_address("ps", index) for index in indices]
+
+
+def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
+    """By task index."""
+    return {
+        index: spec.task_address("worker", index)
+        for index in spec.task_indices("worker")
+    }
+
+
+def prefetch_of(settings: Settings, workers: Mapping[int, str]) -> int:
+    """Optimizer steps."""
+    # The steps of several workers interleave, so reading a value before one's own last
+    # push is nothing new; with one worker it would be the only staleness there is.
+    if settings.prefetch is not None:
+        return settings.prefetch
+    return 1 if len(workers) > 1 else 0
+
+
+def links_of(
+    job: Job, index: int, incarnation: int, settings: Settings, *, looks: bool = False
+) -> MakeTaskLink:
+    """Links over ZeroMQ, with the key of the job if there are keys.
+
+    Args:
+        looks: They say that they are those of an observer.
+    """
+    keys = None if settings.keys is None else Security.load(settings.keys, job, index)
+    me = hello(Job.OBSERVER if looks else job, index, incarnation)
+    return partial(Link, me=me, settings=settings, security=keys)
