@@ -178,8 +178,9 @@ class Cluster:
         tasks = (*self.workers, *self.ps)  # workers first: they push while they drain
         answers = []
         for task in tasks:
+            gone = task.is_closed  # or on its way: it was removed
             task.leave()
-            if task.is_ready and (self._ends or leave):
+            if not gone and task.is_ready and (self._ends or leave):
                 is_ps = id(task) in self._ps_ids
                 number = self.session if is_ps else self._worker_session
                 goodbye = CloseSession(number, leave)
@@ -246,8 +247,9 @@ class Cluster:
         """Why a worker is not taken: it is one that we have already, or its devices are
         more or fewer than those that steps are planned for."""
         for other in self.workers:
-            known = other.hello if other is not task and other.is_ready else None
-            if known is not None and known.incarnation == hello.incarnation:
+            if other is task or other.is_closed or not other.is_ready:
+                continue
+            if other.hello is not None and other.hello.incarnation == hello.incarnation:
                 return AlreadyExistsError(
                     f"the process at {task.address} is {other.name} of the cluster, "
                     f"which has it by the address {other.address} already"
