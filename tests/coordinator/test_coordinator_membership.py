@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from zstrat.coordinator.membership import (
-    Admit,
+    AdmitWorker,
     InputPipelines,
     Membership,
-    Move,
-    Refuse,
-    Release,
+    MoveWorker,
+    RefuseWorker,
+    ReleaseWorker,
 )
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
@@ -36,7 +36,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def _admit(self, change):
         number, address = change.number, change.address
         assert self.owner.setdefault(number, change.index) == change.index
-        if isinstance(change, Admit):
+        if isinstance(change, AdmitWorker):
             assert change.index not in self.greeted
         else:
             assert change.index in self.greeted
@@ -90,14 +90,14 @@ class MembershipMachine(RuleBasedStateMachine):
         lived = {index: self.greeted[index] for index in self.alive}
         for change in self.membership.resolved(answer, lost):
             match change:
-                case Admit() | Move():
+                case AdmitWorker() | MoveWorker():
                     assert answer[change.number] == change.address
                     self.alive.discard(change.index)
                     self._admit(change)
-                case Release(index):
+                case ReleaseWorker(index):
                     assert index not in self.alive, "one that lives was let go"
                     del self.greeted[index]
-                case Refuse(number, words):
+                case RefuseWorker(number, words):
                     assert number in answer
                     assert words
         for index, (number, address) in lived.items():
@@ -110,7 +110,7 @@ class MembershipMachine(RuleBasedStateMachine):
         self.resolve(answer)
         lost = set(self.greeted) - self.alive
         again = self.membership.resolved(answer, lost)
-        assert [each for each in again if not isinstance(each, Refuse)] == []
+        assert [each for each in again if not isinstance(each, RefuseWorker)] == []
 
     @invariant()
     def both_know_the_same(self):
@@ -128,19 +128,19 @@ TestMembership.settings = settings(
 def test_a_list_that_shifts_moves_nobody_who_lives():
     membership = Membership(dict(enumerate(["a:1", "b:1", "c:1"])))
     assert membership.resolved({0: "a:1", 1: "c:1"}, set()) == []
-    assert membership.resolved({0: "a:1", 1: "c:1"}, {1}) == [Release(1)]
+    assert membership.resolved({0: "a:1", 1: "c:1"}, {1}) == [ReleaseWorker(1)]
     assert membership.resolved({0: "a:1", 1: "b:2", 2: "c:1"}, set()) == [
-        Admit(1, 1, "b:2")
+        AdmitWorker(1, 1, "b:2")
     ]
     (refusal,) = membership.resolved({0: "a:1", 1: "c:1", 2: "d:1"}, set())
-    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal, RefuseWorker)
     assert "names d:1 as worker 2, which lives at c:1" in refusal.words
 
 
 def test_what_was_added_and_never_came_leaves_its_number_to_the_next():
     membership = Membership({0: "a:1"})
     membership.withdraw(membership.add("b:1").index)
-    assert membership.add("c:1") == Admit(1, 1, "c:1")
+    assert membership.add("c:1") == AdmitWorker(1, 1, "c:1")
 
 
 def test_a_bound_cluster_takes_back_whom_it_had():
@@ -151,8 +151,8 @@ def test_a_bound_cluster_takes_back_whom_it_had():
     (refusal,) = membership.resolved({0: "a:1", 1: "b:1", 2: "c:1"}, set())
     assert "c:1 cannot be a worker: something has a part for each" in refusal.words
     membership.remove("b:1")
-    assert membership.add("b:1") == Admit(1, 1, "b:1")
-    assert membership.resolved({0: "a:1", 1: "b:9"}, {1}) == [Move(1, 1, "b:9")]
+    assert membership.add("b:1") == AdmitWorker(1, 1, "b:1")
+    assert membership.resolved({0: "a:1", 1: "b:9"}, {1}) == [MoveWorker(1, 1, "b:9")]
 
 
 @given(

@@ -289,6 +289,21 @@ def test_shares_of_datasets_are_fixed_and_newcomers_take_what_is_free(world):
     assert shares(more) == [(0, 2), (2, 3)]
 
 
+def test_a_worker_may_be_removed_while_it_builds(world, caplog):
+    coordinator = world.coordinator()
+    first = world.workers[0]
+    first._build = first.built.append  # and it does not answer
+    iterator = iter(coordinator.create_per_worker_dataset(elements))
+    world.until(lambda: first.built)
+    value = iterator.values[0]
+    Workers(world.session).remove("worker0:1")
+    assert value.is_aborted
+    iterator.wait_ready()
+    assert coordinator.schedule(draw, args=(iterator,)).fetch() == 0
+    world.close()
+    assert "Traceback" not in caplog.text
+
+
 # ---- a resolver whose answer changes ------------------------------------------------
 
 

@@ -224,8 +224,9 @@ class Cluster:
         tasks = (*self.workers, *self.ps, *processes)
         answers = []
         for task in tasks:
+            gone = task.is_closed  # or on its way: it was removed
             task.leave()
-            if task.is_ready and (self._ends or leave):
+            if not gone and task.is_ready and (self._ends or leave):
                 is_worker = task in self.workers
                 number = self._worker_session if is_worker else self.session
                 goodbye = CloseSession(number, leave)
@@ -344,8 +345,9 @@ class Cluster:
         """Why a worker is not taken: it is one that we have already, or its devices are
         more or fewer than those that steps are planned for."""
         for other in self.workers:
-            known = other.hello if other is not task and other.is_ready else None
-            if known is not None and known.incarnation == hello.incarnation:
+            if other is task or other.is_closed or not other.is_ready:
+                continue
+            if other.hello is not None and other.hello.incarnation == hello.incarnation:
                 return AlreadyExistsError(
                     f"the process at {task.address} is {other.name} of the cluster, "
                     f"which has it by the address {other.address} already"

@@ -312,6 +312,8 @@ class Builder:
         error = answer.exception()
         if channel.member.epoch != epoch or isinstance(error, PeerLostError):
             return
+        if self._channels.get(channel.member.index) is not channel:
+            return  # the worker was removed meanwhile
         if isinstance(error, StaleSessionError):
             channel.task.reopen("it is not in our session any more")
             return

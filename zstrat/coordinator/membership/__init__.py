@@ -3,13 +3,13 @@ data they read."""
 
 from __future__ import annotations
 
-from ._membership import Admit as Admit
+from ._membership import AdmitWorker as AdmitWorker
 from ._membership import Change as Change
+from ._membership import InputPipelines as InputPipelines
 from ._membership import Membership as Membership
-from ._membership import Move as Move
-from ._membership import Refuse as Refuse
-from ._membership import Release as Release
-from ._pipelines import InputPipelines as InputPipelines
+from ._membership import MoveWorker as MoveWorker
+from ._membership import RefuseWorker as RefuseWorker
+from ._membership import ReleaseWorker as ReleaseWorker
 from ._resolver_watch import ResolverWatch as ResolverWatch
 from ._turnover import ChangingCluster as ChangingCluster
 from ._turnover import Turnover as Turnover

@@ -1,4 +1,5 @@
-"""Which workers the cluster has, and at which addresses. Decides only.
+"""Which workers the cluster has, at which addresses, and which share of a dataset each
+of them reads. Decides only.
 
 A worker has an *index*, its place in the session, which grows with each newcomer; and a
 *number*, by which the cluster and its daemon name it. Both stay together for ever.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, final
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 
 class Presence(enum.Enum):
@@ -35,7 +36,7 @@ class Presence(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AdmitWorker:
     """A worker is to be greeted at this address."""
 
     index: int
@@ -44,7 +45,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveWorker:
     """The worker has another address now: a new life under its index."""
 
     index: int
@@ -53,21 +54,21 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseWorker:
     """The worker is gone: it is not waited for any more."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseWorker:
     """What the resolver says of this number cannot be followed."""
 
     number: int
     words: str
 
 
-Change = Admit | Move | Release | Refuse
+Change = AdmitWorker | MoveWorker | ReleaseWorker | RefuseWorker
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +124,7 @@ class Membership:
 
     # ---- the program's word ----------------------------------------------------------
 
-    def add(self, address: str, number: int | None = None) -> Admit:
+    def add(self, address: str, number: int | None = None) -> AdmitWorker:
         """A worker that the program wants.
 
         Args:
@@ -156,7 +157,7 @@ class Membership:
             raise InvalidArgumentError(_taken(wanted, worker.address, address))
         return self._revive(worker, address, is_listed=False)
 
-    def remove(self, address: str) -> Release:
+    def remove(self, address: str) -> ReleaseWorker:
         """A worker that the program does not want any more.
 
         Raises:
@@ -167,7 +168,7 @@ class Membership:
             there = ", ".join(self.addresses.values()) or "no worker"
             raise NotFoundError(f"no worker is at {address}: the cluster has {there}")
         worker.presence, worker.is_dismissed = Presence.REMOVED, True
-        return Release(worker.index)
+        return ReleaseWorker(worker.index)
 
     def withdraw(self, index: int) -> None:
         """What was added did not come, and is not there."""
@@ -206,7 +207,7 @@ class Membership:
         for number, address in open_.items():
             change = self._follow(number, address, named, lost)
             changes.append(change)
-            if not isinstance(change, Refuse):
+            if not isinstance(change, RefuseWorker):
                 settled.add(change.index)
         released = self._vanished(settled, lost, set(open_.values()))
         return [*released, *changes]
@@ -222,30 +223,30 @@ class Membership:
 
     def _follow(
         self, number: int, address: str, named: Collection[str], lost: Collection[int]
-    ) -> Admit | Move | Refuse:
+    ) -> AdmitWorker | MoveWorker | RefuseWorker:
         worker = self._numbers.get(number)
         if worker is None:
             if self._bound is not None:
-                return Refuse(number, self._no_index(address))
+                return RefuseWorker(number, self._no_index(address))
             return self._admitted(self._enter(number, address))
         if worker.presence is Presence.REMOVED:
-            return Refuse(number, _taken(number, worker.address, address))
+            return RefuseWorker(number, _taken(number, worker.address, address))
         if worker.presence is Presence.AWAY:
             return self._revive(worker, address, is_listed=True)
         lives = worker.index not in lost
         if lives and (worker.address in named or not worker.is_listed):
-            return Refuse(
+            return RefuseWorker(
                 number,
                 f"the resolver names {address} as worker {number}, which lives at "
                 f"{worker.address}: give workers numbers that stay when others leave, "
                 "as those of a StatefulSet or of a table {0 = ..., 2 = ...}",
             )
         worker.address, worker.is_listed = address, True
-        return Move(worker.index, number, address)
+        return MoveWorker(worker.index, number, address)
 
     def _vanished(
         self, settled: Collection[int], lost: Collection[int], taken: Collection[str]
-    ) -> list[Release]:
+    ) -> list[ReleaseWorker]:
         """Those that are lost and that the resolver names no more. A resolver that has
         the hiccups dismisses nobody who lives."""
         released = []
@@ -255,7 +256,7 @@ class Membership:
                 continue
             if worker.is_listed or worker.address in taken:
                 worker.presence = Presence.AWAY
-                released.append(Release(worker.index))
+                released.append(ReleaseWorker(worker.index))
         return released
 
     # ---- private ---------------------------------------------------------------------
@@ -279,14 +280,14 @@ class Membership:
         self._numbers[number] = worker
         return worker
 
-    def _revive(self, worker: _Worker, address: str, *, is_listed: bool) -> Admit:
+    def _revive(self, worker: _Worker, address: str, *, is_listed: bool) -> AdmitWorker:
         worker.presence, worker.address = Presence.PRESENT, address
         worker.is_listed = worker.is_listed or is_listed
         return self._admitted(worker)
 
     @staticmethod
-    def _admitted(worker: _Worker) -> Admit:
-        return Admit(worker.index, worker.number, worker.address)
+    def _admitted(worker: _Worker) -> AdmitWorker:
+        return AdmitWorker(worker.index, worker.number, worker.address)
 
     def _no_index(self, address: str) -> str:
         return (
@@ -301,7 +302,7 @@ def _once(workers: Mapping[int, str], changes: list[Change]) -> dict[int, str]:
     for number, address in sorted(workers.items()):
         if first.setdefault(address, number) != number:
             words = f"the resolver names {address} as workers {first[address]} and"
-            changes.append(Refuse(number, f"{words} {number}: it is the first"))
+            changes.append(RefuseWorker(number, f"{words} {number}: it is the first"))
     return {number: address for address, number in first.items()}
 
 
@@ -311,3 +312,34 @@ def _taken(number: int, address: str, newcomer: str) -> str:
         f"another address; start the worker at {newcomer} with an --index that was "
         "never used"
     )
+
+
+@final
+class InputPipelines:
+    """The shares of one dataset, cut into as many as there were workers when its pass
+    was begun. That number stays, and each worker reads one of them. A newcomer takes
+    the share that the fewest read, the first of these: that of a worker that was
+    removed, if there is one; else it reads again what another one reads, too.
+
+    Args:
+        workers: The indices of those that there are when it is made.
+    """
+
+    __slots__ = ("_of", "count")
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._of = {index: share for share, index in enumerate(sorted(workers))}
+        self.count = max(1, len(self._of))
+
+    def __getitem__(self, worker: int) -> int:
+        return self._of[worker]
+
+    def join(self, worker: int) -> None:
+        """A worker comes; one that has a share keeps it."""
+        if worker not in self._of:
+            readers = list(self._of.values())
+            self._of[worker] = min(range(self.count), key=readers.count)
+
+    def leave(self, worker: int) -> None:
+        """A worker was removed."""
+        self._of.pop(worker, None)

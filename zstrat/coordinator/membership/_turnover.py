@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from zstrat.errors import BusyError
 from zstrat.transport import check_address
 
-from ._membership import Admit, Membership, Move, Refuse, Release
+from ._membership import (
+    AdmitWorker,
+    Membership,
+    MoveWorker,
+    RefuseWorker,
+    ReleaseWorker,
+)
 from ._resolver_watch import ResolverWatch
 
 if TYPE_CHECKING:
@@ -190,10 +196,10 @@ class Turnover:
 
     async def _carry_out(self, change: Change) -> None:
         match change:
-            case Admit(index, number, address):
+            case AdmitWorker(index, number, address):
                 self._cluster.admit(index, number, address)
                 self._came(change, "the resolver names it")
-            case Move(index, number, address):
+            case MoveWorker(index, number, address):
                 before = self._cluster.workers[index]
                 words = f"the resolver names it at {address} now"
                 await self._cluster.part(before, words, None)
@@ -202,12 +208,12 @@ class Turnover:
                 log.warning(
                     "%s moves from %s to %s", before.name, before.address, address
                 )
-            case Release(index):
+            case ReleaseWorker(index):
                 task = self._cluster.workers[index]
                 self.counts["removed"] += 1
                 log.warning("%s at %s is let go: %s", task.name, task.address, GONE)
                 await self._part(task, GONE, self._drain)
-            case Refuse(number, words):
+            case RefuseWorker(number, words):
                 if self._refused.get(number) != words:
                     log.warning("%s", words)
                 self._refused[number] = words
@@ -219,7 +225,7 @@ class Turnover:
         finally:
             self._leaving.discard(task.index)
 
-    def _came(self, admitted: Admit, why: str) -> None:
+    def _came(self, admitted: AdmitWorker, why: str) -> None:
         self.membership.came(admitted.index)
         self.counts["added"] += 1
         log.info("worker %d at %s: %s", admitted.number, admitted.address, why)
