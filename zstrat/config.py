@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -177,8 +178,6 @@ def _check_names(env: Mapping[str, str]) -> None:
     ZSTRAT_PS_PORT where a service is called zstrat-ps."""
     for name in env:
         if name.startswith("ZSTRAT_") and name not in NAMES:
-            from difflib import get_close_matches
-
             for meant in get_close_matches(name, NAMES, n=1, cutoff=0.9):
                 raise ValueError(f"{name} is no setting of zstrat: is {meant} meant?")
 
