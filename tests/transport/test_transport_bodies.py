@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transport_pair import SMALL, Pair, big, flow, kinds
 
-from zstrat.config import Limits
 from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from zstrat.wire import (
     Again,
@@ -19,6 +18,7 @@ from zstrat.wire import (
     Credit,
     Done,
     Fetched,
+    Goodbye,
     Inspect,
     Push,
     Update,
@@ -26,8 +26,6 @@ from zstrat.wire import (
 )
 from zstrat.wire.connection import Answered, Closed, Requested, aligned
 from zstrat.wire.connection._body import Assembly, allocate, cut
-from zstrat.wire.connection._lane import MOST
-from zstrat.wire.connection._outbox import Outbox
 
 
 def test_a_later_small_message_does_not_overtake_a_large_one(pair):
@@ -75,30 +73,37 @@ def test_an_acceptor_gives_no_credit_while_many_bodies_wait_for_their_outcome(pa
 class SlowLane:
     """Shared memory into which a body is copied step by step."""
 
+    unread = ()
+
     def begin(self, raws, nbytes):
         return 4096, iter([None] * (len(raws) + 1))
 
+    def close(self):
+        pass
+
 
 def test_a_body_leaves_when_all_of_it_was_copied():
-    outbox = Outbox(Limits(), SlowLane())
-    large = np.zeros(MOST, np.uint8), np.zeros(1, np.uint8)
-    outbox.put(Push(1, -1, 0, 0, [Update(1, 0, 0, 2)], large), 3)
-    outbox.put(CancelSteps(5), 4)
-    outbox.put(Push(1, -1, 0, 0, [Update(1, 0, 0, 2)], large), 5)
+    client = Pair(lane=SlowLane()).client
+    large = np.zeros(64 * 2**20, np.uint8), np.zeros(1, np.uint8)
+    push = Push(1, -1, 0, 0, [Update(1, 0, 0, 2)], large)
+    for message in (push, CancelSteps(5), push):
+        client.notify(message)
     steps = 0
-    while outbox.is_copying:
-        assert not outbox.is_ready
-        assert outbox.take() is None
-        outbox.say(Beat(False))
-        assert kinds(outbox.take()) is Beat
-        outbox.copy()
+    while client.outbox.is_copying:
+        assert not client.outbox.is_ready
+        assert client.transmit(0.0) is None
         steps += 1
+        client.tick(float(steps))
+        assert kinds(client.transmit(float(steps))) is Beat
+        client.outbox.copy()
     assert steps == 4
-    assert [kinds(outbox.take()) for _ in range(2)] == [Push, CancelSteps]
-    assert outbox.is_copying
-    outbox.drop()
-    assert not outbox.is_copying
-    outbox.copy()
+    assert [kinds(client.transmit(4.0)) for _ in range(2)] == [Push, CancelSteps]
+    assert client.outbox.is_copying
+    client.leave("enough")
+    assert not client.outbox.is_copying
+    client.outbox.copy()
+    assert kinds(client.transmit(4.0)) is Goodbye
+    assert client.transmit(4.0) is None
 
 
 @given(

@@ -19,7 +19,7 @@ def hello(job="worker", index=0, incarnation=7, **changes):
     return dataclasses.replace(given, **changes)
 
 
-def new_peer(me, initiator, limits=SMALL, expect=None):
+def new_peer(me, initiator, limits=SMALL, expect=None, lane=None):
     return Peer(
         "/job:ps/task:0",
         me,
@@ -28,6 +28,7 @@ def new_peer(me, initiator, limits=SMALL, expect=None):
         timeouts=TIMES,
         limits=limits,
         now=0.0,
+        lane=lane,
     )
 
 
@@ -48,8 +49,8 @@ def flow_some(source, target, now=0.0):
 class Pair:
     """A worker's link to a ps, greeted."""
 
-    def __init__(self, limits=SMALL):
-        self.client = new_peer(hello("worker", 1), True, limits)
+    def __init__(self, limits=SMALL, lane=None):
+        self.client = new_peer(hello("worker", 1), True, limits, lane=lane)
         self.server = new_peer(hello("ps", 0), False, limits)
         (greeted,) = flow(self.client, self.server)
         self.server.accept(greeted.hello, 0.0)

@@ -4,8 +4,6 @@ Ranks talk without a coordinator. A ticket names one generation of a group, and 
 carries another one is refused.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 from ._schema import Arrays, PlainTree, message

@@ -4,8 +4,6 @@ Whatever task is behind them: who they are, that they live, how a body travels, 
 they leave. Nobody above a connection ever sees one of these but `Hello`.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import field
 from typing import ClassVar, Final

@@ -4,8 +4,6 @@ A snapshot is values and slots as they were at one moment; it is pinned, then wr
 a file or read, and released. Loading goes the other way, from files or from messages.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 from ._schema import Arrays, message

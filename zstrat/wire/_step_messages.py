@@ -4,8 +4,6 @@ Code and arguments are shipped once and named from then on; what is dispatched i
 answered by `Completions`, many in one message.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import ClassVar, NamedTuple
 

@@ -4,8 +4,6 @@ One coordinator owns a task at a time: its session is opened before anything els
 asked, and what belongs to it is dropped with it (`_session`).
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 

@@ -3,8 +3,6 @@
 Variables are created, read, and pushed to; a push applies as a whole and at most once.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import ClassVar, NamedTuple
 
