@@ -82,7 +82,7 @@ test-accelerator: $(VENV)/.dev
 # Skips by name what is not installed here; INSTALL=1 installs what pip can.
 test-engines: $(VENV)/.dev
 	@if [ -n "$${INSTALL:-}" ]; then $(PIP) --no-build-isolation -e '.[ray,dask,prometheus]' kubernetes-validate; fi
-	@$(PY) -m pytest -q -rs -m 'engines or not engines' tests/engines $(ARGS)
+	@$(PY) -m pytest -q -rs -m 'engines or not engines' -o faulthandler_timeout=0 tests/engines $(ARGS)
 
 # Against plain optax, step by step: equal, or refused by parameter servers with words.
 test-optax: $(VENV)/.dev

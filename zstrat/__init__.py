@@ -192,6 +192,7 @@ _MODULES: Final[dict[str, str]] = {
     "errors": "zstrat.errors",
     "experimental": "zstrat.experimental",
     "initializers": "zstrat.initializers",
+    "integrations": "zstrat.integrations",
     "launch": "zstrat.launch",
     "partitioners": "zstrat.variables.partitioners",
     "testing": "zstrat.testing",

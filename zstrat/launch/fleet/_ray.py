@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.launch")
 
-SETTLING: Final = 2.0
+SETTLING: Final = 1.0
 """Seconds for workers beyond those that are needed to find a place, too."""
 
 Resources = dict[str, float]
