@@ -11,6 +11,7 @@ import pytest
 from zstrat.daemons import jobs_of, parser
 
 from zstrat.cli import main
+from zstrat.launch.fleet.hosts import hosts_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text()
 JOBS = {"zstrat-ps": "ps", "zstrat-worker": "worker"}
@@ -34,12 +35,14 @@ def commands() -> list[list[str]]:
 
 
 def test_the_page_has_them():
-    assert len(commands()) == 7
-    assert len(blocks("py")) == 2  # the other one runs with those of all pages
+    assert len(commands()) == 11
+    assert len(blocks("py")) == 8  # the other one runs with those of all pages
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_has_the_options_that_exist(words):
+def test_a_command_has_the_options_that_exist(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hosts.toml").touch()
     program, *rest = words
     if program == "zstrat":
         command = main.commands[rest[0]]
@@ -49,6 +52,15 @@ def test_a_command_has_the_options_that_exist(words):
     parsed = parser(JOBS[program], "").parse_args(asked)
     if parsed.jobs is not None:
         assert jobs_of(parsed.jobs)[JOBS[program]]
+
+
+def test_the_hosts_are_a_file_of_hosts(tmp_path):
+    (text,) = blocks("toml")
+    file = tmp_path / "hosts.toml"
+    file.write_text(text)
+    tasks = hosts_of(file).tasks(None, None)
+    assert [task.where for task in tasks if task.job == "ps"] == ["node1", "node2"]
+    assert {task.where for task in tasks[2:]} == {"node2", "node3"}
 
 
 def test_the_tasks_of_a_step_are_as_many_as_are_asked_for():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shlex
 import signal
 import stat
@@ -32,7 +33,7 @@ SSH = """#!/bin/sh
 for word; do last=$word; [ "$word" = -G ] && asks=1; done
 if [ "$asks" ]; then echo user me; echo hostname 127.0.0.1; exit; fi
 while [ "$1" != -- ]; do shift; done
-echo "$PPID $*" >> "$0.said"
+echo "$$ $*" >> "$0.said"
 case $2 in
   off*) echo "ssh: connect to host $2 port 22: Connection refused" >&2; exit 255 ;;
   old*) echo 'Welcome to this host!'
@@ -75,7 +76,7 @@ def incarnation(fleet) -> int:
     async def ask() -> int:
         async with Observer(fleet.spec, fleet.settings) as observer:
             (seen,) = await observer.look(60.0)
-            assert not seen.problem
+            assert not seen.problem, fleet.log("ps:0")
             return seen.values["task"]["incarnation"]
 
     return asyncio.run(ask())
@@ -99,9 +100,12 @@ def test_a_ps_behind_ssh_comes_back_and_ends(fake_ssh):
         assert not any(secret in word for p in descendants() for word in p.cmdline())
         assert secret not in fake_ssh.with_suffix(".said").read_text()
         assert secret not in " ".join(daemon.environ().values())
+        end = os.pidfd_open(daemon.pid)  # who started it reaps it
         daemon.kill()
-        daemon.wait(60)
-        assert incarnation(fleet) != first
+        assert select.select([end], [], [], 60)[0]
+        os.close(end)
+        again = incarnation(fleet)
+        assert again != first, fleet.log("ps:0")
         assert fleet.spec.task_address("ps", 0) == address
         assert fleet.attempt("ps:0") == 2
         assert "ready at" in fleet.log("ps:0")
@@ -290,7 +294,6 @@ def test_a_program_that_is_killed_takes_its_fleet_along(fake_ssh, tmp_path):
         [sys.executable, str(script), str(fake_ssh)], env=env, check=False, timeout=300
     )
     assert ran.returncode == -signal.SIGKILL
-    (log,) = tmp_path.glob("zstrat-*/ps-0.log")
-    pid = int(log.read_text().rpartition("pid ")[2].split()[0])
+    pid = int(fake_ssh.with_suffix(".said").read_text().split()[0])
     if psutil.pid_exists(pid):
         psutil.Process(pid).wait(60)
