@@ -73,7 +73,7 @@ _EXPORTS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         ("serve_http",),
-        "zstrat.health",
+        "zstrat.transport.health",
     ),
     **dict.fromkeys(
         (

@@ -21,9 +21,9 @@ import psutil
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
-from zstrat.health import register, serve_as_told, unregister
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
+from zstrat.transport.health import register, serve_as_told, unregister
 from zstrat.wire import Inspect, Job, Statistics
 
 if TYPE_CHECKING:
