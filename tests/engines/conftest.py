@@ -69,10 +69,10 @@ def ssh_config(folder: Path) -> Iterator[Path]:
         f"StrictModes no\nUsePAM no\nPidFile none\nPort {port}\n"
     )
     nodes = range(1, 4)
+    words = [programs["sshd"], "-D", "-e", "-f", str(server)]
     servers = [
         subprocess.Popen(
-            [programs["sshd"], "-D", "-e", "-f", server]
-            + ["-o", f"ListenAddress=127.0.1.{node}"],
+            [*words, "-o", f"ListenAddress=127.0.1.{node}"],
             stderr=subprocess.DEVNULL,
         )
         for node in nodes
