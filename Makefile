@@ -6,6 +6,7 @@
 #   make chaos    ten minutes of faults on local clusters, with every update counted
 #   make soak     200 sessions and 1,000,000 closures on the same daemons, which stay flat
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
+#   make test-engines   fleets on real ssh servers and a real Slurm; INSTALL=1 installs both
 #   make test-optax   every transformation of optax under every strategy; takes minutes
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
 #   make attack   hostile peers and 200,000 messages that are nearly right (15 minutes)
@@ -19,7 +20,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak attack test-accelerator test-optax optimizers lint pytest test-fast cluster bench bench-check api docs units clean
+.PHONY: help run test chaos soak attack test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -77,6 +78,16 @@ soak: $(VENV)/.dev
 # Skips what needs a GPU or a TPU where jax sees none (it is pip that brings its plugin).
 test-accelerator: $(VENV)/.dev
 	@$(PY) -m pytest -q tests/accelerator $(ARGS)
+
+# On Debian and Ubuntu; their packages may start services, which the tests do not use.
+ENGINES := openssh-server slurmctld slurmd slurm-client munge
+test-engines: $(VENV)/.dev
+	@missing=; for program in sshd slurmctld slurmd sbatch munged; do \
+	  PATH=$$PATH:/usr/sbin command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if [ -z "$$missing" ]; then :; \
+	elif [ -n "$${INSTALL:-}" ]; then apt-get install -y --no-install-recommends $(ENGINES); \
+	else echo "not installed:$$missing; INSTALL=1 has apt-get install $(ENGINES)"; fi
+	@$(PY) -m pytest -q -m engines tests/engines $(ARGS)
 
 # Against plain optax, step by step: equal, or refused by parameter servers with words.
 test-optax: $(VENV)/.dev
