@@ -6,7 +6,7 @@
 #   make chaos    ten minutes of faults on local clusters, with every update counted
 #   make soak     200 sessions and 1,000,000 closures on the same daemons, which stay flat
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
-#   make test-engines   the engines that are there: Ray, Dask, schemas of Kubernetes; minutes
+#   make test-engines   fleets on real ssh servers, Slurm, Ray and Dask; INSTALL=1 installs them
 #   make test-optax   every transformation of optax under every strategy; takes minutes
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
 #   make attack   hostile peers and 200,000 messages that are nearly right (15 minutes)
@@ -84,10 +84,19 @@ soak: $(VENV)/.dev
 test-accelerator: $(VENV)/.dev
 	@$(PY) -m pytest -q tests/accelerator $(ARGS)
 
-# Skips by name what is not installed here; INSTALL=1 installs what pip can.
+# On Debian and Ubuntu; their packages may start services, which the tests do not use.
+ENGINES := openssh-server slurmctld slurmd slurm-client munge
 test-engines: $(VENV)/.dev
-	@if [ -n "$${INSTALL:-}" ]; then $(PIP) --no-build-isolation -e '.[ray,dask,prometheus]' kubernetes-validate; fi
-	@$(PY) -m pytest -q -rs -m 'engines or not engines' tests/engines $(ARGS)
+	@missing=; for program in sshd slurmctld slurmd sbatch munged; do \
+	  PATH=$$PATH:/usr/sbin command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	if [ -z "$$missing" ]; then :; \
+	elif [ -n "$${INSTALL:-}" ]; then apt-get install -y --no-install-recommends $(ENGINES); \
+	else echo "not installed:$$missing; INSTALL=1 has apt-get install $(ENGINES)"; fi
+	@if $(PY) -c 'import distributed, kubernetes_validate, ray.train' 2>/dev/null; then :; \
+	elif [ -n "$${INSTALL:-}" ]; then \
+	  $(PIP) --no-build-isolation -e '.[ray,dask]' kubernetes-validate; \
+	else echo "not installed: Ray, Dask or kubernetes-validate; INSTALL=1 has pip install them"; fi
+	@$(PY) -m pytest -q -m engines -o faulthandler_timeout=0 tests/engines $(ARGS)
 
 # Against plain optax, step by step: equal, or refused by parameter servers with words.
 test-optax: $(VENV)/.dev

@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.health import register, serve_as_told
 from zstrat.launch import ProcessOutput, Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
+from zstrat.transport.health import register, serve_as_told
 from zstrat.wire import Job
 
 from ._log import start_logging

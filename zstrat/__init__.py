@@ -73,7 +73,7 @@ _EXPORTS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         ("serve_http",),
-        "zstrat.health",
+        "zstrat.transport.health",
     ),
     **dict.fromkeys(
         (
@@ -192,6 +192,7 @@ _MODULES: Final[dict[str, str]] = {
     "errors": "zstrat.errors",
     "experimental": "zstrat.experimental",
     "initializers": "zstrat.initializers",
+    "integrations": "zstrat.integrations",
     "launch": "zstrat.launch",
     "partitioners": "zstrat.variables.partitioners",
     "testing": "zstrat.testing",

@@ -11,6 +11,8 @@ validate = pytest.importorskip(
     "kubernetes_validate", reason="pip install kubernetes-validate"
 )
 
+pytestmark = pytest.mark.engines
+
 
 @pytest.mark.parametrize("version", ["1.28", "1.37"])
 @pytest.mark.parametrize("engine", KINDS)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
-from zstrat.health import register, serve_as_told
 from zstrat.transport import Portal, new_incarnation
+from zstrat.transport.health import register, serve_as_told
 from zstrat.wire import Job
 
 from ._cluster import Cluster

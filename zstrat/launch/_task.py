@@ -21,7 +21,6 @@ import psutil
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
-from zstrat.health import register, serve_as_told, unregister
 from zstrat.ps import (
     Handover,
     HostedStores,
@@ -30,6 +29,7 @@ from zstrat.ps import (
     backup_links,
 )
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
+from zstrat.transport.health import register, serve_as_told, unregister
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from zstrat.errors import ClosedError
 from zstrat.transport import Endpoint, Portal, Security, hello, new_incarnation, outcome
+from zstrat.transport.health import register, serve_as_told
 
 from ._node import GROUP_MESSAGES, GroupNode
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
     from zstrat.transport import Remote
-    from zstrat.wire import Message
+    from zstrat.wire import Message, PlainTree
 
     from ._rendezvous import GroupSeat
 
@@ -76,6 +77,19 @@ class GroupRuntime:
                 del _runtimes[key]
         self._portal.close()
 
+    def readiness(self) -> str:
+        """A member of groups is there for the others as soon as it is bound."""
+        return ""
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """What `Task.statistics` has of these."""
+        endpoint = {} if self._endpoint is None else self._endpoint.statistics()
+        # Counts and names only, though its type does not say so.
+        return {
+            "endpoint": cast("PlainTree", endpoint),
+            "groups": dict(self.node.statistics()),
+        }
+
     def _handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
@@ -114,6 +128,7 @@ class GroupRuntime:
         security = None
         if folder is not None:
             security = Security.load(folder, seat.job, seat.number)
+        serve_as_told(settings)
         portal = Portal(f"zstrat groups {seat.job}:{seat.number}")
 
         async def begin() -> GroupRuntime:
@@ -130,6 +145,7 @@ class GroupRuntime:
             raise
         runtime._portal = portal
         portal.at_close(runtime._close)
+        register(runtime, f"{seat.job}:{seat.number}", portal.loop)
         return runtime
 
 

@@ -50,5 +50,6 @@ from ._slurm import requeue as requeue
 from ._slurm import slurm as slurm
 from ._slurm import slurm_program as slurm_program
 from ._ssh import ssh as ssh
+from ._task_host import TaskHost as TaskHost
 from .hosts import SshHost as SshHost
 from .state import FleetState as FleetState

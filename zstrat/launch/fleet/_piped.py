@@ -57,7 +57,7 @@ class Piped(ABC):
     def python(self, task: FleetTask) -> str:
         """The interpreter there."""
 
-    def why(self, launch: TaskLaunch, code: int) -> str:
+    def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         """What the exit code of the command says beyond its number, and what to do."""
         return ""
 
@@ -93,7 +93,7 @@ class _Conversation:
         self._lock = threading.Lock()
         """Guards the next two, which other threads end it by."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_ending = False
+        self._is_ending = self._has_served = False
         self._mistake: ZstratError | None = None
         name = f"zstrat hears {launch.task.name}"
         threading.Thread(target=self._live, name=name, daemon=True).start()
@@ -171,6 +171,7 @@ class _Conversation:
             _stream(process.stdin).flush()
         report = _answer(process)
         if report is not None:
+            self._has_served = True
             port = str(report["address"]).rpartition(":")[2]
             self._hear.bound(f"{self._engine.host(launch.task)}:{port}")
 
@@ -182,13 +183,16 @@ class _Conversation:
         words = f"on {self._where()} ended with exit code {code}"
         if code < 0:
             words = f"on {self._where()} was ended by {signal_name(-code)}"
-        why = "" if self._is_ending else self._engine.why(self._launch, code)
+        why = "" if self._is_ending else self._why(code)
         # A daemon that says 2 would end so again; not one that served already: what it
         # was told was right, but its port, say, may be somebody else's just now.
         mistake = self._mistake
         if mistake is None and code == MISTAKEN and not self._launch.bind:
             mistake = UnavailableError(f"{self._launch.task.name} {words}")
         return End(words, code, why, mistake)
+
+    def _why(self, code: int) -> str:
+        return self._engine.why(self._launch, code, has_served=self._has_served)
 
     def _misspoke(self, error: Exception) -> UnavailableError:
         return UnavailableError(

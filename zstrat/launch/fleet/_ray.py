@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.launch")
 
 SETTLING: Final = 2.0
-"""Seconds for workers beyond those that are needed to find a place, too."""
+"""Seconds for each worker beyond those that are needed to find a place, too: Ray gives
+out what it has within a fraction of that."""
 
 Resources = dict[str, float]
 """As Ray has them: "CPU", "GPU", "memory" in bytes, and names of one's own."""
@@ -222,12 +223,10 @@ class _Rooms:
         if not ps.wait(self._left()):
             raise self._too_small("the parameter servers", ps.bundle_specs)
         there = [group for group in workers[:least] if group.wait(self._left())]
-        settled = min(self._deadline, time.monotonic() + SETTLING)
-        there += [
-            group
-            for group in workers[least:]
-            if group.wait(max(0.0, settled - time.monotonic()))
-        ]
+        for group in workers[least:]:
+            if not group.wait(min(self._left(), SETTLING)):
+                break  # they are alike: if this one has no place, the next has none
+            there.append(group)
         if len(there) < least:
             what = f"{least} workers, only for {len(there)},"
             raise self._too_small(what, workers[0].bundle_specs)

@@ -119,7 +119,9 @@ class SlurmEngine(Piped):
     def python(self, task: FleetTask) -> str:
         return sys.executable
 
-    def why(self, launch: TaskLaunch, code: int) -> str:
+    def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
+        if has_served:
+            return ""
         if code in (126, 127) or "No module named" in launch.said():
             return f"{sys.executable} has no zstrat on {launch.task.where}"
         return ""

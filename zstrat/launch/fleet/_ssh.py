@@ -84,14 +84,16 @@ class SshEngine(Piped):
     def turn(self, task: FleetTask) -> threading.BoundedSemaphore:
         return self._turns[task.where]
 
-    def why(self, launch: TaskLaunch, code: int) -> str:
+    def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         where = launch.task.where
         python = self._hosts[where].python
+        if code == 255 and has_served:  # as ssh says of a signal, too
+            return f"it was killed there, or ssh lost {where}"
         if code == 255:
-            return f"ssh does not reach {where}, is not let in, or lost it"
+            return f"ssh does not reach {where}, or is not let in"
         if code in (126, 127):
             return f"there is no {python}; set `python` of {where} to one with zstrat"
-        if "No module named" in launch.said():
+        if not has_served and "No module named" in launch.said():
             return (
                 f"{python} has no zstrat, or another one; install it there, or set "
                 f"`python` of {where}"

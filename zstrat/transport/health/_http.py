@@ -45,7 +45,7 @@ _REASONS: Final = {
     503: "Service Unavailable",
 }
 
-log = logging.getLogger("zstrat.health")
+log = logging.getLogger("zstrat.transport.health")
 
 
 @dataclass(frozen=True, slots=True)

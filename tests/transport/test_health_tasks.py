@@ -15,9 +15,9 @@ import pytest
 
 import zstrat as zs
 from zstrat.config import Settings
-from zstrat.health import METRICS
 from zstrat.launch import observe
 from zstrat.transport import run as run_loop
+from zstrat.transport.health import METRICS
 
 STAND_STILL = {
     ("index",),
@@ -133,3 +133,16 @@ def test_a_task_that_ends_is_not_ready_for_another_session():
         assert task.readiness() == ""
         server.stop()
         assert task.readiness() == "it ends: stopped by its program"
+
+
+def test_a_member_of_groups_is_told_of_too(monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    task = {"type": "worker", "index": 0}
+    config = {"cluster": {"worker": [address]}, "task": task}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with zs.serve_http("127.0.0.1:0", patience=60) as server:
+        port = int(server.address.rpartition(":")[2])
+        group = zs.collectives.Group()
+        assert get(port, "/readyz") == (200, "worker:0: ok\n")
+        group.close()
+        assert get(port, "/readyz")[0] == 503

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import zstrat as zs
 from zstrat.config import Settings
-from zstrat.health import (
+from zstrat.transport import Portal
+from zstrat.transport.health import (
     CONNECTIONS,
     BadRequest,
     HttpServer,
@@ -23,7 +24,6 @@ from zstrat.health import (
     register,
     unregister,
 )
-from zstrat.transport import Portal
 
 
 class Thing:
@@ -206,7 +206,7 @@ async def test_a_request_that_never_ends_does():
 
 
 def test_settings_that_name_no_address_serve_nothing():
-    from zstrat.health import serve_as_told
+    from zstrat.transport.health import serve_as_told
 
     before = threading.active_count()
     serve_as_told(Settings())

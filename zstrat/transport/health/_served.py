@@ -18,7 +18,7 @@ import threading
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.config import Timeouts
-from zstrat.transport import Portal
+from zstrat.transport._loop import Portal
 
 from ._exposition import exposition
 from ._http import HttpAnswer, HttpRequest, HttpServer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _BINDING: Final = 10.0
 """Seconds for the kernel, or a name server, to say where to bind."""
 
-log = logging.getLogger("zstrat.health")
+log = logging.getLogger("zstrat.transport.health")
 
 
 def address_of(text: str) -> tuple[str, int]:

@@ -1,0 +1,26 @@
+"""Asking engines, and tasks on them."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+def eventually(what: Callable[[], T], seconds: float = 120.0) -> T:
+    """What it returns once it is true: an engine is asked, it does not tell."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
+        time.sleep(0.2)
+    return found
+
+
+def pid_of(log: str) -> int:
+    """The process that a task was last, by its log."""
+    return int(re.findall(r"ready at \S+ pid (\d+)", log)[-1])

@@ -1,0 +1,59 @@
+"""Fleets on engines that have actors, without these engines: what is said where they
+are not there, and the daemon beside an actor."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+import zstrat as zs
+from zstrat.config import Settings
+from zstrat.launch import observe
+from zstrat.launch.fleet import FleetTask, TaskHost, TaskLaunch
+from zstrat.transport import generate_keys
+
+
+@pytest.mark.parametrize(
+    ("engine", "package"), [("ray", "ray"), ("dask", "distributed")]
+)
+def test_an_engine_that_is_absent_is_named_with_its_extra(engine, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = (object(),) if engine == "dask" else ()
+    with pytest.raises(ImportError, match=rf"pip install 'zstrat\[{engine}\]'"):
+        getattr(zs.launch, engine)(*arguments)
+
+
+@pytest.mark.parametrize("workers", [0, (0, 2), (3, 2)])
+def test_numbers_of_workers_that_cannot_be(workers):
+    with pytest.raises(ValueError, match=r"expected a number from 1 on, or \(least"):
+        zs.launch.ray(num_workers=workers)
+
+
+@pytest.mark.processes
+async def test_a_daemon_beside_an_actor(tmp_path, capfd):
+    generate_keys(tmp_path / "keys")
+    settings = Settings(keys=tmp_path / "keys")
+    files = [tmp_path / "keys" / "ps.secret", *(tmp_path / "keys").glob("*.public")]
+    keys = {file.name: file.read_text() for file in files}
+    launch = TaskLaunch(
+        FleetTask("ps", 0, "here"), "", keys, {}, (), 1, tmp_path / "log"
+    )
+    addresses = []
+    for end in ("kill", "drain"):
+        host = TaskHost(launch, "127.0.0.1")
+        async with asyncio.timeout(60):
+            addresses.append(await host.address())
+            spec = zs.ClusterSpec({"ps": addresses[-1:]})
+            (seen,) = await observe(spec, settings, 60)
+            assert (seen.problem, seen.text("task", "job")) == ("", "ps")
+            await getattr(host, end)()
+            over = await host.over()
+        launch = TaskLaunch(
+            launch.task, addresses[-1], keys, {}, (), 1, tmp_path / "log"
+        )
+        assert (over.code, over.mistake) == (-9 if end == "kill" else 0, None)
+    assert addresses[0] == addresses[1]
+    assert not (tmp_path / "log").exists()
+    assert "ps:0" in capfd.readouterr().err

@@ -1,0 +1,111 @@
+"""Ray Train: synchronous training by the workers of a trainer of Ray.
+
+    from ray.train import ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from zstrat.integrations.ray import ZstratConfig
+
+    def train():
+        strategy = zs.MultiWorkerMirroredStrategy()
+        ...
+        ray.train.report({"loss": loss})
+
+    DataParallelTrainer(
+        train,
+        backend_config=ZstratConfig(),
+        scaling_config=ScalingConfig(num_workers=4),
+    ).fit()
+
+Each worker of the trainer becomes a worker of one cluster, told so by TF_CONFIG, with
+keys that are made for this start and go to the workers as Ray sends everything. What
+workers report, Ray brings to the trainer; and when one is lost, it is Ray that starts
+all of them again (`FailureConfig`), from the checkpoint that was reported last.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from zstrat.config import environment, set_environment
+from zstrat.launch.fleet import write_keys
+from zstrat.transport import generate_keys
+
+
+@dataclass
+class ZstratConfig(BackendConfig):  # type: ignore[misc]  # Ray has no types
+    """Has the workers of a trainer of Ray find each other."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return ZstratBackend
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
+    """Tells each worker who is where, before the program runs, and cleans up after."""
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray when all workers are there."""
+        del backend_config
+        keys = _fresh_keys()
+        addresses = worker_group.execute(own_address)
+        told = [
+            worker_group.execute_single_async(
+                index, become_worker, addresses, index, keys
+            )
+            for index in range(len(addresses))
+        ]
+        ray.get(told)
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray at the end; also if workers are lost."""
+        del backend_config
+        worker_group.execute(forget_keys)
+
+
+def own_address() -> str:
+    """In a worker: where the others reach it. The port is free now; it is bound when
+    the program makes its strategy."""
+    node = ray.get_runtime_context().get_node_id()
+    (host,) = (
+        each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node
+    )
+    with socket.create_server((host, 0)) as found:
+        return f"{host}:{found.getsockname()[1]}"
+
+
+def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
+    """In a worker: what the strategies of this process find."""
+    forget_keys()  # of a start before, in the same process
+    task = {"type": "worker", "index": index}
+    cluster = {"worker": addresses}
+    set_environment("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-")) / "keys"
+    write_keys(folder, keys)
+    set_environment("ZSTRAT_KEYS", str(folder))
+
+
+def forget_keys() -> None:
+    """In a worker: removes the keys of its run."""
+    folder = Path(environment().get("ZSTRAT_KEYS", ""))
+    if folder.parent.name.startswith("zstrat-keys-"):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def _fresh_keys() -> dict[str, str]:
+    """What a worker needs: its secret, and the public halves of all."""
+    with tempfile.TemporaryDirectory(prefix="zstrat-keys-") as passing:
+        folder = Path(passing) / "keys"
+        generate_keys(folder)
+        files = [folder / "worker.secret", *sorted(folder.glob("*.public"))]
+        return {file.name: file.read_text("ascii") for file in files}
