@@ -231,9 +231,9 @@ class Task:
             on_cleared=lambda: hosted.look(),
         )
         hosted = self._hosted = HostedStores(
-            f"/job:ps/task:{self.place.index}",
+            service,
+            self.place.index,
             self.place.bind,
-            lambda: service.session,
             load_code=_load_code,
             settings=self._settings,
             security=self._security,
