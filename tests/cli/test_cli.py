@@ -256,6 +256,35 @@ def test_table_and_lines_say_the_same():
     assert table(seen).row_count == 2
 
 
+def test_second_copies_are_shown_where_they_are():
+    backup = {
+        "store": 0,
+        "address": "h:9",
+        "variables": 2,
+        "bytes": 2048,
+        "replication": {"role": "backup", "view": 1},
+    }
+    kept = {"role": "primary", "view": 1, "backup": "h:9", "backup_state": "attached"}
+    alone = {"role": "primary", "view": 3, "backup": ""}
+    never = {"role": "primary", "view": 0, "backup": ""}
+    seen = [
+        TaskStatus("ps:0", "h:1", values={"service": {"replication": kept}}),
+        TaskStatus(
+            "ps:1",
+            "h:2",
+            values={"service": {"replication": alone}, "copies": [backup]},
+        ),
+        TaskStatus("ps:2", "h:3", values={"service": {"replication": never}}),
+    ]
+    first, second, copy, third = lines(seen)
+    assert first.endswith("copy=attached h:9")
+    assert second.endswith("copy=no backup")
+    assert copy.startswith("task=ps:0/copy address=h:9 ")
+    assert copy.endswith(" variables=2 held=2.0 KiB copy=backup")
+    assert "copy=" not in third
+    assert table(seen).row_count == 4
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0, "0s"), (61, "1m 01s"), (3600, "1h 00m"), (90000, "1d 01h")],
