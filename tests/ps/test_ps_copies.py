@@ -335,9 +335,21 @@ async def test_another_session_ends_it(copies):
 
 async def test_a_primary_that_shuts_down_sends_them_to_its_backup(copies):
     await copies.attach()
-    assert await copies.primary.drain()
-    with pytest.raises(NotPrimaryError):
-        await copies.ask(create(8))
+    copies.link.hold()
+    accepted = later(copies, push(0))
+    await turns()
+    draining = asyncio.ensure_future(copies.primary.drain())
+    await turns()
+    with pytest.raises(NotPrimaryError, match="shutting down"):
+        await copies.ask(push(1))
+    copies.link.release()
+    assert (await accepted).applied
+    assert await draining
+    for asked in (create(8), push(1), pull()):
+        with pytest.raises(NotPrimaryError):
+            await copies.ask(asked)
+    await copies.promote()
+    assert (await copies.ask(push(1), copies.backup)).applied
 
 
 async def test_a_backup_that_differs_is_never_the_primary(copies, caplog):

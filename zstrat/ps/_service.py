@@ -339,6 +339,7 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         self._draining = True
+        self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         self._joining.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
@@ -437,7 +438,7 @@ class PsService:
             return self._close(message.session, message.exit)
         if isinstance(message, DetachBackup) and remote.role is Job.CHIEF:
             return self._replicate(remote, message)
-        raise self._standing.refusal
+        raise self._standing.parting if self._draining else self._standing.refusal
 
     def _promoted(self, remote: Primary, view: int) -> None:
         """Is the primary from now on."""

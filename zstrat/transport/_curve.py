@@ -109,6 +109,11 @@ class Security:
         owner = self._owners.get(key)
         return None if owner is None else owner[1]
 
+    @property
+    def index(self) -> int | None:
+        """That of the only task with this secret; None: all of its role have it."""
+        return self.index_of(self._public)
+
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:
         """Lets ``socket`` take only whom the authenticator admits. Before bind."""
         socket.curve_server = True

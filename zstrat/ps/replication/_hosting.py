@@ -92,7 +92,8 @@ class HostedStores:
         """What a coordinator asks of the process.
 
         Raises:
-            PermissionDeniedError: Somebody else asks.
+            PermissionDeniedError: Somebody else asks, or the process has a key that no
+            other server has.
             StaleSessionError: The session is not the open one, or the view is over.
             OSError, ZstratError: No address can be bound.
 
@@ -138,6 +139,8 @@ class HostedStores:
     def _require(self, message: HostingRequest) -> None:
         if self._is_over:
             raise UnavailableError(f"{self._task} is shutting down")
+        if isinstance(message, HostStore):
+            self._require_role_key()
         mine, copy = self._own.session, self._copies.get(message.store)
         if mine != message.session:
             raise StaleSessionError(
@@ -149,6 +152,15 @@ class HostedStores:
             raise StaleSessionError(
                 f"{self._task} keeps store {message.store} in view {newest}, and view "
                 f"{message.view} is over"
+            )
+
+    def _require_role_key(self) -> None:
+        """Whoever connects to a copy expects the key of the task whose store it is."""
+        if self._security is not None and self._security.index is not None:
+            raise PermissionDeniedError(
+                f"{self._task} has a key of its own, and so cannot serve the store of "
+                "another task: replicas=1 needs keys of roles, as `zstrat keygen` "
+                "makes them without --per-task"
             )
 
     async def _host(self, message: HostStore) -> StoreHosted:

@@ -92,10 +92,14 @@ class Standing:
     def parting(self) -> UnavailableError:
         """The words for whoever asks a process that shuts down."""
         words = f"{self._task} is shutting down"
-        forwarding = self._forwarding
-        if forwarding is not None and forwarding.is_strict:
+        if self.is_replaced or self.has_backup:
             return NotPrimaryError(f"{words}: its backup takes over")
         return UnavailableError(words)
+
+    @property
+    def has_backup(self) -> bool:
+        """Whether a backup has everything that was acknowledged."""
+        return self._forwarding is not None and self._forwarding.is_strict
 
     def require_alone(self) -> None:
         """
