@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 
@@ -19,9 +20,14 @@ SHORTER = 0.2 * PATIENCE
 
 
 class Cluster:
-    """``kinds`` of faults are the methods of this class, by name."""
+    """``kinds`` of faults are the methods of this class, by name.
 
-    def __init__(self, num_ps=2, num_workers=2):
+    Args:
+        replicas: Of its strategies; with 1 those faults may come that empty a server.
+    """
+
+    def __init__(self, num_ps=2, num_workers=2, replicas=0):
+        self._replicas = replicas
         self._made = DaemonCluster(num_ps, num_workers, settings=SETTINGS)
 
     def __enter__(self):
@@ -38,6 +44,7 @@ class Cluster:
             self._made.resolver,
             variable_partitioner=zs.partitioners.FixedShardsPartitioner(2),
             settings=SETTINGS,
+            replicas=self._replicas,
         )
 
     def tasks(self, job):
@@ -89,6 +96,18 @@ class Cluster:
         """A server sleeps for longer, and wakes up with all it held."""
         self._freeze(rng.choice(self.tasks("ps")), LONGER)
 
+    def kill_ps(self, rng):
+        """A server is killed, and is started again, empty."""
+        with self._made.killed(rng.choice(self.tasks("ps"))):
+            time.sleep(rng.uniform(0.0, LONGER))
+
+    def stop_ps(self, rng):
+        """A server is told to end, and is started again, empty."""
+        task = rng.choice(self.tasks("ps"))
+        os.kill(self.local.pid(task), signal.SIGTERM)
+        time.sleep(rng.uniform(0.5, LONGER))
+        self.local.restart(task)
+
     def suspend(self, rng):
         """This program is stopped, as by Ctrl-Z, and goes on."""
         del rng
@@ -105,3 +124,5 @@ HARMLESS = ("reset", "resets", "silence", "worker_silence", "kill", "freeze", "d
 """Faults of which a program hears nothing."""
 TOLD = ("long_silence", "sleep", "suspend")
 """Those after which it may hear that a server is away, but not that it is lost."""
+SURVIVED = ("kill_ps", "stop_ps", "sleep", "long_silence", "reset", "kill", "freeze")
+"""Faults of which nothing is heard if servers have second copies."""

@@ -31,7 +31,7 @@ class Training:
     """Steps that leave a trace of each run on both servers, and own updates."""
 
     def __init__(self, strategy):
-        self.coordinator = coordinator = zs.ClusterCoordinator(strategy)
+        self.coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
             counts = [zs.Variable(np.zeros(SLOTS, "f4"), name=name) for name in "ab"]
             rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
@@ -112,4 +112,3 @@ def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
         assert metrics()["failovers"] == 5
         assert metrics()["recoverable_worker_failures"] == 0
         cluster.local.restart("ps:0")
-
