@@ -26,6 +26,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "DeadlineExceededError",
             "InvalidArgumentError",
             "NotFoundError",
+            "NotPrimaryError",
             "OutOfRangeError",
             "PSUnavailableError",
             "PeerLostError",

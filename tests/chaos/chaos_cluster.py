@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -22,9 +23,14 @@ SHORTER = 0.2 * PATIENCE
 
 
 class Cluster:
-    """``kinds`` of faults are the methods of this class, by name."""
+    """``kinds`` of faults are the methods of this class, by name.
 
-    def __init__(self, num_ps=2, num_workers=2):
+    Args:
+        replicas: Of its strategies; with 1 those faults may come that empty a server.
+    """
+
+    def __init__(self, num_ps=2, num_workers=2, replicas=0):
+        self._replicas = replicas
         self._state = tempfile.TemporaryDirectory()
         settings = replace(SETTINGS, state=Path(self._state.name))
         self._made = DaemonCluster(num_ps, num_workers, settings=settings)
@@ -44,6 +50,7 @@ class Cluster:
             self._made.resolver,
             variable_partitioner=zs.partitioners.FixedShardsPartitioner(2),
             settings=SETTINGS,
+            replicas=self._replicas,
         )
 
     def tasks(self, job):
@@ -101,6 +108,19 @@ class Cluster:
         assert self.local.terminate(task) == 0
         self.local.restart(task)
 
+    def kill_ps(self, rng):
+        """A server is killed, and is started again, empty."""
+        with self._made.killed(rng.choice(self.tasks("ps"))):
+            time.sleep(rng.uniform(0.0, LONGER))
+
+    def stop_ps(self, rng):
+        """A server is told to end, and is started again, empty: another one has what
+        it held."""
+        task = rng.choice(self.tasks("ps"))
+        os.kill(self.local.pid(task), signal.SIGTERM)
+        time.sleep(rng.uniform(0.5, LONGER))
+        self.local.restart(task)
+
     def suspend(self, rng):
         """This program is stopped, as by Ctrl-Z, and goes on."""
         del rng
@@ -126,3 +146,5 @@ HARMLESS = (
 """Faults of which a program hears nothing."""
 TOLD = ("long_silence", "sleep", "suspend")
 """Those after which it may hear that a server is away, but not that it is lost."""
+SURVIVED = ("kill_ps", "stop_ps", "sleep", "long_silence", "reset", "kill", "freeze")
+"""Faults of which nothing is heard if servers have second copies."""

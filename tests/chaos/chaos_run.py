@@ -12,6 +12,8 @@ faults come.
   again: they, and only they, may fail for that.
 - *bereft*: a parameter server is killed and started again. Then, and only then, its
   variables are lost, and every error has to say so or that it is away.
+- *replicated*: servers have second copies; they are killed, told to end, frozen and cut
+  off, one at a time, and nobody may hear of it.
 - *network*: each task on a machine of its own, whose cable is pulled or whose packets
   are lost; with network namespaces, so root alone can have it.
 """
@@ -36,7 +38,7 @@ from zstrat.testing import NoNamespacesError, switched_network
 
 FAULTS = 8
 """Of one round."""
-KINDS = "torn", "wavering", "bereft", "network"
+KINDS = "torn", "wavering", "bereft", "replicated", "network"
 
 
 class Totals:
@@ -140,6 +142,40 @@ def bereft(totals):
         print(f"  {len(work.errors)} errors; the loss was {'' if said else 'NOT '}said")
 
 
+def replicated(rng, totals):
+    """A round in which no loss is heard of."""
+    with Cluster(num_ps=rng.choice([2, 3]), replicas=1) as cluster:
+        with cluster.strategy() as strategy:
+            work = Work(strategy)
+            work.start()
+            try:
+                for name in rng.choices(chaos_cluster.SURVIVED, k=FAULTS):
+                    paired(strategy)
+                    spare(work, 3)
+                    fault = getattr(cluster, name)
+                    print(f"  {name}: {fault.__doc__.splitlines()[0]}", flush=True)
+                    fault(rng)
+                spare(work, 6)
+            finally:
+                work.stop()
+            lost, doubled = work.verdict()
+            totals.lost, totals.doubled = totals.lost + lost, totals.doubled + doubled
+            totals.false += len(work.errors)
+            for words, count in work.words.most_common():
+                print(f"  FALSE WORDS: {count:5d} x {words}")
+
+
+def paired(strategy):
+    """Waits until each server has a second copy."""
+    session = strategy.session
+
+    async def whole():
+        until = session.portal.loop.time() + 120
+        await session.cluster.replication.wait_whole(until)
+
+    session.run(whole(), "waiting for second copies", 150.0)
+
+
 def play(kind, rng, totals):
     """A round."""
     match kind:
@@ -148,6 +184,8 @@ def play(kind, rng, totals):
             torn(rng, totals, faults, Cluster(), wavers=kind == "wavering")
         case "bereft":
             bereft(totals)
+        case "replicated":
+            replicated(rng, totals)
         case "network":
             try:
                 totals.elsewhere += not on_the_network(rng.randrange(2**32))

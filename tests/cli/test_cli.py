@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from zstrat.cli import main
 from zstrat.cli._signals import endings
-from zstrat.cli._tables import copies, lines, size, span, table
+from zstrat.cli._tables import lines, size, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
@@ -256,19 +256,33 @@ def test_table_and_lines_say_the_same():
     assert table(seen).row_count == 2
 
 
-def test_who_serves_and_who_has_the_backup_of_what():
-    served = {"role": "primary", "view": 4, "backup_state": "attached"}
-    bare = {"role": "primary", "view": 2, "backup": ""}
-    values = {
-        "service": {"session": 7, "replication": served},
-        "copies": [
-            {"store": 2, "replication": bare},
-            {"store": 3, "replication": {"role": "backup", "view": 3}},
-        ],
+def test_second_copies_are_shown_where_they_are():
+    backup = {
+        "store": 0,
+        "address": "h:9",
+        "variables": 2,
+        "bytes": 2048,
+        "replication": {"role": "backup", "view": 1},
     }
-    assert copies(TaskStatus("ps:1", "h:1", values=values)) == "serves 1,2* backs 3"
-    alone = {"service": {"session": 7, "replication": {"role": "primary", "view": 0}}}
-    assert copies(TaskStatus("ps:1", "h:1", values=alone)) == ""
+    kept = {"role": "primary", "view": 1, "backup": "h:9", "backup_state": "attached"}
+    alone = {"role": "primary", "view": 3, "backup": ""}
+    never = {"role": "primary", "view": 0, "backup": ""}
+    seen = [
+        TaskStatus("ps:0", "h:1", values={"service": {"replication": kept}}),
+        TaskStatus(
+            "ps:1",
+            "h:2",
+            values={"service": {"replication": alone}, "copies": [backup]},
+        ),
+        TaskStatus("ps:2", "h:3", values={"service": {"replication": never}}),
+    ]
+    first, second, copy, third = lines(seen)
+    assert first.endswith("copy=attached h:9")
+    assert second.endswith("copy=no backup")
+    assert copy.startswith("task=ps:0/copy address=h:9 ")
+    assert copy.endswith(" variables=2 held=2.0 KiB copy=backup")
+    assert "copy=" not in third
+    assert table(seen).row_count == 4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A primary and its backup in this process, and the link between them."""
 
 import asyncio
+from dataclasses import replace
 
 import optax
 from ps_callers import SESSION, caller
@@ -41,18 +42,37 @@ class Copies:
     def __init__(self):
         self.chief = caller()
         self.links = []
+        self.holds = False
+        self.shipped = dict(OPTIMIZERS)
         self.primary = self.service(connect=self.connect)
         self.primary.handle(self.chief, OpenSession(SESSION, 0, 1, []))
         self.host()
 
     def service(self, **options):
         return PsService(
-            load_code=lambda code: OPTIMIZERS[code](),
+            load_code=self.load,
             settings=Settings(),
             task=TASK,
             incarnation=5,
             **options,
         )
+
+    def load(self, code):
+        made = self.shipped[code]
+        return made() if code in OPTIMIZERS else made
+
+    def break_optimizers(self, monkeypatch):
+        """From now on they fail when they have begun to write."""
+        engine = self.primary._store.engine
+
+        def fail(value, *_):
+            value.delete()
+            raise RuntimeError("broken")
+
+        for known in engine:
+            programs = known.programs._programs
+            for key, program in programs.items():
+                monkeypatch.setitem(programs, key, replace(program, call=fail))
 
     def host(self, view=1):
         """Another empty backup."""
@@ -74,6 +94,8 @@ class Copies:
             on_open=on_open,
             on_lost=on_lost,
         )
+        if self.holds:
+            talker.link.hold()
         self.links.append(talker.link)
         return talker.link
 

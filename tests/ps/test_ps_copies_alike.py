@@ -97,7 +97,7 @@ def store(key, start, filled):
 
 remembered = st.one_of(
     st.builds(push, steps, st.integers(0, 1), st.just(0), updates),
-    st.builds(push, steps, st.just(0), steps, updates, st.sampled_from((5, 6))),
+    st.builds(push, steps, st.just(0), steps, updates, st.just(SESSION)),
     st.builds(exchange, steps, updates, keys),
     st.builds(
         part_of, steps, st.integers(0, 2), st.integers(0, 2), st.text("ab"), updates
@@ -184,8 +184,7 @@ def repetitions():
     for step in range(7):
         for part in range(3):
             yield push(step, part, 0, [])
-            yield push(step, part, 0, [], 5)
-            yield push(step, part, 0, [], 6)
+            yield push(step, part, 0, [], SESSION)
         for attempt in range(4):
             yield AskParts(SESSION, step, attempt, 0)
             yield part_of(step, attempt, attempt, "c", [])

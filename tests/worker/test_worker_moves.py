@@ -16,7 +16,7 @@ ADD = [PsUpdate(0, 1, UpdateOp.ADD, 0, (np.ones(2),))]
 
 
 class Rig:
-    """Links to a server at "a" and to its copy at "b", which keep what they are sent."""
+    """Links to a server at "a" and to its copy at "b", which keep what comes."""
 
     def __init__(self, views=(3,)):
         self.links = {}

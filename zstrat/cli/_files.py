@@ -28,7 +28,8 @@ def keygen(
     """Make the keys of a cluster. One pair per role, in DIRECTORY (mode 0700).
 
     With --per-task a key also says which task its holder is, so that nobody who has the
-    key of one worker can pass for another.
+    key of one worker can pass for another. With replicas=1 leave it out: a server that
+    takes the place of another one has to have its key.
     """
     counts = {Job.PS: ps, Job.WORKER: workers}
     tasks = {job: count for job, count in counts.items() if count is not None}

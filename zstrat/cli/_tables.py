@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from rich.table import Table
 
+from zstrat.launch import TaskStatus
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from zstrat.launch import TaskStatus
 
 COLUMNS: Final = (
     "task",
@@ -19,13 +19,14 @@ COLUMNS: Final = (
     "memory",
     "variables",
     "held",
-    "copies",
+    "copy",
 )
 _UNREACHABLE: Final = "unreachable: "
 
 
 def row(status: TaskStatus) -> list[str]:
-    """The cells of one task, as people read them."""
+    """The cells of one task, as people read them. The last one: what it is to a store
+    of which there is a second copy, and where that is."""
     if status.problem:
         problem = f"{_UNREACHABLE}{status.problem}"
         return [status.task, status.address, problem, *[""] * 5]
@@ -42,30 +43,45 @@ def row(status: TaskStatus) -> list[str]:
         size(number("task", "memory_bytes")),
         variables,
         held,
-        copies(status),
+        _copy(status, "service"),
     ]
 
 
-def copies(status: TaskStatus) -> str:
-    """Where second copies are: what the process of a parameter server serves, and of
-    what it has the backup, by the numbers of the parameter servers; a star stands
-    behind what has no backup. Empty if there are no second copies."""
-    values = status.values
-    own, hosted = values.get("service"), values.get("copies")
-    number = int(status.task.partition(":")[2] or 0)
-    found = [(number, own)] if isinstance(own, dict) and own.get("session") else []
-    others = hosted if isinstance(hosted, list) else []
-    found += [(int(str(at.get("store"))), at) for at in others if isinstance(at, dict)]
-    roles: dict[str, list[str]] = {"primary": [], "backup": []}
-    for store, values in found:
-        standing = values.get("replication")
-        if not isinstance(standing, dict) or not standing.get("view"):
-            continue
-        role = str(standing.get("role"))
-        is_bare = role == "primary" and standing.get("backup_state") != "attached"
-        roles.setdefault(role, []).append(f"{store}{'*' if is_bare else ''}")
-    words = (("serves", roles["primary"]), ("backs", roles["backup"]))
-    return " ".join(f"{word} {','.join(which)}" for word, which in words if which)
+def rows(status: TaskStatus) -> list[list[str]]:
+    """The task, and the copies that it keeps for others."""
+    copies = status.values.get("copies")
+    hosted = [
+        _hosted(TaskStatus("", "", values=values))
+        for values in (copies if isinstance(copies, list) else [])
+        if isinstance(values, dict)
+    ]
+    return [row(status), *hosted]
+
+
+def _hosted(copy: TaskStatus) -> list[str]:
+    number = copy.number
+    return [
+        f"ps:{number('store'):.0f}/copy",
+        copy.text("address"),
+        f"{int(number('incarnation')):016x}"[:8],
+        span(number("uptime")),
+        "",
+        f"{number('variables'):.0f}",
+        size(number("bytes") + number("slot_bytes")),
+        _copy(copy),
+    ]
+
+
+def _copy(status: TaskStatus, *at: str) -> str:
+    """Nothing if there never was a second copy."""
+
+    def text(name: str) -> str:
+        return status.text(*at, "replication", name)
+
+    role, state = text("role"), text("backup_state")
+    if role != "primary" or not status.number(*at, "replication", "view"):
+        return "" if role == "primary" else role
+    return f"{state} {text('backup')}" if state else "no backup"
 
 
 def table(seen: Sequence[TaskStatus]) -> Table:
@@ -74,20 +90,21 @@ def table(seen: Sequence[TaskStatus]) -> Table:
     for name in COLUMNS:
         made.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
     for status in seen:
-        made.add_row(*row(status), style="red" if status.problem else None)
+        for cells in rows(status):
+            made.add_row(*cells, style="red" if status.problem else None)
     return made
 
 
 def lines(seen: Sequence[TaskStatus]) -> list[str]:
     """The tasks for a file or a pipe."""
-    rows = [row(status) for status in seen]
     return [
         " ".join(
             cell if cell.startswith(_UNREACHABLE) else f"{name}={cell}"
             for name, cell in zip(COLUMNS, cells, strict=True)
             if cell
         )
-        for cells in rows
+        for status in seen
+        for cells in rows(status)
     ]
 
 

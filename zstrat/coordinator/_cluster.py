@@ -321,7 +321,10 @@ class Cluster:
 
     def store_moved(self, store: int, view: int, address: str) -> None:
         """The parameter server is there from now on: the workers are told."""
-        self._addresses[store], self._views[store] = address, view
+        before, self._addresses[store] = self._addresses[store], address
+        self._views[store] = view
+        if before == address:
+            return
         moved = MoveServer(self._worker_session, store, view, address)
         for task in self.workers:
             if not task.link.is_open:

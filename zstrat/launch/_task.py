@@ -272,9 +272,9 @@ class Task:
             inherited=self._inherited,
         )
         hosted = self._hosted = HostedStores(
-            f"/job:ps/task:{self.place.index}",
+            service,
+            self.place.index,
             self.place.bind,
-            lambda: service.session,
             load_code=_load_code,
             settings=self._settings,
             security=self._security,

@@ -22,7 +22,6 @@ from zstrat.errors import (
     PermissionDeniedError,
     ProtocolError,
     StaleSessionError,
-    UnavailableError,
     ZstratError,
 )
 from zstrat.wire import (
@@ -46,6 +45,7 @@ from zstrat.wire import (
     JoinSession,
     LoadTensors,
     Message,
+    OpenLog,
     OpenSession,
     Ownership,
     PinSnapshot,
@@ -208,7 +208,7 @@ class PsService:
             self._store,
             self._serving.turn,
             tell=self._tell_owner,
-            on_replaced=self._forget,
+            set_aside=self._set_aside,
             connect=connect,
             patience=settings.timeouts.connect,
         )
@@ -267,6 +267,7 @@ class PsService:
                     return self._open(message, remote)
                 case JoinSession():
                     self._require_open()
+                    self._standing.require_alone()
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
@@ -403,7 +404,7 @@ class PsService:
 
     @property
     def _has_backup(self) -> bool:
-        return self._is_aside or self._store.log is not None
+        return self._is_aside or self._standing.has_backup
 
     async def _leave(self, handover: Handover, owner: Owner) -> None:
         """Leaves what is here for the next process, if that can be done."""
@@ -427,8 +428,9 @@ class PsService:
 
     async def _finish(self) -> bool:
         self._draining = True
+        self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
-            self._joining.close(UnavailableError(f"{self._task} is shutting down"))
+            self._joining.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -508,16 +510,25 @@ class PsService:
     def _clear(self) -> None:
         self._standing.end(StaleSessionError(f"{self._task}: the session ended"))
         self._is_aside = False
-        self._forget()
+        self._snapshots.clear()
+        self._store.clear()
         if self._on_cleared is not None:
             self._on_cleared()
 
-    def _forget(self) -> None:
-        self._is_aside = self._standing.is_replaced
+    # ---- replication -------------------------------------------------------------
+
+    def give_up(self, view: int) -> None:
+        """Another process serves the store since this view: drops what is here of it.
+
+        Raises:
+            StaleSessionError: The view is over.
+        """
+        self._standing.give_up(view)
         self._snapshots.clear()
         self._store.clear()
 
-    # ---- replication -------------------------------------------------------------
+    def _set_aside(self, aside: bool) -> None:
+        self._is_aside = aside
 
     async def _replicate(self, remote: Caller, message: ReplicationRequest) -> Message:
         self._ownership.check(message.session)
@@ -540,7 +551,9 @@ class PsService:
             return self._open(message, remote)
         if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
             return self._close(message.session, message.exit)
-        raise self._standing.refusal
+        if isinstance(message, DetachBackup) and remote.role is Job.CHIEF:
+            return self._replicate(remote, message)
+        raise self._standing.parting if self._draining else self._standing.refusal
 
     def _promoted(self, remote: Primary, view: int) -> None:
         """Is the primary from now on."""
@@ -557,7 +570,7 @@ class PsService:
 
     def _require_open(self) -> None:
         if self._draining:
-            raise UnavailableError(f"{self._task} is shutting down")
+            raise self._standing.parting
 
 
 def _is_forged(remote: Caller, message: Message) -> bool:
@@ -568,6 +581,8 @@ def _is_forged(remote: Caller, message: Message) -> bool:
 
 def _refusal(task: str, remote: Caller, message: Message) -> ZstratError:
     what, roles = type(message).__name__, _ROLES.get(type(message))
+    if isinstance(message, OpenLog):
+        return StaleSessionError(f"{task}: this process is the primary by now")
     if roles is None:
         return ProtocolError(f"{task} is a parameter server and does not answer {what}")
     return PermissionDeniedError(

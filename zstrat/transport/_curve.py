@@ -3,7 +3,8 @@
 A key folder holds one pair per role, ``<role>.secret`` and ``<role>.public``, made once
 by `generate_keys` and copied to the machines: each needs the secret of its own role
 and the public halves of all. Tasks of a role may have a pair each instead,
-``<role>-<index>.secret`` and ``.public``: then no holder of one can pass for another.
+``<role>-<index>.secret`` and ``.public``: then no holder of one can pass for another,
+and no parameter server can keep a second copy for another.
 
 The authenticator answers libzmq's question whether a key may connect. It sits on the
 loop of its endpoint, at an address that libzmq fixes per context. Whatever goes wrong
@@ -108,6 +109,11 @@ class Security:
         """The index of the only task that has the key; None: all of its role do."""
         owner = self._owners.get(key)
         return None if owner is None else owner[1]
+
+    @property
+    def index(self) -> int | None:
+        """That of the only task with this secret; None: all of its role have it."""
+        return self.index_of(self._public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:
         """Lets ``socket`` take only whom the authenticator admits. Before bind."""

@@ -157,9 +157,16 @@ class Replication:
         for process in self.processes:
             await process.wait_ready(deadline)
         self.start()
-        await self._wait_whole(deadline)
+        await self.wait_whole(deadline)
 
-    async def _wait_whole(self, deadline: float) -> None:
+    async def wait_whole(self, deadline: float) -> None:
+        """Waits until each store has a second copy.
+
+        Raises:
+            DeadlineExceededError: One has none at ``deadline`` (loop time).
+
+        Cancellation: nothing is lost.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 await self._whole.wait()

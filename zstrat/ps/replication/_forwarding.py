@@ -245,6 +245,8 @@ class Forwarding:
 
     def _opened(self, hello: Hello) -> None:
         self._flows = False
+        if self._is_spoilt:
+            return
         if hello.incarnation != self.attached.incarnation:
             self._is_spoilt = True
             self._lost("its process has lost it: it was started anew")

@@ -52,24 +52,25 @@ class _HostedCopy:
 
 @final
 class HostedStores:
-    """The copies that the process of ``task`` keeps for others.
+    """The copies that the process of a parameter server keeps for others.
 
     Args:
-        session: The one that is open at the process itself.
+        own: The service of the process itself, and its index.
         bind: The address of the process; copies get others of the same interface.
     """
 
     def __init__(
         self,
-        task: str,
+        own: PsService,
+        index: int,
         bind: str,
-        session: Callable[[], int | None],
         *,
         load_code: Callable[[bytes], object],
         settings: Settings,
         security: Security | None,
     ) -> None:
-        self._task, self._bind, self._session = task, bind, session
+        self._own, self._index, self._bind = own, index, bind
+        self._task = f"/job:ps/task:{index}"
         self._load_code = load_code
         self._settings, self._security = settings, security
         self._copies: dict[int, _HostedCopy] = {}
@@ -91,7 +92,8 @@ class HostedStores:
         """What a coordinator asks of the process.
 
         Raises:
-            PermissionDeniedError: Somebody else asks.
+            PermissionDeniedError: Somebody else asks, or the process has a key that no
+            other server has.
             StaleSessionError: The session is not the open one, or the view is over.
             OSError, ZstratError: No address can be bound.
 
@@ -106,13 +108,15 @@ class HostedStores:
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(message)
+            if message.store == self._index:
+                self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
 
     def look(self) -> None:
         """The session of the process, or of a copy, has changed: what belongs to one
         that is over goes. A copy that serves goes when its own session is closed."""
-        mine = self._session()
+        mine = self._own.session
         for store, copy in self._copies.items():
             at = copy.service.session
             over = at is None if mine is None else copy.session != mine
@@ -135,7 +139,9 @@ class HostedStores:
     def _require(self, message: HostingRequest) -> None:
         if self._is_over:
             raise UnavailableError(f"{self._task} is shutting down")
-        mine, copy = self._session(), self._copies.get(message.store)
+        if isinstance(message, HostStore):
+            self._require_role_key()
+        mine, copy = self._own.session, self._copies.get(message.store)
         if mine != message.session:
             raise StaleSessionError(
                 f"{self._task} serves session {mine or 0:#x}, and keeps no copies for "
@@ -146,6 +152,15 @@ class HostedStores:
             raise StaleSessionError(
                 f"{self._task} keeps store {message.store} in view {newest}, and view "
                 f"{message.view} is over"
+            )
+
+    def _require_role_key(self) -> None:
+        """Whoever connects to a copy expects the key of the task whose store it is."""
+        if self._security is not None and self._security.index is not None:
+            raise PermissionDeniedError(
+                f"{self._task} has a key of its own, and so cannot serve the store of "
+                "another task: replicas=1 needs keys of roles, as `zstrat keygen` "
+                "makes them without --per-task"
             )
 
     async def _host(self, message: HostStore) -> StoreHosted:

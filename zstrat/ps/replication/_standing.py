@@ -54,7 +54,7 @@ class Standing:
 
     Args:
         tell: Sends a notice to the coordinator that holds the session.
-        on_replaced: Called when another process serves the store by now.
+        set_aside: Told whether another process serves the store by now.
         connect: None: it may have no backup.
     """
 
@@ -65,16 +65,17 @@ class Standing:
         turn: Turn,
         *,
         tell: Callable[[Message], None],
-        on_replaced: Callable[[], None],
+        set_aside: Callable[[bool], None],
         connect: Connect | None,
         patience: float,
     ) -> None:
         self.following: Following | None = None
         """If it is a backup."""
-        self.is_replaced = False
+        self.is_replaced = self.is_dropped = False
+        """Another process serves the store; and what was here of it is gone."""
         self.view = 0
         self._task, self._store, self._turn = task, store, turn
-        self._tell, self._on_replaced = tell, on_replaced
+        self._tell, self._set_aside = tell, set_aside
         self._connect, self._patience = connect, patience
         self._forwarding: Forwarding | None = None
         self._copying: asyncio.Task[None] | None = None
@@ -86,6 +87,31 @@ class Standing:
             f"{self._task}: another process serves its variables by now, which has "
             "taken over while this one could not be reached"
         )
+
+    @property
+    def parting(self) -> UnavailableError:
+        """The words for whoever asks a process that shuts down."""
+        words = f"{self._task} is shutting down"
+        if self.is_replaced or self.has_backup:
+            return NotPrimaryError(f"{words}: its backup takes over")
+        return UnavailableError(words)
+
+    @property
+    def has_backup(self) -> bool:
+        """Whether a backup has everything that was acknowledged."""
+        return self._forwarding is not None and self._forwarding.is_strict
+
+    def require_alone(self) -> None:
+        """
+        Raises:
+            InvalidArgumentError: There is a backup, or was, and programs of workers
+                cannot follow from one to the other.
+        """
+        if self.view:
+            raise InvalidArgumentError(
+                f"{self._task}: workers that are programs of their own cannot use "
+                "servers with second copies: leave out replicas=1"
+            )
 
     def statistics(self) -> dict[str, PlainTree]:
         following, forwarding = self.following, self._forwarding
@@ -125,12 +151,35 @@ class Standing:
         self.require(message.view)
         if isinstance(message, AttachBackup):
             await self._attach(message)
-        elif isinstance(message, DetachBackup):
-            self.view = message.view
+            return Done()
+        self.view = message.view  # whoever is promoted here was so before
+        if isinstance(message, DetachBackup):
+            self._return()
             await self._detach()
-        elif message.view != self.view:  # it was told before, and so it is
-            raise InvalidArgumentError(f"{self._task} is the primary already")
         return Done()
+
+    def give_up(self, view: int) -> None:
+        """Another process serves the store, and nothing here is needed any more.
+
+        Raises:
+            StaleSessionError: The view is over.
+        """
+        self.require(view)
+        self.view, self.is_dropped = view, True
+        self._step_aside()
+
+    def _return(self) -> None:
+        """A coordinator has this one serve after all, alone: a backup that had refused
+        it is gone, and so nobody has more than is here.
+
+        Raises:
+            NotPrimaryError: What was here is gone, too.
+        """
+        if self.is_dropped:
+            raise self.refusal
+        if self.is_replaced:
+            self.is_replaced = False
+            self._set_aside(False)
 
     def remind(self) -> None:
         """The coordinator is back: it may have missed that the backup is lost."""
@@ -145,11 +194,11 @@ class Standing:
         if self._forwarding is not None:
             self._forwarding.refuse(error)
         self._forwarding = self._copying = None
-        self.view, self.is_replaced = 0, False
+        self.view, self.is_replaced, self.is_dropped = 0, False, False
 
     async def close(self, deadline: float) -> None:
         """Waits until what waits for the backup was answered, at the latest at the
-        deadline (loop time); then it is refused."""
+        deadline (loop time); then it is refused, and so is whatever comes."""
         forwarding = self._forwarding
         if self.following is not None:
             self.following.close()
@@ -157,7 +206,10 @@ class Standing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await forwarding.settled()
-            self.end(UnavailableError(f"{self._task} is shutting down"))
+            if forwarding.is_strict:  # which serves from now on, if anybody
+                self._step_aside()
+            else:
+                self.end(self.parting)
             await forwarding.ended()
 
     # ---- the backup --------------------------------------------------------------
@@ -194,7 +246,7 @@ class Standing:
             message,
             self._connect,
             on_lost=self._lost,
-            on_replaced=self._replaced,
+            on_replaced=self._step_aside,
         )
         self._copying = loop.create_task(
             self._forwarding.copy(loop.time() + self._patience),
@@ -217,16 +269,15 @@ class Standing:
             session = forwarding.attached.session
             self._tell(BackupLost(session, self.view, why))
 
-    def _replaced(self) -> None:
-        """The backup is the primary: nothing that waits for it was acknowledged, and
-        nothing that is here is worth anything."""
+    def _step_aside(self) -> None:
+        """Nothing that waits for the backup was acknowledged, or ever will be."""
         if self._copying is not None:
             self._copying.cancel()
         forwarding, self._forwarding = self._forwarding, None
         self._copying, self.is_replaced = None, True
         if forwarding is not None:
             forwarding.refuse(self.refusal)
-        self._on_replaced()
+        self._set_aside(True)
 
 
 def tell_owner(owner: Notified | None, message: Message) -> None:

@@ -1,0 +1,340 @@
+"""Second copies of stores: what a program asks of its servers, and where it goes on."""
+
+import asyncio
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from coordinator_fakes import FakePs, World
+
+import zstrat.program as zs
+from zstrat.config import Settings, Timeouts
+from zstrat.coordinator import ClusterSession
+from zstrat.errors import NotPrimaryError, PSUnavailableError, UnavailableError
+from zstrat.variables import VariableSpec
+from zstrat.wire import (
+    AttachBackup,
+    BackupLost,
+    CloseSession,
+    DetachBackup,
+    Done,
+    DropStore,
+    HostStore,
+    Inspect,
+    MoveServer,
+    OpenSession,
+    PromoteBackup,
+    Push,
+    Statistics,
+    StoreHosted,
+    UpdateOp,
+)
+
+REPLICATION = HostStore, DropStore, AttachBackup, DetachBackup, PromoteBackup
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+class StorePs(FakePs):
+    """A process, or one of the copies that it keeps (``host``)."""
+
+    def __init__(self, world, index, host=None):
+        super().__init__(world, index)
+        self.host = host or self
+        self.links, self.orders, self.copies = [], [], []
+        self.serves, self.is_whole = host is None, False
+        self.refuses = ()
+        """Kinds of orders."""
+
+    def handle(self, message):
+        if isinstance(message, REPLICATION):
+            self.orders.append(message)
+            if isinstance(message, self.refuses):
+                raise UnavailableError("no memory")
+        match message:
+            case HostStore(store=store, view=view):
+                copy = StorePs(self.world, store, self)
+                address = f"ps{self.index}.{store}.{view}:1"
+                self.world.tasks[address] = copy
+                self.copies.append(copy)
+                return StoreHosted(address, copy.hello.incarnation)
+            case AttachBackup(address=address):
+                self.world.tasks[address].is_whole = True
+                return Done()
+            case PromoteBackup():
+                if not self.is_whole:
+                    raise UnavailableError("not whole")
+                self.serves, self.session = True, message.session
+                return Done()
+            case DropStore() | DetachBackup():
+                return Done()
+            case Inspect():
+                return Statistics({})
+            case Push() if not self.serves:
+                raise NotPrimaryError("another process serves")
+        return super().handle(message)
+
+    def kill(self, reason="killed"):
+        """With all that its process keeps for others."""
+        self.alive = False
+        for link in self.links:
+            link.cut(reason)
+        for copy in self.copies:
+            copy.kill(reason)
+
+    def come_back(self, *, same=False):
+        if not same:
+            self.born()
+            self.copies = []
+        self.alive = True
+        for each in (self, *self.copies):
+            each.alive = True
+            for link in each.links:
+                if not link.is_closed and link.is_started:
+                    link.connect(each.hello)
+
+
+class ReplicatedWorld(World):
+    def __init__(self, ps=2, workers=1):
+        super().__init__(ps, workers)
+        self.ps = [StorePs(self, index) for index in range(ps)]
+        for task in self.ps:
+            self.tasks[f"ps{task.index}:1"] = task
+
+    def make_link(self, address, **options):
+        link = super().make_link(address, **options)
+        task = self.tasks[address]
+        if isinstance(task, StorePs):
+            task.links.append(link)
+        return link
+
+    def connect(self, **options):
+        timeouts = Timeouts(connect=30.0, request=20.0, reconnect=0.0)
+        self.session = ClusterSession.connect(
+            self.spec,
+            Settings(timeouts=timeouts, **options),
+            replicas=1,
+            make_link=self.make_link,
+        )
+        return self.session
+
+    def changed(self, turns=8):
+        """What follows on the loop is looked at, too."""
+        super().changed()
+        if turns:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self.changed, turns - 1)
+
+    @property
+    def replication(self):
+        return self.session.cluster.replication
+
+    @property
+    def numbers_of(self):
+        return self.replication.statistics()
+
+    def paired(self):
+        return self.numbers_of["stores_without_backup"] == 0
+
+    def moves(self, worker=0):
+        sent = self.workers[worker].moves
+        return [(m.index, m.address) for m in sent]
+
+
+@pytest.fixture
+def world():
+    made = ReplicatedWorld()
+    for worker in made.workers:
+        _hear_moves(worker)
+    yield made
+    made.close()
+
+
+def _hear_moves(worker):
+    worker.moves, handle = [], worker.handle
+
+    def heard(message):
+        if isinstance(message, MoveServer):
+            worker.moves.append(message)
+            return Done()
+        return handle(message)
+
+    worker.handle = heard
+
+
+def _spec(ps):
+    return VariableSpec(1, "v", "float32", (2,), ps)
+
+
+def _add(world, ps):
+    world.update([(_spec(ps), UpdateOp.ADD, 0, (np.ones(2, np.float32),))])
+
+
+def test_each_store_has_a_backup_in_another_process_when_the_program_begins(world):
+    world.connect()
+    assert world.numbers_of == {"failovers": 0, "stores_without_backup": 0}
+    first, second = world.ps
+    assert [(o.store, type(o)) for o in first.orders[:1]] == [(1, HostStore)]
+    assert [copy.index for copy in first.copies + second.copies] == [1, 0]
+    assert all(copy.is_whole for copy in first.copies + second.copies)
+    attach = [o for o in first.orders if isinstance(o, AttachBackup)]
+    hosted = [o for o in second.orders if isinstance(o, HostStore)]
+    assert [o.view for o in attach] == [o.view for o in hosted]
+
+
+def test_a_copy_takes_the_place_of_a_server_that_is_killed(world, caplog):
+    world.connect()
+    coordinator = world.coordinator()
+    first, second = world.ps
+    world.on_loop(setattr, first, "reads", False)
+
+    async def update():
+        spec = [(_spec(0), UpdateOp.ADD, 0, (np.ones(2, np.float32),))]
+        await world.session.run_async(world.session.servers.update(spec), "the test")
+
+    async def broken():
+        updating = asyncio.ensure_future(update())
+        await asyncio.to_thread(world.until, lambda: first.pushes)
+        world.on_loop(first.kill)
+        await updating
+
+    asyncio.run(broken())
+    (copy,) = second.copies
+    (before,), (after,) = first.pushes, copy.pushes
+    assert (before.writer, before.step) == (after.writer, after.step)
+    promote = [o for o in copy.orders if isinstance(o, PromoteBackup)]
+    detach = [o for o in second.orders if isinstance(o, DetachBackup)]
+    assert (len(promote), len(detach)) == (1, 1)
+    assert world.moves() == [(0, "ps1.0.2:1")]
+    assert coordinator.schedule(good).fetch() == 1
+    metrics = coordinator.metrics()
+    assert (metrics["failovers"], metrics["stores_without_backup"]) == (1, 2)
+    words = caplog.text
+    assert "/job:ps/task:0 is lost (killed): its backup, in the process of" in words
+    assert "/job:ps/task:1 has no backup until another process" in words
+
+
+def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(world):
+    world.connect()
+    for lost in (0, 1, 0):
+        process, other = world.ps[lost], world.ps[1 - lost]
+        world.on_loop(process.kill)
+        world.until(lambda other=other: _serves_all(other))
+        process.orders.clear()
+        world.on_loop(process.come_back)
+        world.until(world.paired)
+        kinds = [type(order) for order in process.orders]
+        assert set(kinds) == {DropStore, HostStore}
+        assert kinds.index(DropStore) < kinds.index(HostStore)
+        for ps in (0, 1):
+            _add(world, ps)
+    assert world.numbers_of == {"failovers": 5, "stores_without_backup": 0}
+
+
+def _serves_all(process):
+    return {copy.index for copy in (process, *process.copies) if copy.serves} == {0, 1}
+
+
+def test_a_worker_that_comes_late_hears_where_the_servers_are(world):
+    world.connect()
+    worker = world.workers[0]
+    assert worker.sessions[-1].ps == ["ps0:1", "ps1:1"]
+    world.on_loop(worker.kill)
+    world.on_loop(world.ps[0].kill)
+    world.until(lambda: _serves_all(world.ps[1]))
+    world.on_loop(worker.come_back)
+    world.until(lambda: len(worker.sessions) == 2)
+    opened = worker.sessions[-1]
+    assert opened.ps == ["ps1.0.2:1", "ps1:1"]
+    assert opened.views == [3, 3]
+
+
+def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
+    world, monkeypatch
+):
+    monkeypatch.setattr("zstrat.coordinator.replication._replication.FORGIVING", 0.0)
+    world.connect()
+    first = world.ps[0]
+    view = world.replication.placement.stores[0].view
+    session = world.session.session
+    world.on_loop(first.links[0].say, BackupLost(session, view - 1, "of long ago"))
+    world.on_loop(first.links[-1].say, BackupLost(session, view, "its line is cut"))
+    world.until(lambda: len(world.ps[1].copies) == 2)
+    world.until(world.paired)
+    (detached,) = [o for o in first.orders if isinstance(o, DetachBackup)]
+    assert detached.view == view + 1
+    assert world.numbers_of["failovers"] == 0
+
+
+def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
+    world.ps[1].refuses = (HostStore,)
+    timeouts = Timeouts(connect=1.0, request=20.0)
+    with pytest.raises(TimeoutError, match=r"task:0: alone \(no memory\)"):
+        ClusterSession.connect(
+            world.spec,
+            Settings(timeouts=timeouts),
+            replicas=1,
+            make_link=world.make_link,
+        )
+    assert "task:1 keeps no backup of /job:ps/task:0: Unavailable" in caplog.text
+
+
+def test_both_copies_lost_are_said_and_those_that_return_are_found(world):
+    world.connect()
+    coordinator = world.coordinator()
+    for process in world.ps:
+        world.on_loop(process.kill)
+    world.until(lambda: world.session.cluster.broken is not None)
+    with pytest.raises(PSUnavailableError) as caught:
+        coordinator.schedule(good)
+    assert not caught.value.lost
+    for process in world.ps:
+        world.on_loop(process.come_back, same=True)
+    world.until(world.paired)
+    world.until(lambda: world.session.cluster.broken is None)
+    assert coordinator.schedule(good).fetch() == 1
+    for process in world.ps:
+        world.on_loop(process.kill)
+        world.on_loop(process.come_back)
+    world.until(lambda: world.session.cluster.broken is not None)
+    with pytest.raises(PSUnavailableError) as caught:
+        _add(world, 0)
+    assert caught.value.lost
+
+
+def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
+    world.connect()
+    ends = []
+    for task in (*world.ps, *world.ps[1].copies):
+        task.handle = _noting(task, ends)
+    world.on_loop(world.ps[0].kill)
+    moved = world.session.cluster.ps[0]
+    world.until(lambda: moved.is_ready and moved.address != "ps0:1")
+    world.close()
+    assert ends.count(world.ps[1]) == 2
+    assert ends.count(world.ps[1].copies[0]) == 1
+
+
+def _noting(task, ends):
+    handle = task.handle
+
+    def noted(message):
+        if isinstance(message, CloseSession):
+            ends.append(task)
+        return handle(message)
+
+    return noted
+
+
+def test_what_cannot_have_copies_is_refused(tmp_path):
+    lonely = ReplicatedWorld(ps=1)
+    with pytest.raises(ValueError, match=r"and the cluster has 1: give it 2 ps"):
+        lonely.connect()
+    (tmp_path / "ps-0.public").write_text("x")
+    world = ReplicatedWorld()
+    with pytest.raises(ValueError, match="has a key for each"):
+        world.connect(keys=tmp_path)
+    assert not any(isinstance(m, OpenSession) for t in world.ps for m in t.orders)

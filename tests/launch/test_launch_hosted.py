@@ -1,0 +1,207 @@
+"""Processes of parameter servers that keep copies for each other, over sockets."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import (
+    NotPrimaryError,
+    PermissionDeniedError,
+    StaleSessionError,
+)
+from zstrat.launch import TaskPlace, serve
+from zstrat.transport import Link, Security, generate_keys, hello
+from zstrat.wire import (
+    AttachBackup,
+    BackupLost,
+    CloseSession,
+    CreateVariables,
+    Done,
+    DropStore,
+    HostStore,
+    Inspect,
+    Job,
+    OpenSession,
+    PromoteBackup,
+    Pull,
+    Push,
+    Read,
+    Update,
+    UpdateOp,
+    VariableEntry,
+)
+
+SESSION = 7
+WAIT = 60
+
+
+class World(contextlib.AsyncExitStack):
+    """Two parameter servers of which ``links`` of a coordinator have the session."""
+
+    def __init__(self, keys=None, bind="127.0.0.1:0"):
+        super().__init__()
+        timeouts = Timeouts(reconnect=0.2)
+        self.settings = Settings(timeouts=timeouts, keys=keys)
+        self.binds = bind if isinstance(bind, list) else [bind] * 2
+        self.notices, self.losses = asyncio.Queue(), asyncio.Queue()
+
+    async def __aenter__(self):
+        await super().__aenter__()
+        self.tasks = [
+            await self.enter_async_context(
+                serve(TaskPlace("ps", index, bind), self.settings)
+            )
+            for index, bind in enumerate(self.binds)
+        ]
+        self.links = [
+            await self.link(task.address, index)
+            for index, task in enumerate(self.tasks)
+        ]
+        for link in self.links:
+            await self.ask(link, OpenSession(SESSION, 0, 1, []))
+        return self
+
+    async def link(self, address, index, role="chief"):
+        keys = self.settings.keys
+        link = Link(
+            address,
+            hello(role, 0, SESSION),
+            name=f"ps {index}",
+            settings=self.settings,
+            on_notice=self.notices.put_nowait,
+            on_lost=self.losses.put_nowait,
+            security=None if keys is None else Security.load(keys, role),
+            expect=("ps", index),
+        )
+        link.start()
+        self.push_async_callback(link.close)
+        await link.wait_open(asyncio.get_running_loop().time() + WAIT)
+        return link
+
+    async def ask(self, link, message):
+        async with asyncio.timeout(WAIT):
+            return await link.request(message)
+
+    async def create(self):
+        entries = [VariableEntry(key, f"v{key}", True, False) for key in (0, 1)]
+        values = np.zeros(3, "f4"), np.zeros((20_000, 64), "f4")
+        await self.ask(self.links[0], CreateVariables(SESSION, entries, values))
+
+    async def host(self, on=1, store=0, view=1):
+        return await self.ask(self.links[on], HostStore(SESSION, store, view))
+
+    async def attach(self, primary, hosted, view=1):
+        asked = AttachBackup(SESSION, view, hosted.address, hosted.incarnation)
+        assert await self.ask(primary, asked) == Done()
+
+
+def push(step):
+    updates = [Update(0, UpdateOp.ADD, 0, 1), Update(1, UpdateOp.SCATTER_ADD, 0, 2)]
+    rows = np.array([step % 20_000, 7]), np.ones((2, 64), "f4")
+    return Push(SESSION, step, 0, 0, updates, (np.ones(3, "f4"), *rows))
+
+
+PULL = Pull(SESSION, [Read(0, -1), Read(1, -1)])
+
+
+def folder(tmp_path, kind):
+    if kind == "none":
+        return None
+    counts = {Job.PS: 2, Job.WORKER: 1} if kind == "per task" else {}
+    generate_keys(tmp_path / "keys", counts)
+    return tmp_path / "keys"
+
+
+@pytest.mark.parametrize("kind", ["none", "roles", "ipc"])
+async def test_a_store_goes_on_in_another_process(tmp_path, kind):
+    bind = "127.0.0.1:0"
+    if kind == "ipc":
+        tmp_path.chmod(0o700)
+        bind = [f"ipc://{tmp_path}/{index}" for index in range(2)]
+    keys = folder(tmp_path, "roles" if kind == "roles" else "none")
+    async with World(keys, bind) as world:
+        await world.create()
+        home, _ = world.links
+        hosted = await world.host()
+        assert await world.host() == hosted
+        pushing = [world.ask(home, push(step)) for step in range(50)]
+        answers = asyncio.gather(*pushing)
+        await world.attach(home, hosted)
+        await answers
+        before = await world.ask(home, PULL)
+        copy = await world.link(hosted.address, 0)
+        assert await world.ask(copy, PromoteBackup(SESSION, 2)) == Done()
+        opened = await world.ask(copy, OpenSession(SESSION, 0, 1, []))
+        assert opened.resumed
+        after = await world.ask(copy, PULL)
+        for one, other in zip(before.arrays, after.arrays, strict=True):
+            assert (one == other).all()
+        assert not (await world.ask(copy, push(49))).applied
+        assert (await world.ask(copy, push(50))).applied
+        with pytest.raises(NotPrimaryError):
+            await world.ask(home, push(51))
+        # What was the primary keeps the next copy, beside what it does not serve.
+        assert await world.ask(home, DropStore(SESSION, 0, 2)) == Done()
+        again = await world.host(on=0, view=3)
+        await world.attach(copy, again, view=3)
+        assert (await world.ask(copy, push(51))).applied
+        values = (await world.ask(home, Inspect())).values
+        assert values["service"]["replication"]["role"] == "replaced"
+        (kept,) = values["copies"]
+        assert (kept["store"], kept["address"]) == (0, again.address)
+        assert kept["replication"]["whole"]
+
+
+async def test_a_backup_that_is_dropped_is_told_to_the_coordinator():
+    async with World() as world:
+        await world.create()
+        hosted = await world.host()
+        await world.attach(world.links[0], hosted)
+        await world.ask(world.links[1], DropStore(SESSION, 0, 1))
+        waiting = asyncio.ensure_future(world.ask(world.links[0], push(0)))
+        async with asyncio.timeout(WAIT):
+            lost = await world.notices.get()
+        assert isinstance(lost, BackupLost)
+        assert not waiting.done()
+        again = await world.host(view=2)
+        await world.attach(world.links[0], again, view=2)
+        assert (await waiting).applied
+
+
+async def test_copies_end_with_their_session():
+    async with World() as world:
+        await world.create()
+        hosted = await world.host()
+        await world.attach(world.links[0], hosted)
+        await world.link(hosted.address, 0, role="observer")
+        await world.ask(world.links[1], CloseSession(SESSION, False))
+        async with asyncio.timeout(WAIT):
+            assert "session is over" in str(await world.losses.get())
+        assert world.tasks[1].statistics()["copies"] == []
+
+
+async def test_who_may_not_have_a_copy_kept():
+    async with World() as world:
+        hosted = await world.host(view=2)
+        other = world.links[1]
+        with pytest.raises(StaleSessionError, match="view 2"):
+            await world.host(view=1)
+        with pytest.raises(StaleSessionError, match="view 2"):
+            await world.ask(other, DropStore(SESSION, 0, 1))
+        with pytest.raises(StaleSessionError, match="no copies"):
+            await world.ask(other, HostStore(SESSION + 2, 0, 9))
+        worker = await world.link(world.tasks[1].address, 1, role="worker")
+        with pytest.raises(PermissionDeniedError, match="coordinator"):
+            await world.ask(worker, HostStore(SESSION, 0, 9))
+        emptied = await world.host(view=3)
+        assert emptied.incarnation != hosted.incarnation
+        assert await world.ask(other, DropStore(SESSION, 5, 1)) == Done()
+
+
+async def test_keys_of_single_tasks_are_refused(tmp_path):
+    async with World(folder(tmp_path, "per task")) as world:
+        with pytest.raises(PermissionDeniedError, match="per-task"):
+            await world.host()

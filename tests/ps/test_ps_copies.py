@@ -1,0 +1,449 @@
+"""A store in two processes: what is acknowledged, who is refused, who takes over."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from ps_callers import SESSION, caller
+from ps_copies import OPTIMIZERS, Copies
+from ps_trees import message, of_values
+
+from zstrat.errors import (
+    InvalidArgumentError,
+    NotPrimaryError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.wire import (
+    AskParts,
+    AttachBackup,
+    BackupLost,
+    CloseSession,
+    CreateOptimizer,
+    CreateVariables,
+    DetachBackup,
+    Done,
+    Exchange,
+    Exchanged,
+    Fence,
+    Fenced,
+    InitialEntry,
+    InitializeVariables,
+    Inspect,
+    Job,
+    JoinSession,
+    OpenLog,
+    OpenSession,
+    PromoteBackup,
+    Pull,
+    Push,
+    Pushed,
+    Read,
+    StoreEntry,
+    StoreTensors,
+    Update,
+    UpdateOp,
+    VariableEntry,
+)
+
+JUMP = 2**40
+
+
+def create(*keys, size=3):
+    entries = [VariableEntry(key, f"v{key}", True, False) for key in keys]
+    return CreateVariables(SESSION, entries, (np.zeros(size, "f4"),) * len(keys))
+
+
+def push(step, key=0, value=1.0, size=3, op=UpdateOp.ADD):
+    update = Update(key, op, 0, 1)
+    return Push(SESSION, step, 0, 0, [update], (np.full(size, value, "f4"),))
+
+
+def pull(key=0):
+    return Pull(SESSION, [Read(key, -1)])
+
+
+@pytest.fixture
+async def copies():
+    rig = Copies()
+    await rig.ask(create(0, 1))
+    yield rig
+    await rig.close()
+
+
+def later(copies, asked):
+    return asyncio.ensure_future(copies.ask(asked))
+
+
+async def turns():
+    """So many that whatever can happen has happened."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+CHANGING = (
+    push(1),
+    push(0),  # a repetition
+    create(7),
+    Exchange(SESSION, 2, 0, 0, [], [Read(0, -1)], [], ()),
+    Fence(SESSION, 1, [], []),
+    AskParts(SESSION, 5, 1, 0),
+    StoreTensors(SESSION, [StoreEntry(0, 0, "", 0)], (np.ones(3, "f4"),)),
+)
+
+
+@pytest.mark.parametrize("asked", CHANGING, ids=lambda asked: type(asked).__name__)
+async def test_no_answer_leaves_before_the_backup_has_it(copies, asked):
+    await copies.ask(push(0))
+    await copies.attach()
+    copies.link.hold()
+    first = later(copies, push(10))
+    answer = later(copies, asked)
+    await turns()
+    assert not first.done()
+    assert not answer.done()
+    assert (await copies.ask(pull(1))).versions == [0]  # reading waits for nobody
+    copies.link.release()
+    await answer
+
+
+async def test_without_a_backup_answers_leave_at_once(copies):
+    assert copies.primary.handle(copies.chief, push(0)) == Pushed(True, [1])
+    await copies.attach()
+    assert await copies.ask(DetachBackup(SESSION, 2)) == Done()
+    assert copies.primary.handle(copies.chief, push(1)) == Pushed(True, [2])
+
+
+async def test_a_primary_without_its_backup_acknowledges_nothing_by_itself(copies):
+    await copies.attach()
+    copies.link.cut("it fell silent")
+    (lost,) = copies.chief.notices
+    assert lost == BackupLost(SESSION, 1, lost.reason)
+    assert "it fell silent" in lost.reason
+    answer = later(copies, push(0))
+    await turns()
+    assert not answer.done()
+    assert copies.primary.statistics()["replication"]["unacknowledged"] == 1
+    await copies.ask(DetachBackup(SESSION, 2))
+    assert await answer == Pushed(True, [1])
+
+
+async def test_a_coordinator_that_was_away_hears_again_of_the_loss(copies):
+    await copies.attach()
+    copies.primary.lost(copies.chief, "it broke")
+    copies.link.cut()
+    assert copies.chief.notices == []
+    back = caller()
+    opened = await copies.ask(OpenSession(SESSION, 0, 1, []), peer=back)
+    assert opened.resumed
+    assert isinstance(back.notices[0], BackupLost)
+
+
+async def test_a_backup_that_comes_back_goes_on_where_it_was(copies):
+    await copies.attach()
+    copies.link.hold()
+    answers = [later(copies, push(step)) for step in range(5)]
+    await turns()
+    copies.link.cut()  # what was on its way is gone
+    copies.link.connect()
+    for answer in answers:
+        await answer
+    await copies.promote()
+    (value,) = (await copies.ask(pull(), copies.backup)).arrays
+    assert (value == 5).all()
+
+
+async def test_a_backup_that_was_started_anew_is_lost(copies):
+    await copies.attach()
+    copies.link.cut()
+    anew = caller(Job.PS, 12345).hello
+    copies.link.connect(anew)
+    answer = later(copies, push(0))
+    await turns()
+    assert not answer.done()
+    assert copies.chief.notices
+    await copies.ask(DetachBackup(SESSION, 2))
+    await answer
+
+
+async def test_what_comes_while_a_copy_is_made_is_in_it(copies):
+    """And nobody waits for it."""
+    await copies.ask(create(5, size=2**21))
+    attaching = asyncio.ensure_future(copies.attach())
+    for step in range(200):
+        answer = copies.primary.handle(copies.chief, push(step, 5, size=2**21))
+        if attaching.done():
+            break
+        if asyncio.isfuture(answer):
+            answer = await answer
+        assert answer.applied
+        await asyncio.sleep(0)
+    await attaching
+    one = await copies.ask(pull(5))
+    await copies.promote()
+    other = await copies.ask(pull(5), copies.backup)
+    assert other.versions == [one.versions[0] + JUMP]
+    assert (one.arrays[0] == other.arrays[0]).all()
+
+
+async def test_a_copy_that_fails_is_told_and_training_goes_on(copies):
+    copies.holds = True
+    attaching = asyncio.ensure_future(copies.attach())
+    await turns()
+    copies.link.cut("the machine burns")
+    with pytest.raises(UnavailableError, match="the machine burns"):
+        await attaching
+    assert await copies.ask(push(0)) == Pushed(True, [1])
+    copies.holds = False
+    copies.host(view=2)
+    await copies.attach(view=2)
+    await copies.promote(view=3)
+
+
+async def test_a_backup_that_has_not_all_does_not_take_over(copies):
+    with pytest.raises(UnavailableError, match="not everything"):
+        await copies.promote()
+
+
+async def test_a_backup_serves_nobody(copies):
+    await copies.attach()
+    for asked in (pull(), push(0), OpenSession(SESSION, 0, 1, [])):
+        with pytest.raises(NotPrimaryError):
+            await copies.ask(asked, copies.backup)
+    assert (await copies.ask(Inspect(), copies.backup)).values["job"] == "ps"
+    stranger = caller(Job.PS, 99)
+    with pytest.raises(NotPrimaryError):
+        await copies.ask(push(0), copies.backup, stranger)
+    with pytest.raises(NotPrimaryError):
+        await copies.ask(PromoteBackup(SESSION, 5), copies.backup, caller(Job.WORKER))
+
+
+async def test_a_promoted_backup_has_the_session(copies):
+    await copies.ask(push(0))
+    await copies.attach()
+    await copies.promote()
+    opened = await copies.ask(OpenSession(SESSION, 0, 1, []), copies.backup)
+    assert opened.resumed
+    worker = caller(Job.WORKER, 3)
+    pulled = await copies.ask(pull(), copies.backup, worker)
+    assert pulled.versions == [JUMP + 1]
+    assert await copies.ask(push(0), copies.backup, worker) == Pushed(False, [JUMP + 1])
+    assert await copies.ask(PromoteBackup(SESSION, 2), copies.backup) == Done()
+    assert await copies.ask(PromoteBackup(SESSION, 4), copies.backup) == Done()
+    with pytest.raises(StaleSessionError, match="view 3"):
+        await copies.ask(PromoteBackup(SESSION, 3), copies.backup)
+
+
+async def test_versions_of_what_is_created_later_jump_too(copies):
+    await copies.attach()
+    await copies.promote()
+    await copies.ask(create(9), copies.backup)
+    assert (await copies.ask(pull(9), copies.backup)).versions == [JUMP]
+
+
+async def test_a_replaced_primary_acknowledges_nothing(copies):
+    await copies.attach()
+    copies.link.hold()
+    answer = later(copies, push(0))
+    await turns()
+    await copies.promote()
+    with pytest.raises(NotPrimaryError):
+        await answer
+    for asked in (pull(), push(1), AttachBackup(SESSION, 3, "nowhere:1", 1)):
+        with pytest.raises(NotPrimaryError):
+            await copies.ask(asked)
+    again = await copies.ask(OpenSession(SESSION, 0, 1, []))
+    assert again.resumed  # whatever else its process holds
+    with pytest.raises(NotPrimaryError):
+        await copies.ask(pull())
+    assert not (await copies.ask(pull(), copies.backup)).arrays[0].any()
+
+
+async def test_one_that_slept_hears_it_when_it_is_back(copies):
+    await copies.attach()
+    copies.link.cut()
+    await copies.promote()
+    answer = later(copies, push(0))
+    await turns()
+    assert not answer.done()
+    copies.link.connect()
+    with pytest.raises(NotPrimaryError):
+        await answer
+
+
+async def test_a_replaced_primary_that_is_wanted_after_all_goes_on(copies):
+    """The one that took over is gone, and has acknowledged nothing since."""
+    await copies.ask(push(0))
+    await copies.attach()
+    await copies.promote()
+    await turns()
+    with pytest.raises(NotPrimaryError):
+        await copies.ask(pull())
+    await copies.ask(DetachBackup(SESSION, 3))
+    assert (await copies.ask(pull())).versions == [1]
+
+
+async def test_what_a_replaced_primary_held_can_be_dropped(copies):
+    await copies.attach()
+    await copies.promote()
+    copies.primary.give_up(3)
+    assert copies.primary.statistics()["variables"] == 0
+    with pytest.raises(NotPrimaryError):
+        await copies.ask(DetachBackup(SESSION, 4))
+    copies.primary.lost(copies.chief, "it ended")
+    opened = await copies.ask(OpenSession(SESSION + 1, 0, 1, []), peer=copies.chief)
+    assert not opened.resumed  # another program starts afresh
+    with pytest.raises(StaleSessionError):
+        await copies.ask(pull())
+
+
+async def test_older_views_are_refused(copies):
+    await copies.attach(view=5)
+    for asked in (
+        AttachBackup(SESSION, 4, "nowhere:1", copies.incarnation),
+        DetachBackup(SESSION, 4),
+    ):
+        with pytest.raises(StaleSessionError, match="view 5"):
+            await copies.ask(asked)
+    for view in (1, 4):
+        with pytest.raises(StaleSessionError):
+            await copies.ask(PromoteBackup(SESSION, view), copies.backup)
+        old = caller(Job.PS, 99)
+        with pytest.raises(StaleSessionError):
+            await copies.ask(OpenLog(SESSION, view), copies.backup, old)
+    with pytest.raises(StaleSessionError):
+        await copies.ask(PromoteBackup(SESSION + 1, 9), copies.backup)
+
+
+async def test_asked_again_it_is_attached_once(copies):
+    await asyncio.gather(copies.attach(), copies.attach())
+    await copies.attach()
+    assert len(copies.links) == 1
+
+
+async def test_another_session_ends_it(copies):
+    await copies.attach()
+    copies.link.hold()
+    answer = later(copies, push(0))
+    await turns()
+    await copies.ask(CloseSession(SESSION, False))
+    with pytest.raises(StaleSessionError):
+        await answer
+    await turns()
+    assert copies.link.is_closed
+
+
+async def test_a_primary_that_shuts_down_sends_them_to_its_backup(copies):
+    await copies.attach()
+    copies.link.hold()
+    accepted = later(copies, push(0))
+    await turns()
+    draining = asyncio.ensure_future(copies.primary.drain())
+    await turns()
+    with pytest.raises(NotPrimaryError, match="shutting down"):
+        await copies.ask(push(1))
+    copies.link.release()
+    assert (await accepted).applied
+    assert await draining
+    for asked in (create(8), push(1), pull()):
+        with pytest.raises(NotPrimaryError):
+            await copies.ask(asked)
+    await copies.promote()
+    assert (await copies.ask(push(1), copies.backup)).applied
+
+
+async def test_a_backup_that_differs_is_never_the_primary(copies, caplog):
+    await copies.attach()
+    copies.primary._store.log.append(push(0, key=77))  # which cannot be
+    await turns()
+    copies.link.cut()
+    copies.link.connect()
+    await turns()
+    assert copies.primary.statistics()["replication"]["backup_state"] == "lost"
+    assert "differs from its primary" in caplog.text
+    assert "77" in copies.chief.notices[0].reason
+    with pytest.raises(UnavailableError, match="77"):
+        await copies.promote()
+
+
+async def test_values_that_an_initializer_draws_are_the_same(copies):
+    copies.shipped[b"draw"] = lambda shape, dtype, **_: np.random.default_rng().random(
+        shape, dtype
+    )
+    await copies.attach()
+    entry = InitialEntry(8, "drawn", True, False, "float32", [4], [4], [0])
+    await copies.ask(InitializeVariables(SESSION, [entry], b"draw"))
+    (one,) = (await copies.ask(pull(8))).arrays
+    await copies.promote()
+    (other,) = (await copies.ask(pull(8), copies.backup)).arrays
+    assert (one == other).all()
+    assert one.any()
+
+
+async def test_an_update_that_fails_half_way_spoils_the_copy(copies, monkeypatch):
+    """Values are lost here, and may not be there."""
+    values = {0: np.zeros(3, "f4")}
+    await copies.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+    told = of_values(OPTIMIZERS[b"momentum"](), values)
+    await copies.ask(message(SESSION, 9, told))
+    gradient = Update(0, UpdateOp.OPTIMIZE, 9, 1)
+    pushed = Push(SESSION, 1, 0, 0, [gradient], (np.ones(3, "f4"),))
+    await copies.ask(pushed)
+    await copies.attach()
+    copies.break_optimizers(monkeypatch)
+    with pytest.raises(RuntimeError, match="broken"):
+        await copies.ask(Push(SESSION, 2, 0, 0, [gradient], (np.ones(3, "f4"),)))
+    assert "half way" in copies.chief.notices[0].reason
+    await copies.ask(DetachBackup(SESSION, 2))
+    copies.host(view=3)
+    await copies.attach(view=3)  # a copy of what is lost is as lost
+    await copies.promote(view=4)
+    for service in (copies.primary, copies.backup):
+        with pytest.raises((UnavailableError, NotPrimaryError)):
+            await copies.ask(pull(), service)
+    assigned = push(3, op=UpdateOp.ASSIGN)
+    assert (await copies.ask(assigned, copies.backup)).applied
+
+
+async def test_workers_that_are_programs_of_their_own_are_refused(copies):
+    await copies.attach()
+    join = JoinSession(SESSION, [], [], 1.0)
+    with pytest.raises(InvalidArgumentError, match="replicas=1"):
+        await copies.ask(join, peer=caller(Job.WORKER, 3))
+
+
+async def test_parts_of_an_exchange_are_forwarded_without_the_pull(copies):
+    await copies.attach()
+    asked = Exchange(
+        SESSION,
+        4,
+        0,
+        0,
+        [Update(0, UpdateOp.ADD, 0, 1)],
+        [Read(0, -1)],
+        [1],
+        (np.ones(3, "f4"), np.array([0, 2])),
+    )
+    answer = await copies.ask(asked)
+    assert isinstance(answer, Exchanged)
+    (sent,) = [each for each in copies.link.sent if isinstance(each, Push)]
+    assert len(sent.arrays) == 1
+
+
+async def test_the_mark_of_a_writer_rises_with_a_repetition(copies):
+    def own(step, low_water):
+        return Push(SESSION, step, 0, low_water, [], (), SESSION)
+
+    await copies.ask(own(5, 0))
+    await copies.attach()
+    assert not (await copies.ask(own(5, 5))).applied
+    await copies.promote()
+    assert not (await copies.ask(own(4, 0), copies.backup)).applied
+
+
+async def test_a_fence_holds_on_the_backup(copies):
+    await copies.attach()
+    assert isinstance(await copies.ask(Fence(SESSION, 3, [], [1])), Fenced)
+    await copies.promote()
+    assert not (await copies.ask(push(2), copies.backup)).applied
+    assert (await copies.ask(push(3), copies.backup)).applied

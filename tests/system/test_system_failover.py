@@ -1,0 +1,114 @@
+"""Parameter servers are killed and frozen for real, and their second copies go on."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.config import Settings, Timeouts
+from zstrat.testing import DaemonCluster, leak_check
+
+pytestmark = pytest.mark.processes
+
+SLOTS = 160
+SETTINGS = Settings(timeouts=Timeouts(patience=3.0, reconnect=0.5))
+"""Frozen servers are missed sooner than by default."""
+
+
+@pytest.fixture
+def cluster():
+    with leak_check(), DaemonCluster(2, 1, settings=SETTINGS) as cluster:
+        yield cluster
+
+
+class Training:
+    """Steps that leave a trace of each run on both servers, and own updates."""
+
+    def __init__(self, strategy):
+        self.coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            counts = [zs.Variable(np.zeros(SLOTS, "f4"), name=name) for name in "ab"]
+            rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
+            sgd = zs.Optimizer(optax.adagrad(0.5, initial_accumulator_value=0.0))
+            self.own = zs.Variable(0.0, name="own")
+        self.counts, self.rows, self.step = counts, rows, 0
+        self.checkpoint = zs.Checkpoint(counts=counts, rows=rows, sgd=sgd)
+
+        @zs.function
+        def bump(i):
+            for count in counts:
+                count.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
+            looked_up = zs.grad(lambda t: jnp.sum(zs.embedding_lookup(t, i[None])))
+            sgd.apply_gradients([(looked_up(rows), rows)])
+            return i
+
+        self._bump = bump
+
+    def schedule(self, count):
+        numbers = range(self.step, self.step + count)
+        self.step += count
+        self.own.assign_add(1.0)
+        return [
+            self.coordinator.schedule(self._bump, args=(np.int32(i),)) for i in numbers
+        ]
+
+    def paired(self):
+        """Blocks until each server has a second copy."""
+        replication = self.coordinator.strategy.session.cluster.replication
+        session = self.coordinator.strategy.session
+
+        async def whole():
+            await replication.wait_whole(session.portal.loop.time() + 60)
+
+        session.run(whole(), "the test")
+
+    def check(self, owns):
+        """Each step of before has had its effect once, and no other."""
+        self.coordinator.join()
+        want = (np.arange(SLOTS) < self.step).astype("f4")
+        for count in self.counts:
+            np.testing.assert_array_equal(count, want)
+        moved = np.where(want, 0.5, 1.0)[:, None]
+        np.testing.assert_allclose(self.rows, np.tile(moved, 2), rtol=1e-5)
+        assert float(self.own) == owns
+
+
+def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
+    strategy = zs.ParameterServerStrategy(
+        cluster.resolver, replicas=1, settings=SETTINGS
+    )
+    with strategy, ThreadPoolExecutor(1) as pool:
+        training = Training(strategy)
+        metrics = training.coordinator.metrics
+        values = training.schedule(20)
+        saving = pool.submit(training.checkpoint.save, tmp_path / "ckpt")
+        cluster.local.kill("ps:0")
+        values += training.schedule(20)
+        training.check(owns=2)
+        assert metrics()["failovers"] == 1
+        assert metrics()["stores_without_backup"] == 2
+        saved = saving.result()
+        cluster.local.restart("ps:0")
+        training.paired()
+        values += training.schedule(40)
+        with cluster.frozen("ps:1"):  # by now it has the only primaries
+            values += training.schedule(40)
+            training.check(owns=4)
+        assert metrics()["failovers"] == 3
+        training.paired()  # with who has slept, and is a backup now
+        values += training.schedule(40)
+        cluster.local.kill("ps:0")
+        training.check(owns=5)
+        assert [int(value.fetch()) for value in values] == list(range(SLOTS))
+        training.checkpoint.restore(saved)
+        a, b = zs.values(training.counts)
+        np.testing.assert_array_equal(a, b)
+        assert metrics()["failovers"] == 5
+        assert metrics()["recoverable_worker_failures"] == 0
+        cluster.local.restart("ps:0")
