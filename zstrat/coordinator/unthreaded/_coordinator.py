@@ -108,7 +108,9 @@ class LoopCoordinator:
         arguments = PickledArguments(cut_inputs((example,), [0]), {})
         return ScheduledCall(Result(name, None), code, arguments, ())
 
-    async def schedule(self, call: ScheduledCall, number: np.generic) -> AsyncRemoteValue:
+    async def schedule(
+        self, call: ScheduledCall, number: np.generic
+    ) -> AsyncRemoteValue:
         """Queues a closure. Raises pending errors."""
         return await self.engine.put_async(call, bytes_of_inputs([number]), None)
 

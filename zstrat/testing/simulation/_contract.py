@@ -51,9 +51,10 @@ class Scheduled:
     value: AsyncRemoteValue
     known: frozenset[int]
     """Places that were acknowledged when it was scheduled, none lost by a restore."""
+
     @property
     def fate(self) -> str:
-        """"done", "never" had an effect, or "perhaps"; "open" if it has not ended."""
+        """ "done", "never" had an effect, or "perhaps"; "open" if it has not ended."""
         if not self.value.is_ready:
             return "open"
         error = self.value.error
@@ -137,7 +138,7 @@ class Training:
         self._seen, (saved, before) = self.fills, self._filled
         done = {p for p, step in self.steps.items() if step.fate == "done"}
         held = {p for p in done if saved.holds(self.steps[p].number)}
-        self.lost = (before - held) | saved.lost
+        self.lost = set(before - held) | saved.lost
         self.doubtful = (done - held - before) | saved.doubtful
         for place, fate in self.own.items():
             self.own[place] = "perhaps" if fate == "done" else fate
@@ -280,4 +281,3 @@ class Readers:
         step = training.steps.get(number)
         known = step.known if step is not None and not training.fills else ()
         training.heard(reader, values[: training.servers], known)
-

@@ -27,6 +27,7 @@ from zstrat.wire import StoreEntry, UpdateOp
 
 from ._contract import Saved, Scheduled, Training
 from ._script import DENSE, ScriptedFunction, one_hot
+from ._world import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 OWN: Final = 12
 """Own updates of a session, at most."""
-QUIET: Final = 4.0
-"""Seconds that a program waits at its end, for zombies to wake up."""
+QUIET: Final = 1.0
+"""Seconds that a program waits when all has healed, for zombies that wake up."""
 PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
 PATIENCE: Final = 10.0
@@ -220,9 +221,7 @@ class TrainingSession:
             await self._steadily(self._read)
         elif chance < 0.25:
             await self._join()
-        elif chance < 0.32 and self._scenario.restores:
-            await self._save()
-        elif chance < 0.34:
+        elif chance < (0.34 if self._scenario.restores else 0.27):
             await self._save()
 
     # ---- steps
@@ -312,7 +311,9 @@ class TrainingSession:
             training.heard(-fills - 1, marks, known)
             lacking = [place for place in own if any(not each[place] for each in mine)]
             if lacking:
-                training.broken(f"own updates {lacking} were done, and a read lacks them")
+                training.broken(
+                    f"own updates {lacking} were done, and a read lacks them"
+                )
         return [*marks, *mine]
 
     async def _steadily(self, work: Callable[[], Any]) -> Any:
@@ -379,7 +380,9 @@ class TrainingSession:
         for task in list(self._updates):
             await task
         await self._settle()
-        await asyncio.sleep(QUIET)
+        loop = asyncio.get_running_loop()
+        left = START + self._scenario.healed_at - loop.time()
+        await asyncio.sleep(max(0.0, left) + QUIET)
         await self._settle()
 
     async def _settle(self) -> None:
@@ -421,4 +424,3 @@ def _specs(
 
 def _nobody(number: int, values: Sequence[np.ndarray]) -> None:
     raise AssertionError(f"step {number} runs in no worker, with {len(values)} values")
-

@@ -11,6 +11,7 @@ import sys
 import traceback
 import zlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
@@ -160,7 +161,7 @@ class Run:
             case "kill" | "power":
                 silently = kind == "power"
                 self._at(begin, fault, lambda: process.kill(silently=silently))
-                self._world.at(end, lambda: process.is_alive or process.start())
+                self._world.at(end, process.start_again)
             case "freeze":
                 self._at(begin, fault, process.freeze)
                 self._world.at(end, process.thaw)
@@ -244,20 +245,20 @@ def _buried() -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
     """What is of the whole process begins anew for a run: numbers that are counted on,
-    the collector of memory, and the limit from which on a server computes on its
-    thread. Nothing is logged."""
+    the time of day in errors, the collector of memory, and the limit from which on a
+    server computes on its thread. Nothing is logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
     gc.disable()
-    patches = [
+    clock = SimpleNamespace(gmtime=lambda since: since, strftime=lambda *_: "then")
+    patches: list[Any] = [
+        mock.patch("zstrat.wire._session.time", clock),
         mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
         ),
-        mock.patch(
-            "zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20
-        ),
+        mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:
         with contextlib.ExitStack() as stack:

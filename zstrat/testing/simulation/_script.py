@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 DENSE: Final = b"a step that pushes a vector to each server"
 ROWS: Final = b"a step that looks rows up and pushes one to each server"
 
+
 class FailedStepError(Exception):
     """A step of the simulation was to fail."""
 
