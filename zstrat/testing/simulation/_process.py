@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat.config import Limits, Settings, Timeouts
+from zstrat.program import load
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link
 from zstrat.wire import PROTOCOL, Hello, Job
@@ -177,7 +178,7 @@ class ServerProcess(Daemon):
         loop, around = self.loop, self.around
         assert loop is not None
         service = PsService(
-            load_code=_no_code,
+            load_code=load,
             settings=around.settings,
             task=f"/job:ps/task:{self.index}",
             incarnation=me.incarnation,
@@ -264,10 +265,6 @@ class ProgramProcess(Process):
     def _ended(self, task: Any) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.around.blame(self.name, {"message": "program", "exception": error})
-
-
-def _no_code(code: bytes) -> object:
-    raise AssertionError(f"nobody ships {len(code)} bytes of code here")
 
 
 def _one_device() -> tuple[str, int]:

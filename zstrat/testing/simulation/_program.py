@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ._scenario import Scenario
     from ._script import Scripts
 
-OWN: Final = 12
+OWN: Final = 16
 """Own updates of a session, at most."""
 QUIET: Final = 1.0
 """Seconds that a program waits when all has healed, for zombies that wake up."""
@@ -126,7 +126,9 @@ class Program:
             session = TrainingSession(self, coordinator, training)
             try:
                 await session.run()
-            except (PSUnavailableError, DeadlineExceededError, BusyError):
+            except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
+                if "filling it again failed: " in str(error):
+                    training.broken(f"a defect in a restore: {error}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.close()
                 await asyncio.sleep(self._around.world.random.random())
@@ -215,13 +217,13 @@ class TrainingSession:
 
     async def _something_else(self, chance: float) -> None:
         """What a program does now and then."""
-        if chance < 0.12:
+        if chance < 0.25:
             self._update_soon()
-        elif chance < 0.20:
+        elif chance < 0.32:
             await self._steadily(self._read)
-        elif chance < 0.25:
+        elif chance < 0.37:
             await self._join()
-        elif chance < (0.34 if self._scenario.restores else 0.27):
+        elif chance < (0.45 if self._scenario.restores else 0.40):
             await self._save()
 
     # ---- steps

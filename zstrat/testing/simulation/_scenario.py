@@ -120,7 +120,21 @@ class _Fate:
         }[theme]
         found = [draw() for _ in range(self._chance.choice(count))]
         found += [self._any() for _ in range(self._chance.choice([0, 0, 1]))]
+        if theme == "zombies":
+            found += self._late_push()
+        if theme == "losses" and self._chance.random() < 0.5:
+            found.append(self._absence())
         return tuple(sorted(found))
+
+    def _late_push(self) -> list[Fault]:
+        """A worker that dies while what it has sent to a server is on its way, and is
+        there for long."""
+        at, worker = self._begin(), self._chance.choice(self._workers)
+        away, death = self._chance.uniform(1.0, 1.7), self._chance.uniform(0.02, 0.3)
+        return [
+            *[Fault(at, "cut", worker, server, away) for server in self._servers],
+            Fault(at + death, "kill", worker, "chief0", 2.0),
+        ]
 
     def _any(self) -> Fault:
         draw = self._chance.choice([self._death, self._freeze, self._break])
@@ -136,17 +150,17 @@ class _Fate:
     def _loss(self) -> Fault:
         """A server that comes back empty."""
         kind = self._chance.choice(["kill", "power"])
-        server = self._chance.choice(self._servers)
-        return Fault(self._begin(), kind, server, "chief0", self._length())
+        server, at = self._chance.choice(self._servers), 0.15 + self._begin()
+        return Fault(at, kind, server, "chief0", self._length())
 
     def _death(self) -> Fault:
         """Of a worker, mostly."""
         kind = self._chance.choice(["kill", "power"])
         who = self._chance.random()
         target = self._chance.choice(self._workers)
-        if who < 0.1:
+        if who < 0.2:
             target = "chief0"
-        elif who < (0.5 if self._restores else 0.2):
+        elif who < (0.6 if self._restores else 0.3):
             target = self._chance.choice(self._servers)
         return Fault(self._begin(), kind, target, "chief0", self._length())
 
@@ -161,7 +175,7 @@ class _Fate:
         target, other = self._chance.choice(self._workers), "chief0"
         if self._chance.random() < 0.6:
             other = self._chance.choice(self._servers)
-            if self._chance.random() < 0.3:
+            if self._chance.random() < 0.5:
                 target = "chief0"
         return Fault(self._begin(), kind, target, other, self._length())
 
