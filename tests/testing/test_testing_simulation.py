@@ -10,10 +10,10 @@ from zstrat.testing.simulation import (
     MUTATIONS,
     Fault,
     Scenario,
-    drawn,
     mutated,
     run_scenario,
     run_seed,
+    scenario_of,
 )
 from zstrat.testing.simulation.__main__ import main, seeds_in
 
@@ -56,8 +56,7 @@ def test_a_seed_is_the_same_in_every_process():
     assert ran.stdout.strip() == str([run_seed(seed).trace for seed in REPLAYED])
 
 
-CAUGHT = {
-}
+CAUGHT = {}
 """A seed that catches it, by the name of the mutation."""
 
 
@@ -106,7 +105,7 @@ def test_a_checkpoint_ends_though_a_lost_step_comes_back_while_all_rests():
 
 
 def test_a_scenario_can_be_larger():
-    assert run_scenario(drawn(5, workers=6, servers=5)).failure is None
+    assert run_scenario(scenario_of(5, workers=6, servers=5)).failure is None
 
 
 def test_many_seeds_from_a_shell(capsys):

@@ -21,7 +21,7 @@ from ._run import run_seed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ._run import Verdict
+    from ._run import SeedVerdict
 
 AT_ONCE: Final = 10
 """Seeds that a process is given at a time."""
@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tell", action="store_true", help="print each message")
     given = parser.parse_args(arguments)
     if given.tell:
-        verdicts: Iterator[Verdict] = map(partial(run_seed, told=print), given.seeds)
+        verdicts: Iterator[SeedVerdict] = map(
+            partial(run_seed, told=print), given.seeds
+        )
         with mutated(given.mutation) if given.mutation else contextlib.nullcontext():
             return _report(verdicts, given.mutation)
     spawning = multiprocessing.get_context("spawn")
@@ -57,12 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(pool.imap(work, given.seeds, AT_ONCE), given.mutation)
 
 
-def _verdict(mutation: str | None, seed: int) -> Verdict:
+def _verdict(mutation: str | None, seed: int) -> SeedVerdict:
     with mutated(mutation) if mutation else contextlib.nullcontext():
         return run_seed(seed)
 
 
-def _report(verdicts: Iterator[Verdict], mutation: str | None) -> int:
+def _report(verdicts: Iterator[SeedVerdict], mutation: str | None) -> int:
     began, count, steps, failed = time.monotonic(), 0, 0, []
     for verdict in verdicts:
         count, steps = count + 1, steps + verdict.steps

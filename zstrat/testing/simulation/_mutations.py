@@ -72,7 +72,7 @@ def _all_resent(message: Any) -> Any:
 
 
 def _unnamed(self: Any) -> tuple[int, int]:
-    return -1, 0
+    return -1, -1
 
 
 def _same_session(self: Any) -> None:
@@ -84,12 +84,9 @@ def _too_far(tell: Callable[..., None], self: Any, low_water: int, now: float) -
     tell(self, low_water + 8, now)
 
 
-def _told_early(
-    push: Callable[..., None], self: Any, updates: Any, ending: Any
-) -> None:
+def _told_early(self: Any, updates: Any, ending: Any) -> None:
+    self.client.push(ending.completion.step, 0, self._low_water, updates)
     self._reports.soon(ending)
-    push(self, updates, ending)
-    self._reports._open.add(ending.completion.step)
 
 
 def _unlost(self: Any, closure: Any, worker: str, now: float) -> list[Any]:
@@ -148,7 +145,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator._cluster.Cluster.begin_anew": _same_session
     },
     "the mark is raised too far": {_TELL: _around(_TELL, _too_far)},
-    "a step is over when its push is sent": {_PUSH: _around(_PUSH, _told_early)},
+    "a step is over when its push is sent": {_PUSH: _told_early},
     "steps of lost workers are forgotten": {
         "zstrat.coordinator._queue.Queue.lost": _unlost
     },

@@ -83,7 +83,7 @@ class MemoryPoint:
 
 
 @final
-class Program:
+class TrainingProgram:
     """All sessions of one run.
 
     Args:
@@ -164,7 +164,7 @@ class TrainingSession:
     """
 
     def __init__(
-        self, program: Program, coordinator: LoopCoordinator, training: Training
+        self, program: TrainingProgram, coordinator: LoopCoordinator, training: Training
     ) -> None:
         self._program, self._scenario = program, program.scenario
         self._coordinator, self._training = coordinator, training

@@ -24,8 +24,8 @@ from ._process import (
     WorkerProcess,
     settings_with,
 )
-from ._program import Program
-from ._scenario import Scenario, drawn
+from ._program import TrainingProgram
+from ._scenario import Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, Weather, digest_of
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
@@ -42,7 +42,7 @@ _FIRST_PORT: Final = 7000
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SeedVerdict:
     """What came of a seed. ``failure``: why the contract was not kept, or None.
 
     ``trace`` is a digest of all messages and when they arrived: two runs of a seed have
@@ -75,10 +75,10 @@ class Run:
             world, self._network, settings_with(scenario.chunk), self._quick
         )
         self._readers = Readers()
-        self._program: Program
+        self._program: TrainingProgram
         self._processes = {each.name: each for each in self._made()}
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SeedVerdict:
         """Lets it happen."""
         failure = None
         try:
@@ -95,7 +95,7 @@ class Run:
             failure = "; ".join(self._around.defects[:3])
         for process in self._processes.values():
             process.kill(silently=True)
-        return Verdict(
+        return SeedVerdict(
             self._scenario.seed,
             failure,
             self._trace,
@@ -117,7 +117,7 @@ class Run:
             yield ServerProcess(around, "ps", index, address)
         for index, address in enumerate(workers):
             yield WorkerProcess(around, index, address, scripts)
-        self._program = Program(
+        self._program = TrainingProgram(
             around, scenario, scripts, self._readers, (ps, workers), self._end
         )
         yield ProgramProcess(around, self._program.main)
@@ -200,25 +200,25 @@ class Run:
             self._told(f"{self._world.now - START:10.6f} {source} -> {target} {frames}")
 
 
-def run_seed(seed: int, told: Callable[[str], None] | None = None) -> Verdict:
+def run_seed(seed: int, told: Callable[[str], None] | None = None) -> SeedVerdict:
     """Runs the scenario of a seed.
 
     Args:
         told: Told of each fault and each message, as it happens.
     """
-    return run_scenario(drawn(seed), told)
+    return run_scenario(scenario_of(seed), told)
 
 
 def run_scenario(
     scenario: Scenario, told: Callable[[str], None] | None = None
-) -> Verdict:
+) -> SeedVerdict:
     """Runs a scenario that may have been made by hand."""
     with _alone(scenario), _buried():
         try:
             return Run(scenario, told).verdict()
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
-            return Verdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
+            return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Scenario:
         return max((fault.at + fault.length for fault in self.faults), default=0.0)
 
 
-def drawn(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
+def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     """The scenario of a seed. It has a theme: faults of all kinds, workers that wake up
     when their steps are over, lost servers, or lines that break often."""
     chance = random.Random(f"scenario {seed}")
