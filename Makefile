@@ -4,6 +4,7 @@
 #   make test     lint, type-check, test
 #   make test-fast   the tests of each package by itself, without clusters; three minutes
 #   make chaos    ten minutes of faults on local clusters, with every update counted
+#   make simulate   clusters on virtual time, one for each of SEEDS=0-2000, on all cores
 #   make soak     200 sessions and 1,000,000 closures on the same daemons, which stay flat
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
 #   make test-engines   fleets on real ssh servers, Slurm, Ray and Dask; INSTALL=1 installs them
@@ -20,7 +21,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak attack test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check api docs units clean
+.PHONY: help run test chaos soak attack simulate test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -76,7 +77,12 @@ bench-check: $(VENV)/.run
 chaos: $(VENV)/.dev
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) tests/chaos/chaos_run.py $(ARGS)
 
-# The same, and minutes less: ARGS="--sessions 20 --closures 20000".
+# A hundred seeds are among the tests. ARGS="--mutation NAME" breaks zstrat on purpose.
+SEEDS ?= 0-2000
+simulate: $(VENV)/.dev
+	@JAX_PLATFORMS=cpu $(PY) -m zstrat.testing.simulation $(SEEDS) $(ARGS)
+
+# Minutes less: ARGS="--sessions 20 --closures 20000".
 soak: $(VENV)/.dev
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) tests/chaos/soak_run.py $(ARGS)
 

@@ -187,7 +187,7 @@ class Executor:
             self._stopping = True
 
 
-def work(source: StepSource, now: float, call: Callable[..., None]) -> float | None:
+def work(source: StepSource, now: float, call: Callable[..., object]) -> float | None:
     """Does the next piece of work there is.
 
     Args:

@@ -86,6 +86,7 @@ class WorkerService:
         load, prepare, run_eager: How user code is unpickled and run.
         make_executor: Makes the thread that does so.
         compilations: Counts what XLA compiles; None: one that ends with the service.
+        find_devices: Says what this process computes on: platform and number.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class WorkerService:
         clock: Callable[[], float] = time.monotonic,
         make_executor: MakeExecutor = Executor,
         compilations: Compilations | None = None,
+        find_devices: Callable[[], tuple[str, int]] | None = None,
     ) -> None:
         self._settings, self._me, self._make_link = settings, me, make_link
         self._task = f"/job:{me.job}/task:{me.index}"
@@ -116,6 +118,7 @@ class WorkerService:
         self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
+        self._find_devices = find_devices or devices
         self._refusal: WorkerLostError | None = None
         self._compilations = compilations or Compilations()
         self._executor = make_executor(self._task, on_crash=self._crashed)
@@ -190,7 +193,9 @@ class WorkerService:
         patience = min(self._settings.timeouts.connect, OPENING)
         deadline = asyncio.get_running_loop().time() + patience
         try:
-            self._platform, self._devices = await self._executor.submit(devices)
+            self._platform, self._devices = await self._executor.submit(
+                self._find_devices
+            )
             await session.wait_open(deadline)
         except BaseException:  # to the coordinator, as the answer
             if self._session is session:

@@ -138,7 +138,7 @@ class Training:
         self._seen, (saved, before) = self.fills, self._filled
         done = {p for p, step in self.steps.items() if step.fate == "done"}
         held = {p for p in done if saved.holds(self.steps[p].number)}
-        self.lost = (before - held) | saved.lost
+        self.lost = set(before - held) | saved.lost
         self.doubtful = (done - held - before) | saved.doubtful
         for place, fate in self.own.items():
             self.own[place] = "perhaps" if fate == "done" else fate

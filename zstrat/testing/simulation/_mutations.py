@@ -72,7 +72,7 @@ def _all_resent(message: Any) -> Any:
 
 
 def _unnamed(self: Any) -> tuple[int, int]:
-    return -1, 0
+    return -1, -1
 
 
 def _same_session(self: Any) -> None:
@@ -84,8 +84,9 @@ def _too_far(tell: Callable[..., None], self: Any, low_water: int, now: float) -
     tell(self, low_water + 8, now)
 
 
-def _entered(self: Any, session: int) -> None:
-    self.session = session
+def _told_early(self: Any, updates: Any, ending: Any) -> None:
+    self.client.push(ending.completion.step, 0, self._low_water, updates)
+    self._reports.soon(ending)
 
 
 def _unlost(self: Any, closure: Any, worker: str, now: float) -> list[Any]:
@@ -116,6 +117,7 @@ def _around(path: str, wrapper: Callable[..., Any]) -> Any:
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
+_PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -143,9 +145,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator._cluster.Cluster.begin_anew": _same_session
     },
     "the mark is raised too far": {_TELL: _around(_TELL, _too_far)},
-    "values of before a restore are remembered": {
-        "zstrat.ps.client._client.PsClient.enter": _entered
-    },
+    "a step is over when its push is sent": {_PUSH: _told_early},
     "steps of lost workers are forgotten": {
         "zstrat.coordinator._queue.Queue.lost": _unlost
     },

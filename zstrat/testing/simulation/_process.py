@@ -10,9 +10,10 @@ from __future__ import annotations
 import abc
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat.config import Limits, Settings, Timeouts
+from zstrat.program import load
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link
 from zstrat.wire import PROTOCOL, Hello, Job
@@ -25,16 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zstrat.errors import PeerLostError
-    from zstrat.wire import Message
 
     from ._script import Scripts
     from ._sockets import Network
     from ._world import World
 
+    Main = Callable[[VirtualLoop, Callable[[int], Callable[..., Link]]], Any]
+
 HOST: Final = "simulated"
 TIMES: Final = Timeouts(
-    beat=0.4,
-    patience=1.6,
+    beat=0.5,
+    patience=1.8,
     reconnect=0.5,
     handshake=1.0,
     connect=20.0,
@@ -117,6 +119,11 @@ class Process(abc.ABC):
         sockets = around.network.sockets(self.name, self.loop)
         self.loop.arrive(around.world.now, self.begin, me, sockets)
 
+    def start_again(self) -> None:
+        """Begins a life, unless it lives."""
+        if self.loop is None:
+            self.start()
+
     def kill(self, *, silently: bool = False) -> None:
         """SIGKILL; or the machine loses its power, and nobody hangs up for it."""
         if self.loop is not None:
@@ -171,7 +178,7 @@ class ServerProcess(Daemon):
         loop, around = self.loop, self.around
         assert loop is not None
         service = PsService(
-            load_code=_no_code,
+            load_code=load,
             settings=around.settings,
             task=f"/job:ps/task:{self.index}",
             incarnation=me.incarnation,
@@ -223,10 +230,11 @@ class WorkerProcess(Daemon):
             link,
             on_crash=self._crashed,
             load=partial(self._scripts.load, self.name),
-            prepare=self._scripts.prepare,
+            prepare=cast("Any", self._scripts.prepare),  # what it makes is duck-typed
             clock=loop.time,
             make_executor=partial(VirtualExecutor, loop=loop, duration=around.quick),
             compilations=_COMPILATIONS,
+            find_devices=_one_device,
         )
         self.listen(me, service, None, sockets)
 
@@ -236,14 +244,10 @@ class WorkerProcess(Daemon):
 
 @final
 class ProgramProcess(Process):
-    """The user's program: ``main`` is a coroutine function, called in each life with
-    its loop and a function that makes a link for a HELLO of its own."""
+    """The user's program: ``main`` is a coroutine function. In each life it is called
+    with the loop, and with what makes links for the number of a session."""
 
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        main: Callable[[Any, Callable[..., Link]], Any],
-    ) -> None:
+    def __init__(self, surroundings: Surroundings, main: Main) -> None:
         super().__init__(surroundings, Job.CHIEF, 0)
         self._main = main
 
@@ -263,10 +267,5 @@ class ProgramProcess(Process):
             self.around.blame(self.name, {"message": "program", "exception": error})
 
 
-def _no_code(code: bytes) -> object:
-    raise AssertionError(f"nobody ships {len(code)} bytes of code here")
-
-
-def described(message: Message) -> str:
-    """For a trace."""
-    return type(message).__name__
+def _one_device() -> tuple[str, int]:
+    return "cpu", 1

@@ -27,6 +27,7 @@ from zstrat.wire import StoreEntry, UpdateOp
 
 from ._contract import Saved, Scheduled, Training
 from ._script import DENSE, ScriptedFunction, one_hot
+from ._world import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from ._scenario import Scenario
     from ._script import Scripts
 
-OWN: Final = 12
+OWN: Final = 16
 """Own updates of a session, at most."""
-QUIET: Final = 4.0
-"""Seconds that a program waits at its end, for zombies to wake up."""
+QUIET: Final = 1.0
+"""Seconds that a program waits when all has healed, for zombies that wake up."""
 PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
 PATIENCE: Final = 10.0
@@ -82,7 +83,7 @@ class MemoryPoint:
 
 
 @final
-class Program:
+class TrainingProgram:
     """All sessions of one run.
 
     Args:
@@ -125,7 +126,9 @@ class Program:
             session = TrainingSession(self, coordinator, training)
             try:
                 await session.run()
-            except (PSUnavailableError, DeadlineExceededError, BusyError):
+            except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
+                if "filling it again failed: " in str(error):
+                    training.broken(f"a defect in a restore: {error}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.close()
                 await asyncio.sleep(self._around.world.random.random())
@@ -161,7 +164,7 @@ class TrainingSession:
     """
 
     def __init__(
-        self, program: Program, coordinator: LoopCoordinator, training: Training
+        self, program: TrainingProgram, coordinator: LoopCoordinator, training: Training
     ) -> None:
         self._program, self._scenario = program, program.scenario
         self._coordinator, self._training = coordinator, training
@@ -214,13 +217,13 @@ class TrainingSession:
 
     async def _something_else(self, chance: float) -> None:
         """What a program does now and then."""
-        if chance < 0.12:
+        if chance < 0.25:
             self._update_soon()
-        elif chance < 0.20:
+        elif chance < 0.32:
             await self._steadily(self._read)
-        elif chance < 0.25:
+        elif chance < 0.37:
             await self._join()
-        elif (chance < 0.32 and self._scenario.restores) or chance < 0.34:
+        elif chance < (0.45 if self._scenario.restores else 0.40):
             await self._save()
 
     # ---- steps
@@ -379,7 +382,9 @@ class TrainingSession:
         for task in list(self._updates):
             await task
         await self._settle()
-        await asyncio.sleep(QUIET)
+        loop = asyncio.get_running_loop()
+        left = START + self._scenario.healed_at - loop.time()
+        await asyncio.sleep(max(0.0, left) + QUIET)
         await self._settle()
 
     async def _settle(self) -> None:

@@ -11,6 +11,7 @@ import sys
 import traceback
 import zlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
@@ -23,8 +24,8 @@ from ._process import (
     WorkerProcess,
     settings_with,
 )
-from ._program import Program
-from ._scenario import Scenario, drawn
+from ._program import TrainingProgram
+from ._scenario import Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, Weather, digest_of
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
@@ -41,7 +42,7 @@ _FIRST_PORT: Final = 7000
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SeedVerdict:
     """What came of a seed. ``failure``: why the contract was not kept, or None.
 
     ``trace`` is a digest of all messages and when they arrived: two runs of a seed have
@@ -74,10 +75,10 @@ class Run:
             world, self._network, settings_with(scenario.chunk), self._quick
         )
         self._readers = Readers()
-        self._program: Program
+        self._program: TrainingProgram
         self._processes = {each.name: each for each in self._made()}
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SeedVerdict:
         """Lets it happen."""
         failure = None
         try:
@@ -94,7 +95,7 @@ class Run:
             failure = "; ".join(self._around.defects[:3])
         for process in self._processes.values():
             process.kill(silently=True)
-        return Verdict(
+        return SeedVerdict(
             self._scenario.seed,
             failure,
             self._trace,
@@ -116,7 +117,7 @@ class Run:
             yield ServerProcess(around, "ps", index, address)
         for index, address in enumerate(workers):
             yield WorkerProcess(around, index, address, scripts)
-        self._program = Program(
+        self._program = TrainingProgram(
             around, scenario, scripts, self._readers, (ps, workers), self._end
         )
         yield ProgramProcess(around, self._program.main)
@@ -160,7 +161,7 @@ class Run:
             case "kill" | "power":
                 silently = kind == "power"
                 self._at(begin, fault, lambda: process.kill(silently=silently))
-                self._world.at(end, lambda: process.is_alive or process.start())
+                self._world.at(end, process.start_again)
             case "freeze":
                 self._at(begin, fault, process.freeze)
                 self._world.at(end, process.thaw)
@@ -199,25 +200,25 @@ class Run:
             self._told(f"{self._world.now - START:10.6f} {source} -> {target} {frames}")
 
 
-def run_seed(seed: int, told: Callable[[str], None] | None = None) -> Verdict:
+def run_seed(seed: int, told: Callable[[str], None] | None = None) -> SeedVerdict:
     """Runs the scenario of a seed.
 
     Args:
         told: Told of each fault and each message, as it happens.
     """
-    return run_scenario(drawn(seed), told)
+    return run_scenario(scenario_of(seed), told)
 
 
 def run_scenario(
     scenario: Scenario, told: Callable[[str], None] | None = None
-) -> Verdict:
+) -> SeedVerdict:
     """Runs a scenario that may have been made by hand."""
     with _alone(scenario), _buried():
         try:
             return Run(scenario, told).verdict()
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
-            return Verdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
+            return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
 
 
 @contextlib.contextmanager
@@ -244,13 +245,15 @@ def _buried() -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(scenario: Scenario) -> Iterator[None]:
     """What is of the whole process begins anew for a run: numbers that are counted on,
-    the collector of memory, and the limit from which on a server computes on its
-    thread. Nothing is logged."""
+    the time of day in errors, the collector of memory, and the limit from which on a
+    server computes on its thread. Nothing is logged."""
     log = logging.getLogger("zstrat")
     level, was_collecting = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
     gc.disable()
-    patches = [
+    clock = SimpleNamespace(gmtime=lambda since: since, strftime=lambda *_: "then")
+    patches: list[Any] = [
+        mock.patch("zstrat.wire._session.time", clock),
         mock.patch("zstrat.transport._link._NUMBERS", itertools.count(1)),
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)

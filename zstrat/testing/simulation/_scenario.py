@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, final
 
-FAULTS_UNTIL: Final = 6.0
-"""Seconds in which faults begin. All have healed, and every process lives again,
-`LONGEST` seconds later."""
-LONGEST: Final = 5.0
+LONGEST: Final = 4.0
+"""Seconds that a fault lasts at most."""
 
 
 class Fault(NamedTuple):
     """``kind`` befalls ``target`` (and ``other``, of a path) at ``at``, for ``length``
-    seconds."""
+    seconds.
+
+    Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
+    hangs up), "freeze" (SIGSTOP), "reset" (the connections of the two break), "cut"
+    (nothing gets through, and nobody is told; if it is long, in one direction alone),
+    "slow".
+    """
 
     at: float
     kind: str
@@ -34,6 +38,7 @@ class Scenario:
     pace: float
     """Seconds between two calls of the program, in the mean."""
     by_rows: bool
+    """Steps look rows up, and push rows, besides."""
     reads_ahead: bool
     prefetch: int
     in_flight: int | None
@@ -46,35 +51,34 @@ class Scenario:
     work: float
     """Seconds of a short piece of work, in the mean."""
     chunk: int
+    """Bytes above which a body travels in pieces."""
     restores: bool
+    """``on_ps_loss="restore"``; else "raise"."""
     fails: frozenset[int]
+    """Steps whose function raises."""
     faults: tuple[Fault, ...]
 
     @property
-    def names(self) -> list[str]:
-        """Of all processes."""
-        return _names(self.workers, self.servers)
+    def healed_at(self) -> float:
+        """Seconds after which no fault is left."""
+        return max((fault.at + fault.length for fault in self.faults), default=0.0)
 
 
-def _names(workers: int, servers: int) -> list[str]:
-    daemons = [f"worker{i}" for i in range(workers)] + [
-        f"ps{i}" for i in range(servers)
-    ]
-    return [*daemons, "chief0"]
-
-
-def drawn(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
-    """The scenario of a seed."""
+def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
+    """The scenario of a seed. It has a theme: faults of all kinds, workers that wake up
+    when their steps are over, lost servers, or lines that break often."""
     chance = random.Random(f"scenario {seed}")
-    steps = chance.randint(12, 40)
-    fails = chance.sample(range(steps), chance.choice([0, 0, 0, 1, 2]))
-    restores = chance.random() < 0.4
+    theme = chance.choice(["mixed", "zombies", "losses", "lines"])
+    steps, pace = chance.randint(12, 40), chance.choice([0.005, 0.03, 0.1])
+    fails = chance.choice([1, 2, 3] if theme == "zombies" else [0, 0, 1, 2])
+    restores = theme == "losses" or chance.random() < 0.25
+    fate = _Fate(chance, workers, servers, restores, 0.4 + 1.1 * steps * pace)
     return Scenario(
         seed,
         workers,
         servers,
         steps,
-        pace=chance.choice([0.02, 0.1, 0.25]),
+        pace,
         by_rows=chance.random() < 0.3,
         reads_ahead=chance.random() < 0.5,
         prefetch=chance.choice([0, 1, 2]),
@@ -85,29 +89,99 @@ def drawn(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         work=chance.choice([1e-4, 2e-3, 2e-2]),
         chunk=chance.choice([100, 2**20]),
         restores=restores,
-        fails=frozenset(fails),
-        faults=_faults(chance, _names(workers, servers), restores),
+        fails=frozenset(chance.sample(range(steps), fails)),
+        faults=fate.faults(theme),
     )
 
 
-def _faults(
-    chance: random.Random, names: list[str], restores: bool
-) -> tuple[Fault, ...]:
-    count = chance.choice([0, 1, 1, 2, 2, 3, 4, 6])
-    found = [_fault(chance, names, restores) for _ in range(count)]
-    return tuple(sorted(found))
+@final
+class _Fate:
+    """Draws faults that begin before ``until``, in seconds."""
 
+    def __init__(
+        self,
+        chance: random.Random,
+        workers: int,
+        servers: int,
+        restores: bool,
+        until: float,
+    ) -> None:
+        self._chance, self._restores, self._until = chance, restores, until
+        self._workers = [f"worker{index}" for index in range(workers)]
+        self._servers = [f"ps{index}" for index in range(servers)]
 
-def _fault(chance: random.Random, names: list[str], restores: bool) -> Fault:
-    at = chance.uniform(0.0, FAULTS_UNTIL)
-    length = chance.choice([0.01, 0.2, 1.0, 2.5, LONGEST]) * chance.uniform(0.5, 1.0)
-    kind = chance.choice(["kill", "kill", "power", "freeze", "reset", "cut", "slow"])
-    target, other = chance.sample(names, 2)
-    if kind in ("kill", "power"):
-        if target == "chief0" and chance.random() < 0.5:
-            target = other
-        if target.startswith("ps") and not restores and chance.random() < 0.6:
-            kind = "freeze"
-    if kind in ("reset", "cut", "slow") and target.startswith("worker"):
-        other = chance.choice([n for n in names if not n.startswith("worker")])
-    return Fault(at, kind, target, other, length)
+    def faults(self, theme: str) -> tuple[Fault, ...]:
+        """Of a scenario with that theme."""
+        count, draw = {
+            "mixed": ([0, 1, 2, 3, 5], self._any),
+            "zombies": ([2, 3, 4], self._absence),
+            "losses": ([1, 2, 3], self._loss),
+            "lines": ([3, 6, 10], self._break),
+        }[theme]
+        found = [draw() for _ in range(self._chance.choice(count))]
+        found += [self._any() for _ in range(self._chance.choice([0, 0, 1]))]
+        if theme == "zombies":
+            found += self._late_push()
+        if theme == "losses" and self._chance.random() < 0.5:
+            found.append(self._absence())
+        return tuple(sorted(found))
+
+    def _late_push(self) -> list[Fault]:
+        """A worker that dies while what it has sent to a server is on its way, and is
+        there for long."""
+        at, worker = self._begin(), self._chance.choice(self._workers)
+        away, death = self._chance.uniform(1.0, 1.7), self._chance.uniform(0.02, 0.3)
+        return [
+            *[Fault(at, "cut", worker, server, away) for server in self._servers],
+            Fault(at + death, "kill", worker, "chief0", 2.0),
+        ]
+
+    def _any(self) -> Fault:
+        draw = self._chance.choice([self._death, self._freeze, self._break])
+        return draw()
+
+    def _absence(self) -> Fault:
+        """A worker that the program gives up, and that does not know."""
+        length = self._chance.uniform(2.0, LONGEST)
+        worker = self._chance.choice(self._workers)
+        kind = self._chance.choice(["freeze", "freeze", "cut"])
+        return Fault(self._begin(), kind, worker, "chief0", length)
+
+    def _loss(self) -> Fault:
+        """A server that comes back empty."""
+        kind = self._chance.choice(["kill", "power"])
+        server, at = self._chance.choice(self._servers), 0.15 + self._begin()
+        return Fault(at, kind, server, "chief0", self._length())
+
+    def _death(self) -> Fault:
+        """Of a worker, mostly."""
+        kind = self._chance.choice(["kill", "power"])
+        who = self._chance.random()
+        target = self._chance.choice(self._workers)
+        if who < 0.2:
+            target = "chief0"
+        elif who < (0.6 if self._restores else 0.3):
+            target = self._chance.choice(self._servers)
+        return Fault(self._begin(), kind, target, "chief0", self._length())
+
+    def _freeze(self) -> Fault:
+        all_names = [*self._workers, *self._servers, "chief0"]
+        target = self._chance.choice(all_names)
+        return Fault(self._begin(), "freeze", target, "chief0", self._length())
+
+    def _break(self) -> Fault:
+        """Of the lines between two that talk to each other."""
+        kind = self._chance.choice(["reset", "reset", "cut", "slow"])
+        target, other = self._chance.choice(self._workers), "chief0"
+        if self._chance.random() < 0.6:
+            other = self._chance.choice(self._servers)
+            if self._chance.random() < 0.5:
+                target = "chief0"
+        return Fault(self._begin(), kind, target, other, self._length())
+
+    def _begin(self) -> float:
+        return self._chance.uniform(0.0, self._until)
+
+    def _length(self) -> float:
+        longest = self._chance.choice([0.01, 0.1, 0.7, 2.0, LONGEST])
+        return longest * self._chance.uniform(0.5, 1.0)

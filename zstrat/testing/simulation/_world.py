@@ -295,6 +295,9 @@ class VirtualLoop:
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[Any]:
+        if self._is_over:  # what dies may wish for anything, and gets nothing
+            coroutine.close()
+            return cast("asyncio.Task[Any]", VirtualFuture(self._as_loop))
         task = VirtualTask(coroutine, self._as_loop, name, context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

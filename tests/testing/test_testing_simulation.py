@@ -1,0 +1,115 @@
+"""A cluster on virtual time: seeds keep the contract, and broken copies do not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zstrat.testing.simulation import (
+    MUTATIONS,
+    Fault,
+    Scenario,
+    mutated,
+    run_scenario,
+    run_seed,
+    scenario_of,
+)
+from zstrat.testing.simulation.__main__ import main, seeds_in
+
+REPLAYED = (3, 11, 22, 41)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_seeds_keep_the_contract(first):
+    failed = {
+        verdict.seed: verdict.failure
+        for verdict in map(run_seed, range(first, first + 10))
+        if verdict.failure is not None
+    }
+    assert not failed, "python -m zstrat.testing.simulation SEED --tell"
+
+
+def test_a_seed_replays_to_the_same_event():
+    told, again = [], []
+    seed = REPLAYED[0]
+    assert run_seed(seed, told.append) == run_seed(seed, again.append)
+    assert told == again
+    assert run_seed(seed).trace != run_seed(seed + 1).trace
+
+
+def test_a_seed_is_the_same_in_every_process():
+    """Whatever the addresses and hashes of things are there."""
+    program = (
+        "from zstrat.testing.simulation import run_seed\n"
+        f"print([run_seed(seed).trace for seed in {REPLAYED}])"
+    )
+    hashes = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONHASHSEED": hashes},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ran.stdout.strip() == str([run_seed(seed).trace for seed in REPLAYED])
+
+
+CAUGHT = {}
+"""A seed that catches it, by the name of the mutation."""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_copy_is_caught(name):
+    seed = CAUGHT[name]
+    assert run_seed(seed).failure is None
+    with mutated(name):
+        assert run_seed(seed).failure is not None
+    assert run_seed(seed).failure is None
+
+
+def scenario(seed, *faults, **changes):
+    quiet = {
+        "workers": 3,
+        "servers": 3,
+        "steps": 17,
+        "pace": 0.25,
+        "by_rows": False,
+        "reads_ahead": False,
+        "prefetch": 1,
+        "in_flight": 8,
+        "capacity": 500,
+        "threaded": False,
+        "delay": 0.005,
+        "work": 0.02,
+        "chunk": 2**20,
+        "restores": False,
+        "fails": frozenset(),
+    }
+    return Scenario(seed, **{**quiet, **changes}, faults=faults)
+
+
+def test_without_faults_each_step_runs_once():
+    verdict = run_scenario(scenario(1))
+    assert verdict.failure is None
+    assert verdict.steps == 17
+
+
+def test_a_checkpoint_ends_though_a_lost_step_comes_back_while_all_rests():
+    """It was never handed out again: what came back beside it, and had not begun, was
+    due before, and waits for the end of the checkpoint."""
+    killed = Fault(3.895151720051831, "kill", "worker0", "ps0", 2.2078140894717997)
+    verdict = run_scenario(scenario(360, killed, fails=frozenset({0, 2})))
+    assert verdict.failure is None
+
+
+def test_a_scenario_can_be_larger():
+    assert run_scenario(scenario_of(5, workers=6, servers=5)).failure is None
+
+
+def test_many_seeds_from_a_shell(capsys):
+    assert seeds_in("7") == range(7, 8)
+    assert seeds_in("10-20") == range(10, 20)
+    assert main(["3", "--tell"]) == 0
+    assert "1 seeds" in capsys.readouterr().out.splitlines()[-1]

@@ -1,0 +1,87 @@
+"""Runs many seeds on all cores, and says which ones did not keep the contract.
+
+python -m zstrat.testing.simulation 0-2000
+python -m zstrat.testing.simulation 1234 --tell
+python -m zstrat.testing.simulation 0-200 --mutation "the ledger forgets"
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from ._mutations import MUTATIONS, mutated
+from ._run import run_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ._run import SeedVerdict
+
+AT_ONCE: Final = 10
+"""Seeds that a process is given at a time."""
+
+
+def seeds_in(text: str) -> range:
+    """``"7"``, or ``"0-2000"`` without its end.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    first, dash, end = text.partition("-")
+    return range(int(first), int(end) if dash else int(first) + 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 if all seeds kept the contract."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zstrat.testing.simulation", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("seeds", type=seeds_in, help="7, or 0-2000 (without its end)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--mutation", choices=MUTATIONS, help="break zstrat like that")
+    parser.add_argument("--tell", action="store_true", help="print each message")
+    given = parser.parse_args(arguments)
+    if given.tell:
+        verdicts: Iterator[SeedVerdict] = map(
+            partial(run_seed, told=print), given.seeds
+        )
+        with mutated(given.mutation) if given.mutation else contextlib.nullcontext():
+            return _report(verdicts, given.mutation)
+    spawning = multiprocessing.get_context("spawn")
+    with spawning.Pool(given.processes) as pool:
+        work = partial(_verdict, given.mutation)
+        return _report(pool.imap(work, given.seeds, AT_ONCE), given.mutation)
+
+
+def _verdict(mutation: str | None, seed: int) -> SeedVerdict:
+    with mutated(mutation) if mutation else contextlib.nullcontext():
+        return run_seed(seed)
+
+
+def _report(verdicts: Iterator[SeedVerdict], mutation: str | None) -> int:
+    began, count, steps, failed = time.monotonic(), 0, 0, []
+    for verdict in verdicts:
+        count, steps = count + 1, steps + verdict.steps
+        if verdict.failure is not None:
+            failed.append(verdict.seed)
+            print(f"seed {verdict.seed}: {verdict.failure}", flush=True)
+    took = time.monotonic() - began
+    print(
+        f"{count} seeds, {steps} steps ran, {len(failed)} seeds failed, {took:.0f} s "
+        f"({count / max(took, 1e-9):.1f} seeds/s)"
+    )
+    if failed:
+        more = "" if mutation is None else f' --mutation "{mutation}"'
+        again = f"python -m zstrat.testing.simulation {failed[0]} --tell{more}"
+        print(f"see what happens: {again}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
