@@ -101,7 +101,11 @@ class Copies:
 
     async def ask(self, message, service=None, peer=None):
         """The answer; waits for it if need be."""
-        answer = (service or self.primary).handle(peer or self.chief, message)
+        return await self.outcome(
+            (service or self.primary).handle(peer or self.chief, message)
+        )
+
+    async def outcome(self, answer):
         if answer is None or not hasattr(answer, "__await__"):
             return answer
         async with asyncio.timeout(60):
