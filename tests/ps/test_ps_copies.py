@@ -368,6 +368,24 @@ async def test_a_backup_that_differs_is_never_the_primary(copies, caplog):
         await copies.promote()
 
 
+async def test_a_backup_that_falls_behind_holds_its_primary_up(copies):
+    """It takes so many bytes into its memory, and then says no more that it has."""
+    size = 3 * 2**20
+    await copies.ask(create(5, size=size))
+    await copies.attach()
+    copies.gate.clear()
+    await copies.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+    answers = [later(copies, push(step, 5, size=size)) for step in range(6)]
+    await turns()
+    assert 2 <= sum(answer.done() for answer in answers) <= 4
+    copies.gate.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*answers)
+    await copies.promote()
+    (value,) = (await copies.ask(pull(5), copies.backup)).arrays
+    assert (value == 6).all()
+
+
 async def test_what_is_added_on_its_way_comes_again_if_there_is_a_backup_now(copies):
     """It has kept no operand that could be forwarded."""
     size = 2**20
