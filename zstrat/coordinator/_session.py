@@ -20,7 +20,7 @@ from zstrat.wire import Job
 
 from ._cluster import Cluster
 from ._servers import ParameterServers, session_of
-from .connecting import hail, open_sessions
+from .connecting import hail, known_servers, known_workers, open_sessions
 from .replication import check_replicas
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class ClusterSession:
             VersionMismatchError, PermissionDeniedError: A task will never take us.
         """
         session = new_incarnation()
-        ps, workers = _parameter_servers(spec), _workers(spec)
+        ps, workers = known_servers(spec), known_workers(spec)
         check_replicas(replicas, len(ps), settings.keys)
         make = make_link or _links(Job.CHIEF, 0, session, settings)
 
@@ -144,7 +144,7 @@ class ClusterSession:
         Raises:
             ValueError, DeadlineExceededError, BusyError: As `connect`.
         """
-        session, ps = new_incarnation(), _parameter_servers(spec)
+        session, ps = new_incarnation(), known_servers(spec)
         make = make_link or _links(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
@@ -175,7 +175,7 @@ class ClusterSession:
         Raises:
             DeadlineExceededError: There is no such program, or a ps does not answer.
         """
-        ps = _parameter_servers(spec)
+        ps = known_servers(spec)
         me = new_incarnation()
         make = make_link or _links(Job.WORKER, index, me, settings)
 
@@ -471,25 +471,6 @@ def _connected(
         portal.close()
         raise
     return ClusterSession(opened, portal, settings)
-
-
-def _parameter_servers(spec: ClusterSpec) -> list[str]:
-    """Their addresses: a variable names its server by its place here."""
-    indices = spec.task_indices("ps")
-    if indices != list(range(len(indices))):
-        raise ValueError(
-            f"the cluster has the parameter servers {indices}: number ps from 0 "
-            "without gaps, all programs of a cluster must know all of them; only "
-            "workers may be left out"
-        )
-    return [spec.task_address("ps", index) for index in indices]
-
-
-def _workers(spec: ClusterSpec) -> dict[int, str]:
-    return {
-        index: spec.task_address("worker", index)
-        for index in spec.task_indices("worker")
-    }
 
 
 def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:

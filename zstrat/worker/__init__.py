@@ -4,6 +4,8 @@ from ._closure import Costs as Costs
 from ._closure import Do as Do
 from ._executor import Executor as Executor
 from ._pipeline import Pipeline as Pipeline
+from ._server_links import ServerLinks as ServerLinks
+from ._server_links import ServerPresence as ServerPresence
 from ._service import WorkerService as WorkerService
 from ._step_output import Hear as Hear
 from ._step_output import Listen as Listen

@@ -16,6 +16,8 @@ from zstrat.errors import DeadlineExceededError, UnavailableError, ZstratError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.cluster import ClusterSpec
+
     from ._task_session import MakeTaskLink, TaskLink
 
 log = logging.getLogger("zstrat.coordinator")
@@ -229,3 +231,22 @@ async def hail(
 
 def _ignored(_: object) -> None:
     pass
+
+
+def known_servers(spec: ClusterSpec) -> list[str]:
+    """Their addresses: a variable names its server by its place here."""
+    indices = spec.task_indices("ps")
+    if indices != list(range(len(indices))):
+        raise ValueError(
+            f"the cluster has the parameter servers {indices}: number ps from 0 "
+            "without gaps, all programs of a cluster must know all of them; only "
+            "workers may be left out"
+        )
+    return [spec.task_address("ps", index) for index in indices]
+
+
+def known_workers(spec: ClusterSpec) -> dict[int, str]:
+    return {
+        index: spec.task_address("worker", index)
+        for index in spec.task_indices("worker")
+    }
