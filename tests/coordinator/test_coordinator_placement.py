@@ -6,17 +6,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zstrat.coordinator.replication._placement import (
+from zstrat.coordinator.replication import (
     Attach,
     Copy,
+    CopyPhase,
     Detach,
     Drop,
     Host,
     Lose,
-    Phase,
-    Placement,
     Promote,
     Serve,
+    StorePlacement,
 )
 
 
@@ -41,7 +41,7 @@ class Stores(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         homes = [f"home{n}" for n in range(self.count)]
-        self.placement = Placement(homes)
+        self.placement = StorePlacement(homes)
         self.up, self.lives = [True] * self.count, [0] * self.count
         self.memory = [
             {n: Held(n, 1, homes[n], is_primary=True)} for n in range(self.count)
@@ -256,11 +256,11 @@ class Stores(RuleBasedStateMachine):
         assert not self.asked
         for store in self.placement.stores:
             number = store.number
-            if store.phase is Phase.EMPTY:
+            if store.phase is CopyPhase.EMPTY:
                 assert number in self.lost
                 assert not any(self._serves(number, memory) for memory in self.memory)
                 continue
-            assert store.phase is Phase.PAIRED, store
+            assert store.phase is CopyPhase.PAIRED, store
             assert number not in self.lost
             primary = self.at(self.lines[number], number)
             assert primary.is_primary
@@ -288,7 +288,7 @@ TestStores.settings = settings(
 
 
 def test_each_store_gets_its_backup_in_the_next_process():
-    placement = Placement(["a", "b", "c"])
+    placement = StorePlacement(["a", "b", "c"])
     for number in range(3):
         assert placement.joined(number, 0) == []
     orders = placement.start()

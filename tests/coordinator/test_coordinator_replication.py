@@ -285,20 +285,17 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
 def test_both_copies_lost_are_said_and_those_that_return_are_found(world):
     world.connect()
     coordinator = world.coordinator()
-    for process in world.ps:
-        world.on_loop(process.kill)
+    world.on_loop(lambda: [process.kill() for process in world.ps])
     world.until(lambda: world.session.cluster.broken is not None)
     with pytest.raises(PSUnavailableError) as caught:
         coordinator.schedule(good)
     assert not caught.value.lost
-    for process in world.ps:
-        world.on_loop(process.come_back, same=True)
+    world.on_loop(lambda: [process.come_back(same=True) for process in world.ps])
     world.until(world.paired)
     world.until(lambda: world.session.cluster.broken is None)
     assert coordinator.schedule(good).fetch() == 1
-    for process in world.ps:
-        world.on_loop(process.kill)
-        world.on_loop(process.come_back)
+    world.on_loop(lambda: [process.kill() for process in world.ps])
+    world.on_loop(lambda: [process.come_back() for process in world.ps])
     world.until(lambda: world.session.cluster.broken is not None)
     with pytest.raises(PSUnavailableError) as caught:
         _add(world, 0)

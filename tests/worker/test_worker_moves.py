@@ -10,7 +10,7 @@ from zstrat.errors import ProtocolError
 from zstrat.ps import PsClient, PsUpdate
 from zstrat.testing import FakeLink
 from zstrat.wire import Done, Hello, MoveServer, Push, Pushed, UpdateOp
-from zstrat.worker._server_links import ServerLinks, ServerPresence
+from zstrat.worker import ServerLinks, ServerPresence
 
 ADD = [PsUpdate(0, 1, UpdateOp.ADD, 0, (np.ones(2),))]
 

@@ -7,7 +7,7 @@ import pytest
 
 from zstrat.errors import PeerLostError
 from zstrat.wire import Hello
-from zstrat.worker._server_links import ServerPresence
+from zstrat.worker import ServerPresence
 
 FIRST, SECOND = (Hello(1, "ps", 0, life, "here", 1) for life in (1, 2))
 SILENT = PeerLostError("ps:0", "it was silent")

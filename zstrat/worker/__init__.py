@@ -6,6 +6,8 @@ from ._executor import Executor as Executor
 from ._executor import StepSource as StepSource
 from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline
+from ._server_links import ServerLinks as ServerLinks
+from ._server_links import ServerPresence as ServerPresence
 from ._service import Compilations as Compilations
 from ._service import WorkerService as WorkerService
 from ._step_output import Hear as Hear

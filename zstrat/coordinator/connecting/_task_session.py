@@ -19,7 +19,8 @@ import asyncio
 import logging
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from zstrat.errors import (
     BusyError,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from zstrat.ps import ServerLine
 
 log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
@@ -135,8 +138,7 @@ class TaskSession:
         grace: Seconds that a task with one life has to return after its link lost it.
         turn: Seconds after which `wait_ready` gives up while another coordinator has
             the task; it is asked further on.
-        moves: What the task held may be elsewhere when it is lost: whoever waits for
-            it goes on to wait, until `move` or `give_up`.
+        moves: What it held may be elsewhere: who waits does so to `move` or `give_up`.
         objection: Why a task that greets, or has opened the session, is not taken.
     """
 
@@ -171,7 +173,7 @@ class TaskSession:
         self.gone = False
         """What the task held of ours is lost for certain."""
         self.lives_on = False
-        """The task was lost to its connection alone: the process is the same."""
+        """It was lost to its connection alone: the process is the same."""
         self.is_moved = False
         """It leaves because it enters another session of ours: `renew`."""
         self._opening, self._events, self._one_life = opening, events, one_life
@@ -197,7 +199,7 @@ class TaskSession:
         self._asked: asyncio.Future[Message] | None = None
         self._entered: asyncio.Event = asyncio.Event()
         self._closed = False
-        self._make_link, self._expect = make_link, (job, task)
+        self._make_link, self._expect, self._place = make_link, (job, task), 0
         self.link = self._new_link()
 
     @property
@@ -282,12 +284,8 @@ class TaskSession:
             self._ask()
 
     def move(self, address: str, *, is_empty: bool = False) -> None:
-        """Goes on at another address, where all is that the task held. Nothing is told
-        but that it is ready there.
-
-        Args:
-            is_empty: Nothing is there; it is entered behind `renew`.
-        """
+        """Goes on at another address, where all is that the task held; ``is_empty``:
+        where nothing is, and which is entered behind `renew`."""
         if self._closed:
             return
         self._stop_asking()
@@ -330,17 +328,23 @@ class TaskSession:
         await self.link.close()
 
     def _new_link(self) -> TaskLink:
+        self._place += 1
         return self._make_link(
             self.address,
             name=self.name,
             expect=self._expect,
-            on_notice=self._heard,
-            on_open=self._greeted,
-            on_lost=self._lost,
+            on_notice=partial(self._told, self._place, self._heard),
+            on_open=partial(self._told, self._place, self._greeted),
+            on_lost=partial(self._told, self._place, self._lost),
         )
 
+    def _told(self, place: int, told: Callable[[T], None], what: T) -> None:
+        """What the link to an earlier address has to say is of nobody's interest."""
+        if place == self._place:
+            told(what)
+
     async def _go_on(self, before: TaskLink, moving: asyncio.Task[None] | None) -> None:
-        link = self.link
+        link = self.link  # a later move has another one
         if moving is not None:
             await moving
         await before.close()
@@ -352,10 +356,7 @@ class TaskSession:
             link.start()
 
     async def _connected(self, deadline: float) -> None:
-        """Waits until the link of then is open.
-
-        Raises: As `TaskLink.wait_open`.
-        """
+        """Waits until the link of then is open; raises as `TaskLink.wait_open`."""
         while True:
             if self._moving is not None:
                 await asyncio.wait([self._moving])

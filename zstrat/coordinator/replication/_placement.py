@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -107,7 +107,7 @@ Asked = Host | Attach | Detach | Promote
 PlacementOrder = Asked | Drop | Serve | Lose
 
 
-class Phase(enum.Enum):
+class CopyPhase(enum.Enum):
     """What is asked for a store now."""
 
     ALONE = "alone"
@@ -119,14 +119,18 @@ class Phase(enum.Enum):
     EMPTY = "empty"
 
 
+_HAVING: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
+"""The primary has a backup, or fills it."""
+
+
 @dataclass(slots=True, eq=False)
-class Placed:
-    """Where one store is. Only `Placement` changes it."""
+class StorePlace:
+    """Where one store is. Only `StorePlacement` changes it."""
 
     number: int
     primary: Copy
     view: int = 1
-    phase: Phase = Phase.ALONE
+    phase: CopyPhase = CopyPhase.ALONE
     backup: Copy | None = None
     """While it is hosted its address is not known yet."""
     is_lost: bool = False
@@ -145,7 +149,7 @@ class _Process:
 
 
 @final
-class Placement:
+class StorePlacement:
     """That of all stores: of store ``i`` at first in process ``i``.
 
     Args:
@@ -155,7 +159,7 @@ class Placement:
     def __init__(self, addresses: Sequence[str]) -> None:
         self._processes = [_Process(address) for address in addresses]
         self.stores = [
-            Placed(number, Copy(number, 0, address))
+            StorePlace(number, Copy(number, 0, address))
             for number, address in enumerate(addresses)
         ]
         self.failovers = 0
@@ -165,7 +169,7 @@ class Placement:
     @property
     def without_backup(self) -> int:
         """How many stores have no second copy that has all."""
-        return sum(store.phase is not Phase.PAIRED for store in self.stores)
+        return sum(store.phase is not CopyPhase.PAIRED for store in self.stores)
 
     def start(self) -> list[PlacementOrder]:
         """All stores are served where they belong, by processes that are there."""
@@ -180,7 +184,7 @@ class Placement:
         nothing is decided. Views go on."""
         self._is_started = False
         for store in self.stores:
-            store.phase, store.backup, store.is_lost = Phase.ALONE, None, False
+            store.phase, store.backup, store.is_lost = CopyPhase.ALONE, None, False
             store.view += 1
             home = self._processes[store.number]
             store.primary = Copy(store.number, home.life, home.address)
@@ -227,7 +231,7 @@ class Placement:
     def backup_lost(self, number: int, view: int, reason: str) -> list[PlacementOrder]:
         """The primary says so of the backup that it has in this view."""
         store = self.stores[number]
-        if store.view != view or store.phase not in (Phase.ATTACHING, Phase.PAIRED):
+        if store.view != view or store.phase not in _HAVING:
             return []
         self._refused_by_backup(store)
         return self._detach(store, reason)
@@ -239,23 +243,23 @@ class Placement:
     ) -> list[PlacementOrder]:
         """The process keeps an empty copy there."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, Phase.HOSTING):
+        if not self._is_of_now(order, CopyPhase.HOSTING):
             return [Drop(store.number, store.view, order.process)]
         life = self._processes[order.process].life
         store.backup = Copy(order.process, life, address, incarnation)
-        store.phase = Phase.ATTACHING
+        store.phase = CopyPhase.ATTACHING
         return [Attach(store.number, store.view, store.backup)]
 
     def attached(self, order: Attach) -> list[PlacementOrder]:
         """The backup has all."""
-        if self._is_of_now(order, Phase.ATTACHING):
-            self.stores[order.store].phase = Phase.PAIRED
+        if self._is_of_now(order, CopyPhase.ATTACHING):
+            self.stores[order.store].phase = CopyPhase.PAIRED
         return []
 
     def detached(self, order: Detach) -> list[PlacementOrder]:
         """The primary goes on alone."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, Phase.DETACHING):
+        if not self._is_of_now(order, CopyPhase.DETACHING):
             return []
         backup, store.backup = store.backup, None
         orders: list[PlacementOrder] = []
@@ -266,7 +270,7 @@ class Placement:
     def promoted(self, order: Promote) -> list[PlacementOrder]:
         """The backup is the primary."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, Phase.PROMOTING):
+        if not self._is_of_now(order, CopyPhase.PROMOTING):
             return []
         former, store.primary, store.backup = store.primary, order.backup, None
         self.failovers += 1
@@ -283,15 +287,15 @@ class Placement:
             return []
         store.reason = reason
         match store.phase:
-            case Phase.HOSTING:
+            case CopyPhase.HOSTING:
                 return self._not_hosted(store)
-            case Phase.ATTACHING:
+            case CopyPhase.ATTACHING:
                 self._refused_by_backup(store)
                 return self._detach(store, reason)
-            case Phase.PROMOTING:
+            case CopyPhase.PROMOTING:
                 store.backup = None
                 return self._detach_or_lose(store, reason)
-            case Phase.DETACHING:
+            case CopyPhase.DETACHING:
                 return self._promote_or_lose(store, reason)
             case _:
                 return []
@@ -302,7 +306,7 @@ class Placement:
         if store.view != order.view or not self._is_started:
             return []
         if isinstance(order, Host):
-            return self._not_hosted(store) if store.phase is Phase.HOSTING else []
+            return self._not_hosted(store) if store.phase is CopyPhase.HOSTING else []
         store.reason = reason
         return [order]
 
@@ -319,7 +323,7 @@ class Placement:
 
     # ---- private ---------------------------------------------------------------------
 
-    def _is_of_now(self, order: Asked, phase: Phase) -> bool:
+    def _is_of_now(self, order: Asked, phase: CopyPhase) -> bool:
         store = self.stores[order.store]
         return self._is_started and (store.view, store.phase) == (order.view, phase)
 
@@ -334,138 +338,141 @@ class Placement:
             and self._processes[copy.process].is_there
         )
 
-    def _returned(self, store: Placed, number: int) -> Iterator[PlacementOrder]:
+    def _returned(self, store: StorePlace, number: int) -> Iterator[PlacementOrder]:
         """A process is here that may have copies of the store."""
         primary, backup = store.primary, store.backup
         if primary.process == number:
             if not self._lives(primary):
                 yield from self._primary_emptied(store)
-            elif store.phase is Phase.PROMOTING and not self._is_there(backup):
+            elif store.phase is CopyPhase.PROMOTING and not self._is_there(backup):
                 yield from self._detach(store, store.reason)
         elif backup is not None and backup.process == number:
             if not self._lives(backup):
                 yield from self._backup_emptied(store)
-            elif store.phase is Phase.PROMOTING:
+            elif store.phase is CopyPhase.PROMOTING:
                 yield from self._promote(store, store.reason)
         else:
             yield Drop(store.number, store.view, number)
 
-    def _primary_emptied(self, store: Placed) -> Iterator[PlacementOrder]:
+    def _primary_emptied(self, store: StorePlace) -> Iterator[PlacementOrder]:
         """Its process begins anew. What it has said in this life is of no store."""
         number = store.primary.process
-        if store.phase is Phase.PROMOTING and self._lives(store.backup):
+        if store.phase is CopyPhase.PROMOTING and self._lives(store.backup):
             pass  # the backup is asked already, or when it is back
-        elif store.phase in (Phase.ATTACHING, Phase.PAIRED):
+        elif store.phase in _HAVING:
             yield from self._primary_lost(store, "it was started again")
         else:
-            store.backup = store.backup if store.phase is Phase.PROMOTING else None
+            store.backup = store.backup if store.phase is CopyPhase.PROMOTING else None
             yield from self._lose(store, "it was started again")
         yield Drop(store.number, store.view, number)
 
-    def _backup_emptied(self, store: Placed) -> Iterator[PlacementOrder]:
+    def _backup_emptied(self, store: StorePlace) -> Iterator[PlacementOrder]:
         reason = "the process of its backup was started again"
         assert store.backup is not None, store
         yield Drop(store.number, store.view, store.backup.process)
-        if store.phase is Phase.PROMOTING:
+        if store.phase is CopyPhase.PROMOTING:
             store.backup = None
             yield from self._detach_or_lose(store, reason)
-        elif store.phase is Phase.HOSTING:
+        elif store.phase is CopyPhase.HOSTING:
             yield from self._not_hosted(store, unwilling=False)
-        elif store.phase in (Phase.ATTACHING, Phase.PAIRED):
+        elif store.phase in _HAVING:
             yield from self._detach(store, reason)
 
-    def _primary_lost(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _primary_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         store.reason = reason
         match store.phase:
-            case Phase.ATTACHING | Phase.PAIRED if self._is_there(store.backup):
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED if self._is_there(store.backup):
                 return self._promote(store, reason)
-            case Phase.PROMOTING if not self._is_there(store.backup):
+            case CopyPhase.PROMOTING if not self._is_there(store.backup):
                 return self._tell(store, reason)
-            case Phase.PROMOTING | Phase.EMPTY:
+            case CopyPhase.PROMOTING | CopyPhase.EMPTY:
                 return []
-            case Phase.DETACHING:
+            case CopyPhase.DETACHING:
                 return self._tell(store, reason)
             case _:
                 store.backup = None
                 return [*self._tell(store, reason), *self._detach(store, reason)]
 
-    def _backup_away(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _backup_away(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         match store.phase:
-            case Phase.HOSTING:
+            case CopyPhase.HOSTING:
                 return self._not_hosted(store, unwilling=False)
-            case Phase.ATTACHING | Phase.PAIRED:
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED:
                 return self._detach(store, reason)
-            case Phase.PROMOTING if self._is_there(store.primary):
+            case CopyPhase.PROMOTING if self._is_there(store.primary):
                 return self._detach(store, reason)
-            case Phase.PROMOTING:  # whoever is back first
+            case CopyPhase.PROMOTING:  # whoever is back first
                 return self._tell(store, reason)
             case _:
                 return []
 
-    def _promote(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _change(self, store: StorePlace, phase: CopyPhase, reason: str) -> None:
+        store.view, store.phase, store.reason = store.view + 1, phase, reason
+
+    def _promote(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         assert store.backup is not None, store
-        store.view, store.phase, store.reason = store.view + 1, Phase.PROMOTING, reason
+        self._change(store, CopyPhase.PROMOTING, reason)
         return [Promote(store.number, store.view, store.backup)]
 
-    def _detach(self, store: Placed, reason: str) -> list[PlacementOrder]:
-        store.view, store.phase, store.reason = store.view + 1, Phase.DETACHING, reason
+    def _detach(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        self._change(store, CopyPhase.DETACHING, reason)
         return [Detach(store.number, store.view)]
 
-    def _detach_or_lose(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _detach_or_lose(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The backup is of no use: the primary, if it has not lost its memory."""
         if not self._lives(store.primary):
             return self._lose(store, reason)
         told = [] if self._is_there(store.primary) else self._tell(store, reason)
         return [*told, *self._detach(store, reason)]
 
-    def _promote_or_lose(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _promote_or_lose(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The primary is of no use, and has not gone on alone: its backup, if that has
         not lost its memory."""
         if self._is_there(store.backup):
             return self._promote(store, reason)
         if not self._lives(store.backup):
             return self._lose(store, reason)
-        store.phase = Phase.PROMOTING  # when it is back
+        store.phase = CopyPhase.PROMOTING  # when it is back
         store.primary = Copy(store.primary.process, -1, store.primary.address)
         return self._tell(store, reason)
 
-    def _tell(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _tell(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         if store.is_lost:
             return []
         store.is_lost = True
         return [Lose(store.number, reason)]
 
-    def _lose(self, store: Placed, reason: str) -> list[PlacementOrder]:
+    def _lose(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """No copy is left that has all."""
-        if store.phase is Phase.EMPTY:
+        if store.phase is CopyPhase.EMPTY:
             return []
-        store.view, store.phase, store.backup = store.view + 1, Phase.EMPTY, None
+        store.view, store.phase, store.backup = store.view + 1, CopyPhase.EMPTY, None
         store.is_lost = True
         return [Lose(store.number, reason, gone=True)]
 
-    def _served(self, store: Placed) -> list[PlacementOrder]:
-        store.phase, store.is_lost = Phase.ALONE, False
+    def _served(self, store: StorePlace) -> list[PlacementOrder]:
+        store.phase, store.is_lost = CopyPhase.ALONE, False
         served = Serve(store.number, store.view, store.primary)
         return [served, *self._seek(store)]
 
     def _not_hosted(
-        self, store: Placed, *, unwilling: bool = True
+        self, store: StorePlace, *, unwilling: bool = True
     ) -> list[PlacementOrder]:
         if unwilling:
             self._refused_by_backup(store)
-        store.phase, store.backup = Phase.ALONE, None
+        store.phase, store.backup = CopyPhase.ALONE, None
         return self._seek(store)
 
-    def _refused_by_backup(self, store: Placed) -> None:
+    def _refused_by_backup(self, store: StorePlace) -> None:
         if store.backup is not None:
             self._processes[store.backup.process].unwilling.add(store.number)
 
     def _seek_all(self) -> list[PlacementOrder]:
         return [order for store in self.stores for order in self._seek(store)]
 
-    def _seek(self, store: Placed) -> list[PlacementOrder]:
+    def _seek(self, store: StorePlace) -> list[PlacementOrder]:
         """A backup, in the process that has the fewest copies and not this one's."""
-        if store.phase is not Phase.ALONE:
+        if store.phase is not CopyPhase.ALONE:
             return []
         at, count = store.primary.process, len(self._processes)
         fit = [
@@ -478,7 +485,7 @@ class Placement:
         if not fit:
             return []
         chosen = min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))
-        store.view, store.phase = store.view + 1, Phase.HOSTING
+        store.view, store.phase = store.view + 1, CopyPhase.HOSTING
         store.backup = Copy(chosen, self._processes[chosen].life, "")
         return [Host(store.number, store.view, chosen)]
 

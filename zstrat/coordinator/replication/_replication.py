@@ -1,8 +1,8 @@
 """Keeps a second copy of each store, and goes on with that when the first is lost.
 
-Carries out what `Placement` decides: asks processes and copies, moves the program's own
-lines, has the workers told. Each process is watched by a session of its own for as long
-as the program's lasts, whoever serves its store. On the loop thread.
+Carries out what `StorePlacement` decides: asks processes and copies, moves the
+program's own lines, has the workers told. Each process is watched by a session of its
+own for as long as the program's lasts, whoever serves its store. On the loop thread.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zstrat.wire import (
 
 from ._placement import (
     Attach,
+    CopyPhase,
     Detach,
     Drop,
     Host,
     Lose,
-    Phase,
-    Placement,
     Promote,
     Serve,
+    StorePlacement,
 )
-from ._reachable import reachable
+from ._processes import reachable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from zstrat.ps import PsClient
     from zstrat.wire import CloseSession
 
-    from ._placement import Asked, Placed, PlacementOrder
+    from ._placement import Asked, PlacementOrder, StorePlace
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -110,7 +110,7 @@ class Replication:
         timeouts: Timeouts,
         make_link: MakeTaskLink,
     ) -> None:
-        self.placement: Final = Placement(addresses)
+        self.placement: Final = StorePlacement(addresses)
         self._cluster, self._session = cluster, session
         self.addresses: Final = addresses
         self._timeouts, self._make_link = timeouts, make_link
@@ -423,13 +423,13 @@ class Replication:
             loop = asyncio.get_running_loop()
             self._forgiving = loop.call_later(FORGIVING, self._forgive)
 
-    def _say(self, store: Placed) -> None:
+    def _say(self, store: StorePlace) -> None:
         name, bare = self._cluster.ps[store.number].name, self._bare
-        if store.phase is Phase.PAIRED and store.number in bare:
+        if store.phase is CopyPhase.PAIRED and store.number in bare:
             level = bare.pop(store.number)
             at = "" if store.backup is None else f"/job:ps/task:{store.backup.process}"
             log.log(level, "%s has a backup, in the process of %s", name, at)
-        elif store.phase is not Phase.PAIRED and store.number not in bare:
+        elif store.phase is not CopyPhase.PAIRED and store.number not in bare:
             bare[store.number] = logging.WARNING
             words = "%s has no backup until another process has taken what it holds"
             log.warning(f"{words} (%s)", name, store.reason)
@@ -439,7 +439,7 @@ class Replication:
             f"{self._cluster.ps[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"
             for store in self.placement.stores
-            if store.phase is not Phase.PAIRED
+            if store.phase is not CopyPhase.PAIRED
         )
 
     def _what(self, order: Asked) -> str:
