@@ -13,6 +13,7 @@ import pytest
 from engines_ask import eventually, pid_of
 
 import zstrat as zs
+from zstrat.config import Settings, Timeouts
 from zstrat.errors import UnavailableError
 
 
@@ -64,6 +65,7 @@ def test_training_goes_on_when_tasks_are_killed(ssh_config, folder):
         assert [cluster.attempt(task) for task in cluster.tasks] == [2, 2, 2]
         pids = [pid_of(cluster.log(task)) for task in cluster.tasks]
         coordinator.shutdown()
+        strategy.close()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
@@ -80,6 +82,16 @@ def test_nothing_outlives_a_program_that_is_killed(ssh_config, folder):
     for log in logs.glob("*.log"):
         found = re.findall(r"pid (\d+)", log.read_text())
         eventually(lambda pids=found: not any(psutil.pid_exists(int(p)) for p in pids))
+
+
+def test_a_task_that_hears_nothing_is_ended(ssh_config, folder):
+    file = hosts(folder, "[hosts.node1]\n", ssh_config)
+    quick = Settings(Timeouts(drain=1.0))
+    with zs.launch.ssh(file, num_ps=1, num_workers=0, settings=quick) as cluster:
+        eventually(lambda: "ready at" in cluster.log("ps:0"))
+        pid = pid_of(cluster.log("ps:0"))
+        os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: not psutil.pid_exists(pid))
 
 
 def test_up_and_down(ssh_config, folder):

@@ -234,9 +234,9 @@ def test_the_batch_script_of_a_program(tmp_path):
         "--open-mode=append",
         "-pgpu",
     ]
-    words = shlex.split(command)
-    assert words[:2] == ["exec", sys.executable]
-    assert words[-4:] == ["--ps=1", "--workers=2", str(file), "x y"]
+    us = ["exec", sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]
+    asked = ["--ps=1", "--workers=2", str(file), "x y"]
+    assert shlex.split(command) == [*us, *asked]
 
 
 @pytest.mark.parametrize(

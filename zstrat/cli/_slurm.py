@@ -95,19 +95,9 @@ def batch_script(
     said = [f"--ntasks={tasks}", name, *_OURS, *options]
     lines = [f"#SBATCH {shlex.quote(option)}" for option in said]
     # -P: modules are not looked for where the job happens to run.
-    us = [
-        sys.executable,
-        "-P",
-        "-m",
-        "zstrat.cli",
-        "slurm",
-        "--here",
-        *counts,
-        *program,
-    ]
-    return "\n".join(
-        ["#!/bin/bash", *lines, f"exec {shlex.join([*us, *counts, *program])}", ""]
-    )
+    us = [sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]
+    command = shlex.join([*us, *counts, *program])
+    return "\n".join(["#!/bin/bash", *lines, f"exec {command}", ""])
 
 
 def _run_here(

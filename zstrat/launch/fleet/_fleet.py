@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import environment, settings_from
-from zstrat.errors import ClosedError, UnavailableError, ZstratError
+from zstrat.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    UnavailableError,
+    VersionMismatchError,
+    ZstratError,
+)
 from zstrat.launch._child import KeptLogs, quoted_end
 from zstrat.launch._runtime_dir import made_folder
 from zstrat.launch._task import GRACE
@@ -375,7 +381,10 @@ class Fleet:
             self._thread.over.result()
             quotes = [self._quote(task) for task in sorted(self._thread.failed)]
             self.stop()
-            raise type(error)("; ".join([str(error), *filter(None, quotes)])) from None
+            words = "; ".join([str(error), *filter(None, quotes)])
+            plain = VersionMismatchError, DeadlineExceededError
+            kind = type(error) if isinstance(error, plain) else UnavailableError
+            raise kind(words) from None
         except BaseException:  # to the caller, who has no fleet that he could stop
             self.stop()
             raise

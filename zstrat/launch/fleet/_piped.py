@@ -10,11 +10,12 @@ is the leash: the daemon drains when its standard input ends, however we end.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import subprocess
 import threading
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import UnavailableError, VersionMismatchError
 from zstrat.launch._child import inherited, signal_name
@@ -24,13 +25,15 @@ from zstrat.transport import hello
 from ._engine import End
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import IO
 
     from zstrat.errors import ZstratError
 
     from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
+
+T = TypeVar("T")
 
 MISTAKEN: Final = 2
 """Exit code of a daemon that was told what cannot be (`zstrat.daemons`)."""
@@ -126,16 +129,21 @@ class _Conversation:
             process = self._started()
             if process is None:
                 return End("was not started: it was told to end before")
-            greeting = _answer(process)
+            greeting = self._heard(lambda: _answer(process))
+        if greeting is not None:
+            self._heard(lambda: self._talk(process, greeting))
+        while _stream(process.stdout).read(LONGEST_LINE):
+            pass  # it has nothing more to say, but its end is heard so
+        return self._ended(process)
+
+    def _heard(self, hear: Callable[[], T]) -> T | None:
+        """What was heard; None, and the end of the process, if it makes no sense."""
         try:
-            if greeting is not None:
-                self._talk(process, greeting)
-            while _stream(process.stdout).read(LONGEST_LINE):
-                pass  # it has nothing more to say, but its end is heard so
-        except (OSError, ValueError, KeyError) as error:
+            return hear()
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self._mistake = self._misspoke(error)
             self.kill()
-        return self._ended(process)
+            return None
 
     def _started(self) -> subprocess.Popen[bytes] | None:
         with contextlib.ExitStack() as stack:
@@ -173,7 +181,7 @@ class _Conversation:
         if report is not None:
             self._has_served = True
             port = str(report["address"]).rpartition(":")[2]
-            self._hear.bound(f"{self._engine.host(launch.task)}:{port}")
+            self._hear.bound(_address(self._engine.host(launch.task), port))
 
     def _ended(self, process: subprocess.Popen[bytes]) -> End:
         code = process.wait()
@@ -225,11 +233,20 @@ def _answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
 
 
 def _bind(host: str, before: str) -> str:
-    """What the daemon binds. A name may mean loopback on the host itself, so only a
-    number is bound as it is."""
+    """What the daemon binds: all of its host, whose own network may know it by another
+    address, or by a name that means loopback there. Loopback stays loopback."""
     port = before.rpartition(":")[2] or "0"
-    is_number = host.replace(".", "").isdecimal()
-    return f"{host if is_number else '0.0.0.0'}:{port}"
+    try:
+        number = ipaddress.ip_address(host)
+    except ValueError:
+        return _address("0.0.0.0", port)
+    if number.is_loopback:
+        return _address(host, port)
+    return _address("::" if number.version == 6 else "0.0.0.0", port)
+
+
+def _address(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _mismatch(
@@ -238,7 +255,8 @@ def _mismatch(
     """Why the daemon there cannot work with this program, or None."""
     mine = hello("chief", 0, 1)
     theirs = greeting["versions"]
-    assert isinstance(theirs, dict)
+    if not isinstance(theirs, dict):
+        raise TypeError(f"versions: {theirs!r:.80}")
     pairs = [("protocol", str(greeting["protocol"]), str(mine.protocol))]
     pairs.append(("zstrat", theirs.get("zstrat", "none"), mine.versions["zstrat"]))
     pythons = theirs.get("python", "none"), mine.versions["python"]
