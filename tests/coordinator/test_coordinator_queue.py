@@ -237,6 +237,18 @@ def test_no_step_runs_too_far_ahead_of_the_lowest_one():
     assert queue.take(8, 0.0) == closures[3:6]
 
 
+def test_what_comes_back_while_all_rests_and_may_have_begun_is_due_at_its_time():
+    queue, (lost, fresh) = filled(2)
+    queue.take(2, 0.0)
+    queue.held = True
+    assert queue.retry(fresh, 1.0, 0.5, begun=False) == []
+    assert queue.lost(lost, "w0", 1.0) == []
+    assert queue.take(1, 1.0) == [lost]
+    assert queue.retry(lost, 1.0, 0.5, begun=False) == []
+    assert queue.next_due() == pytest.approx(1.5), "not when the fresh one was"
+    assert queue.ready(1.5) == (1, 0)
+
+
 def test_a_closure_that_kills_its_workers_is_reported_with_their_names():
     queue, (poison,) = filled(1, max_attempts=3)
     queue.take(1, 0.0)

@@ -56,14 +56,26 @@ def test_a_seed_is_the_same_in_every_process():
     assert ran.stdout.strip() == str([run_seed(seed).trace for seed in REPLAYED])
 
 
-CAUGHT = {}
+CAUGHT = {
+    "the ledger forgets": 2,
+    "duplicates are not looked for": 2,
+    "no fence is raised": 7,
+    "pushes of zombies are taken": 37,
+    "pushes are acknowledged before they are applied": 0,
+    "updates without names are sent again": 344,
+    "servers take the requests of any session": 44,
+    "a restore stays in the same session": 5,
+    "the mark is raised too far": 0,
+    "a step is over when its push is sent": 0,
+    "steps of lost workers are forgotten": 2,
+    "a checkpoint does not wait for steps": 0,
+}
 """A seed that catches it, by the name of the mutation."""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_copy_is_caught(name):
     seed = CAUGHT[name]
-    assert run_seed(seed).failure is None
     with mutated(name):
         assert run_seed(seed).failure is not None
     assert run_seed(seed).failure is None
