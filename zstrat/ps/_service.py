@@ -1,13 +1,8 @@
 """A parameter server as a handler of messages: everything but the sockets.
 
-Runs on the loop. It knows who may do what, whose session is open, and when to leave;
-requests for variables are served by `_serving`, those about snapshots by
-`zstrat.ps.snapshots._snapshot_service`.
-
-Who may do what: a coordinator owns the session, creates, deletes and ships optimizers;
-it and the workers pull, push, and tell which variables an optimizer moves (data, no
-code); the evaluator pulls; anybody may inspect. A worker
-that is a program of its own joins the session of the one that creates the variables.
+Runs on the loop. It knows whose session is open, and when to leave; who may ask for
+what is known by `_roles`, requests for variables are served by `_serving`, those about
+snapshots by `zstrat.ps.snapshots._snapshot_service`.
 """
 
 from __future__ import annotations
@@ -16,11 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from zstrat.errors import (
-    PermissionDeniedError,
-    ProtocolError,
     StaleSessionError,
     ZstratError,
 )
@@ -28,45 +21,33 @@ from zstrat.wire import (
     AppliedParts,
     AskParts,
     AttachBackup,
-    BindOptimizer,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
-    DeleteVariables,
     DetachBackup,
     Done,
     Exchange,
     Fence,
     Fenced,
-    Hello,
     InitializeVariables,
     Inspect,
     Job,
     JoinSession,
-    LoadTensors,
     Message,
-    OpenLog,
     OpenSession,
     Ownership,
-    PinSnapshot,
     PlainTree,
     PromoteBackup,
-    Pull,
     PullRows,
     Push,
-    PushPart,
     RaiseMark,
-    ReadSnapshot,
-    ReleaseSnapshot,
     SessionOpened,
     Statistics,
-    StoreTensors,
-    Withdraw,
-    WriteSnapshot,
 )
 
 from ._joining import Joining
 from ._requests import Stored
+from ._roles import ROLES, Caller, check_role, is_forged
 from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
@@ -82,44 +63,13 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Settings
-    from zstrat.wire import ArraySpec, Owner, Sink
+    from zstrat.wire import ArraySpec, Sink
 
     from .handover import Handover, Inherited
     from .replication._following import Primary
     from .replication._forwarding import Connect
 
 log = logging.getLogger("zstrat.ps")
-
-_ROLES: Final[dict[type[Message], frozenset[Job]]] = {
-    OpenSession: frozenset({Job.CHIEF}),
-    JoinSession: frozenset({Job.WORKER}),
-    CloseSession: frozenset({Job.CHIEF}),
-    CreateVariables: frozenset({Job.CHIEF}),
-    InitializeVariables: frozenset({Job.CHIEF}),
-    DeleteVariables: frozenset({Job.CHIEF}),
-    CreateOptimizer: frozenset({Job.CHIEF}),
-    BindOptimizer: frozenset({Job.CHIEF, Job.WORKER}),
-    Withdraw: frozenset({Job.CHIEF}),
-    Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
-    PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
-    Push: frozenset({Job.CHIEF, Job.WORKER}),
-    PushPart: frozenset({Job.CHIEF, Job.WORKER}),
-    AskParts: frozenset({Job.CHIEF, Job.WORKER}),
-    RaiseMark: frozenset({Job.CHIEF}),
-    Exchange: frozenset({Job.CHIEF, Job.WORKER}),
-    Fence: frozenset({Job.CHIEF}),
-    PinSnapshot: frozenset({Job.CHIEF}),
-    WriteSnapshot: frozenset({Job.CHIEF}),
-    ReadSnapshot: frozenset({Job.CHIEF}),
-    ReleaseSnapshot: frozenset({Job.CHIEF}),
-    LoadTensors: frozenset({Job.CHIEF}),
-    StoreTensors: frozenset({Job.CHIEF}),
-    AttachBackup: frozenset({Job.CHIEF}),
-    DetachBackup: frozenset({Job.CHIEF}),
-    PromoteBackup: frozenset({Job.CHIEF}),
-    Inspect: frozenset(Job),
-}
-
 
 _LOOKUPS: Final = (PullRows, Exchange)
 
@@ -128,19 +78,6 @@ _LARGE: Final = 2**20
 """
 
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
-
-
-class Caller(Protocol):
-    """What the service needs to know of a peer (`zstrat.transport.Remote`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def hello(self) -> Hello: ...
-    @property
-    def role(self) -> Job: ...
-    def promise(self, nbytes: int) -> None: ...
-    def notify(self, message: Message) -> None: ...
 
 
 class PsService:
@@ -250,15 +187,8 @@ class PsService:
         try:
             if self._is_aside:
                 return self._handle_aside(remote, message)
-            roles = _ROLES.get(type(message))
-            if roles is None or remote.role not in roles:
-                raise _refusal(self._task, remote, message)
+            check_role(self._task, remote, message)
             if isinstance(message, Stored):
-                if _is_forged(remote, message):
-                    raise PermissionDeniedError(
-                        f"{self._task}: {remote.name} names an update as another "
-                        "process's, whose own would then be taken for repetitions"
-                    )
                 if isinstance(message, _LOOKUPS) and message.rows:
                     self._announce(remote, message)
                 return self._served(message)
@@ -342,9 +272,9 @@ class PsService:
         """Works on the body of a large push while it arrives, if that can be."""
         if not isinstance(message, Push | Exchange) or self._silence is not None:
             return None
-        if self._is_aside or remote.role not in _ROLES[type(message)]:
+        if self._is_aside or remote.role not in ROLES[type(message)]:
             return None
-        if _is_forged(remote, message):
+        if is_forged(remote, message):
             return None  # and refused when it is all there
         fold = self._serving.fold(message, specs)
         return None if fold is None else Folded(message, fold, self._take)
@@ -401,32 +331,16 @@ class PsService:
                 "accepted did not end within ZSTRAT_DRAIN"
             )
         elif (owner := self._ownership.owner) is not None:
-            await self._leave(self._handover, owner)
+            patience = self._settings.timeouts.handover
+            store, turn = self._store, self._serving.turn
+            me = self._incarnation
+            if await self._handover.leave(store, owner, me, turn, patience):
+                self.returns = patience
         return finished
 
     @property
     def _has_backup(self) -> bool:
         return self._is_aside or self._standing.has_backup
-
-    async def _leave(self, handover: Handover, owner: Owner) -> None:
-        """Leaves what is here for the next process, if that can be done."""
-        patience = self._settings.timeouts.handover
-        began = self._clock()
-        try:
-            async with asyncio.timeout(patience):
-                await handover.leave(
-                    self._store, owner, self._incarnation, self._serving.turn
-                )
-        except TimeoutError:
-            words = f"it was not written within ZSTRAT_HANDOVER={patience:g} s"
-        except Exception as error:  # goes to the log: the process ends all the same
-            words = f"{type(error).__name__}: {error}"
-        else:
-            self.returns = patience
-            took = self._clock() - began
-            log.info("left %d variables in %.1f s", len(self._store), took)
-            return
-        log.error("what this process holds is lost with it: %s", words)
 
     async def _finish(self) -> bool:
         self._draining = True
@@ -573,21 +487,3 @@ class PsService:
     def _require_open(self) -> None:
         if self._draining:
             raise self._standing.parting
-
-
-def _is_forged(remote: Caller, message: Message) -> bool:
-    """Whether a push claims to be another process's own."""
-    own = isinstance(message, Push) and message.writer
-    return bool(own) and own != remote.hello.incarnation
-
-
-def _refusal(task: str, remote: Caller, message: Message) -> ZstratError:
-    what, roles = type(message).__name__, _ROLES.get(type(message))
-    if isinstance(message, OpenLog):
-        return StaleSessionError(f"{task}: this process is the primary by now")
-    if roles is None:
-        return ProtocolError(f"{task} is a parameter server and does not answer {what}")
-    return PermissionDeniedError(
-        f"{task} takes {what} from {' or '.join(sorted(roles))}, and {remote.name} is "
-        f"{remote.role}"
-    )

@@ -64,6 +64,34 @@ class Handover:
         self._files, self._task = StateFiles(folder, index), task
 
     async def leave(
+        self,
+        store: Store,
+        owner: Owner,
+        incarnation: int,
+        turn: Turn,
+        patience: float,
+    ) -> bool:
+        """Leaves what is here for the next process, if that can be done in ``patience``
+        seconds; the log says why not.
+
+        Cancellation: there is no state.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(patience):
+                await self.write(store, owner, incarnation, turn)
+        except TimeoutError:
+            words = f"it was not written within ZSTRAT_HANDOVER={patience:g} s"
+        except Exception as error:  # goes to the log: the process ends all the same
+            words = f"{type(error).__name__}: {error}"
+        else:
+            log.info("left %d variables in %.1f s", len(store), loop.time() - began)
+            return True
+        log.error("what this process holds is lost with it: %s", words)
+        return False
+
+    async def write(
         self, store: Store, owner: Owner, incarnation: int, turn: Turn
     ) -> None:
         """Writes what the store holds, which changes no more.

@@ -1,0 +1,119 @@
+"""Who may ask a parameter server for what.
+
+A coordinator owns the session, creates, deletes and ships optimizers; it and the
+workers pull, push, and tell which variables an optimizer moves (data, no code); the
+evaluator pulls; anybody may inspect. A worker that is a program of its own joins the
+session of the one that creates the variables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+from zstrat.errors import PermissionDeniedError, ProtocolError
+from zstrat.wire import (
+    AskParts,
+    AttachBackup,
+    BindOptimizer,
+    CloseSession,
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    DetachBackup,
+    Exchange,
+    Fence,
+    InitializeVariables,
+    Inspect,
+    Job,
+    JoinSession,
+    LoadTensors,
+    Message,
+    OpenSession,
+    PinSnapshot,
+    PromoteBackup,
+    Pull,
+    PullRows,
+    Push,
+    PushPart,
+    RaiseMark,
+    ReadSnapshot,
+    ReleaseSnapshot,
+    StoreTensors,
+    Withdraw,
+    WriteSnapshot,
+)
+
+if TYPE_CHECKING:
+    from zstrat.wire import Hello
+
+
+class Caller(Protocol):
+    """What a parameter server needs to know of a peer (`zstrat.transport.Remote`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def hello(self) -> Hello: ...
+    @property
+    def role(self) -> Job: ...
+    def promise(self, nbytes: int) -> None: ...
+    def notify(self, message: Message) -> None: ...
+
+
+ROLES: Final[dict[type[Message], frozenset[Job]]] = {
+    OpenSession: frozenset({Job.CHIEF}),
+    JoinSession: frozenset({Job.WORKER}),
+    CloseSession: frozenset({Job.CHIEF}),
+    CreateVariables: frozenset({Job.CHIEF}),
+    InitializeVariables: frozenset({Job.CHIEF}),
+    DeleteVariables: frozenset({Job.CHIEF}),
+    CreateOptimizer: frozenset({Job.CHIEF}),
+    BindOptimizer: frozenset({Job.CHIEF, Job.WORKER}),
+    Withdraw: frozenset({Job.CHIEF}),
+    Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
+    PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
+    Push: frozenset({Job.CHIEF, Job.WORKER}),
+    PushPart: frozenset({Job.CHIEF, Job.WORKER}),
+    AskParts: frozenset({Job.CHIEF, Job.WORKER}),
+    RaiseMark: frozenset({Job.CHIEF}),
+    Exchange: frozenset({Job.CHIEF, Job.WORKER}),
+    Fence: frozenset({Job.CHIEF}),
+    PinSnapshot: frozenset({Job.CHIEF}),
+    WriteSnapshot: frozenset({Job.CHIEF}),
+    ReadSnapshot: frozenset({Job.CHIEF}),
+    ReleaseSnapshot: frozenset({Job.CHIEF}),
+    LoadTensors: frozenset({Job.CHIEF}),
+    StoreTensors: frozenset({Job.CHIEF}),
+    AttachBackup: frozenset({Job.CHIEF}),
+    DetachBackup: frozenset({Job.CHIEF}),
+    PromoteBackup: frozenset({Job.CHIEF}),
+    Inspect: frozenset(Job),
+}
+
+
+def check_role(task: str, remote: Caller, message: Message) -> None:
+    """
+    Raises:
+        ProtocolError: No parameter server answers such a message.
+        PermissionDeniedError: It is not for peers of this role, or it is a push that
+            claims to be another process's own.
+    """
+    what, roles = type(message).__name__, ROLES.get(type(message))
+    if roles is None:
+        raise ProtocolError(f"{task} is a parameter server and does not answer {what}")
+    if remote.role not in roles:
+        raise PermissionDeniedError(
+            f"{task} takes {what} from {' or '.join(sorted(roles))}, and {remote.name} "
+            f"is {remote.role}"
+        )
+    if is_forged(remote, message):
+        raise PermissionDeniedError(
+            f"{task}: {remote.name} names an update as another process's, whose own "
+            "would then be taken for repetitions"
+        )
+
+
+def is_forged(remote: Caller, message: Message) -> bool:
+    """Whether a push claims to be another process's own."""
+    own = isinstance(message, Push) and message.writer
+    return bool(own) and own != remote.hello.incarnation
