@@ -53,10 +53,6 @@ def _no(self: Any, *args: Any, **options: Any) -> bool:
     return False
 
 
-def _none_applied(self: Any, *args: Any, **options: Any) -> list[int]:
-    return []
-
-
 def _unfenced(self: Any, end: int, doubtful: object, told: Callable[..., Any]) -> None:
     told({})
 
