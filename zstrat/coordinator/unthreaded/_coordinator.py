@@ -8,7 +8,7 @@ is decided is decided by the same objects.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator._calls import Code, PickledArguments, ScheduledCall
 from zstrat.coordinator._cluster import Cluster
@@ -153,8 +153,3 @@ class LoopCoordinator:
         """As of `LoopSide`."""
         deadline = asyncio.get_running_loop().time() + self._patience
         return await self._dispatcher.bring(kept, deadline)
-
-
-def rebuilt(value: Any) -> list[np.ndarray]:
-    """The arrays of a result that is a tuple."""
-    return cast("list[np.ndarray]", list(value))

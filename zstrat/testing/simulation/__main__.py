@@ -8,15 +8,13 @@ python -m zstrat.testing.simulation 0-200 --mutation "the ledger forgets"
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from ._mutations import MUTATIONS, mutated
-from ._run import run_seed
+from ._mutations import MUTATIONS, run_mutated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,20 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tell", action="store_true", help="print each message")
     given = parser.parse_args(arguments)
     if given.tell:
-        verdicts: Iterator[SeedVerdict] = map(
-            partial(run_seed, told=print), given.seeds
-        )
-        with mutated(given.mutation) if given.mutation else contextlib.nullcontext():
-            return _report(verdicts, given.mutation)
+        work = partial(run_mutated, given.mutation, told=print)
+        return _report(map(work, given.seeds), given.mutation)
     spawning = multiprocessing.get_context("spawn")
     with spawning.Pool(given.processes) as pool:
-        work = partial(_verdict, given.mutation)
-        return _report(pool.imap(work, given.seeds, AT_ONCE), given.mutation)
-
-
-def _verdict(mutation: str | None, seed: int) -> SeedVerdict:
-    with mutated(mutation) if mutation else contextlib.nullcontext():
-        return run_seed(seed)
+        quietly = partial(run_mutated, given.mutation)
+        return _report(pool.imap(quietly, given.seeds, AT_ONCE), given.mutation)
 
 
 def _report(verdicts: Iterator[SeedVerdict], mutation: str | None) -> int:

@@ -16,8 +16,12 @@ from unittest import mock
 from zstrat.coordinator.unthreaded import cut_of
 from zstrat.wire import Push, Pushed
 
+from ._run import run_seed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ._run import SeedVerdict
 
 
 @contextlib.contextmanager
@@ -33,16 +37,20 @@ def mutated(name: str) -> Iterator[None]:
         yield
 
 
+def run_mutated(
+    name: str | None, seed: int, told: Callable[[str], None] | None = None
+) -> SeedVerdict:
+    """`run_seed` in a block of `mutated`; None: of zstrat as it is."""
+    with mutated(name) if name else contextlib.nullcontext():
+        return run_seed(seed, told)
+
+
 def _nothing(self: Any, *args: Any, **options: Any) -> None:
     """Does nothing."""
 
 
 def _no(self: Any, *args: Any, **options: Any) -> bool:
     return False
-
-
-def _none_applied(self: Any, *args: Any, **options: Any) -> list[int]:
-    return []
 
 
 def _unfenced(self: Any, end: int, doubtful: object, told: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 from ._contract import BrokenPromiseError, Readers
+from ._paths import Weather
 from ._process import (
     Process,
     ProgramProcess,
@@ -27,7 +28,7 @@ from ._process import (
 from ._program import TrainingProgram
 from ._scenario import Scenario, scenario_of
 from ._script import Scripts
-from ._sockets import Network, Weather, digest_of
+from ._sockets import Network, digest_of
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
 
 if TYPE_CHECKING:
