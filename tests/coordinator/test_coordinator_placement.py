@@ -19,6 +19,9 @@ from zstrat.coordinator.replication import (
     StorePlacement,
 )
 
+PLACES = st.integers(0, 2)
+"""Processes, and stores; where there are two of them, the last one is the first."""
+
 
 @dataclasses.dataclass(eq=False)
 class Held:
@@ -57,6 +60,7 @@ class Stores(RuleBasedStateMachine):
         for number in range(self.count):
             self.placement.joined(number, 0)
         self.take(self.placement.start())
+        self.settles()
 
     # ---- what the program does with orders
 
@@ -129,9 +133,10 @@ class Stores(RuleBasedStateMachine):
 
     # ---- what happens
 
-    @rule(process=st.integers(0, count - 1), keeps=st.booleans())
+    @rule(process=PLACES, keeps=st.booleans())
     def goes(self, process, keeps):
         """It is killed, or frozen."""
+        process %= self.count
         if not keeps:
             self.memory[process].clear()
             self.lives[process] += 1
@@ -139,15 +144,17 @@ class Stores(RuleBasedStateMachine):
             self.up[process] = False
             self.news[process].append("lost")
 
-    @rule(process=st.integers(0, count - 1))
+    @rule(process=PLACES)
     def returns(self, process):
+        process %= self.count
         if not self.up[process]:
             self.up[process] = True
             self.news[process].append("joined")
 
-    @rule(process=st.integers(0, count - 1))
+    @rule(process=PLACES)
     def hears(self, process):
         """The program hears the next of what happened to a process."""
+        process %= self.count
         if self.news[process]:
             happened = self.news[process].pop(0)
             if happened == "lost":
@@ -155,21 +162,24 @@ class Stores(RuleBasedStateMachine):
             elif not self.news[process]:  # else it is away again
                 self.take(self.placement.joined(process, self.lives[process]))
 
-    @rule(store=st.integers(0, count - 1))
+    @rule(store=PLACES)
     def line_breaks(self, store):
         """The link to a primary is lost, while that to its process may be open."""
+        store %= self.count
         reason = "cut"
         self.take(self.placement.primary_lost(store, self.lines[store], reason))
 
-    @rule(store=st.integers(0, count - 1))
+    @rule(store=PLACES)
     def complains(self, store):
         """A primary cannot reach its backup."""
+        store %= self.count
         held = self.at(self.lines[store], store)
         if held is not None and held.is_primary and held.backup is not None:
             self.take(self.placement.backup_lost(store, held.view, "cut"))
 
-    @rule(store=st.integers(0, count - 1), is_heard=st.booleans())
+    @rule(store=PLACES, is_heard=st.booleans())
     def answers(self, store, is_heard):
+        store %= self.count
         if store not in self.asked:
             return
         order, lives = self.asked[store]
@@ -197,16 +207,42 @@ class Stores(RuleBasedStateMachine):
     def arrives_late(self, data):
         at = data.draw(st.integers(0, len(self.strays) - 1))
         order, lives = self.strays.pop(at)
-        if lives == tuple(self.lives):
-            self.carry_out(order, lives)
+        self.carry_out(order, lives)
+
+    @rule()
+    def settles(self):
+        """The program hears all that happened, and all answers."""
+        for process in range(self.count):
+            while self.news[process]:
+                self.hears(process)
+        for _ in range(4):
+            for store in list(self.asked):
+                self.answers(store, True)
+
+    @rule(process=PLACES)
+    def is_lost(self, process):
+        """It is killed, while all others are there: their copies take its place."""
+        self.settles()
+        paired = [
+            s.number for s in self.placement.stores if s.phase is CopyPhase.PAIRED
+        ]
+        sound = paired if all(self.up) else []
+        self.goes(process, False)
+        self.settles()
+        for store in sound:
+            assert store not in self.lost
+            serving = self.at(self.lines[store], store)
+            assert serving.is_primary
+            assert self.acked[store] <= serving.has
 
     @rule()
     def forgives(self):
         self.take(self.placement.forgive())
 
-    @rule(store=st.integers(0, count - 1), zombie=st.booleans())
+    @rule(store=PLACES, zombie=st.booleans())
     def push(self, store, zombie):
         """To where the program sends it, or to any that thinks that it serves."""
+        store %= self.count
         primary = self.at(self.lines[store], store)
         if zombie:
             held = [memory[store] for memory in self.memory if store in memory]
@@ -269,22 +305,25 @@ class Stores(RuleBasedStateMachine):
             assert self.at(primary.backup.address, number) is primary.backup
 
     def _serves(self, store, memory):
-        """A copy that has all, and knows that it is the primary."""
+        """A copy that has all and knows that it is the primary, as the program does."""
         held = memory.get(store)
-        return held is not None and held.is_primary and self.acked[store] <= held.has
+        if held is None or held.address != self.lines[store]:
+            return False
+        return held.is_primary and self.acked[store] <= held.has
 
 
 class TwoProcesses(Stores):
     count = 2
 
 
-TestStores = Stores.TestCase
-TestStores.settings = settings(
-    max_examples=150,
+OFTEN = settings(
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+TestThreeProcesses, TestTwoProcesses = Stores.TestCase, TwoProcesses.TestCase
+TestThreeProcesses.settings = TestTwoProcesses.settings = OFTEN
 
 
 def test_each_store_gets_its_backup_in_the_next_process():
