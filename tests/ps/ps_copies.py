@@ -1,6 +1,7 @@
 """A primary and its backup in this process, and the link between them."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import optax
@@ -43,6 +44,9 @@ class Copies:
         self.chief = caller()
         self.links = []
         self.holds = False
+        self.gate = threading.Event()
+        """Open while the backup may load code."""
+        self.gate.set()
         self.shipped = dict(OPTIMIZERS)
         self.primary = self.service(connect=self.connect)
         self.primary.handle(self.chief, OpenSession(SESSION, 0, 1, []))
@@ -50,7 +54,7 @@ class Copies:
 
     def service(self, **options):
         return PsService(
-            load_code=self.load,
+            load_code=self.load_late if "backup_of" in options else self.load,
             settings=Settings(),
             task=TASK,
             incarnation=5,
@@ -60,6 +64,10 @@ class Copies:
     def load(self, code):
         made = self.shipped[code]
         return made() if code in OPTIMIZERS else made
+
+    def load_late(self, code):
+        assert self.gate.wait(60), "the test never opened the gate"
+        return self.load(code)
 
     def break_optimizers(self, monkeypatch):
         """From now on they fail when they have begun to write."""
@@ -101,7 +109,11 @@ class Copies:
 
     async def ask(self, message, service=None, peer=None):
         """The answer; waits for it if need be."""
-        answer = (service or self.primary).handle(peer or self.chief, message)
+        return await self.outcome(
+            (service or self.primary).handle(peer or self.chief, message)
+        )
+
+    async def outcome(self, answer):
         if answer is None or not hasattr(answer, "__await__"):
             return answer
         async with asyncio.timeout(60):

@@ -15,6 +15,8 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.wire import (
+    Again,
+    ArraySpec,
     AskParts,
     AttachBackup,
     BackupLost,
@@ -364,6 +366,53 @@ async def test_a_backup_that_differs_is_never_the_primary(copies, caplog):
     assert "77" in copies.chief.notices[0].reason
     with pytest.raises(UnavailableError, match="77"):
         await copies.promote()
+
+
+async def test_a_backup_that_falls_behind_holds_its_primary_up(copies):
+    """It takes so many bytes into its memory, and then says no more that it has."""
+    size = 3 * 2**20
+    await copies.ask(create(5, size=size))
+    await copies.attach()
+    copies.gate.clear()
+    await copies.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+    answers = [later(copies, push(step, 5, size=size)) for step in range(6)]
+    await turns()
+    assert 2 <= sum(answer.done() for answer in answers) <= 4
+    copies.gate.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*answers)
+    await copies.promote()
+    (value,) = (await copies.ask(pull(5), copies.backup)).arrays
+    assert (value == 6).all()
+
+
+async def test_what_is_added_on_its_way_comes_again_if_there_is_a_backup_now(copies):
+    """It has kept no operand that could be forwarded."""
+    size = 2**20
+    await copies.ask(create(5, size=size))
+    spec = ArraySpec(np.dtype("f4"), (size,))
+    header = Push(SESSION, 3, 0, 0, [Update(5, UpdateOp.ADD, 0, 1)], ())
+    sink = copies.primary.absorb(copies.chief, header, [spec])
+    sink.take(memoryview(bytearray(4 * size)), 0, np.ones(size, "f4").tobytes())
+    await copies.attach()
+    assert copies.primary.absorb(copies.chief, header, [spec]) is None
+    assert await copies.outcome(sink.finish()) == Again()
+    assert (await copies.ask(push(3, 5, size=size))).applied
+
+
+async def test_what_is_added_on_its_way_is_refused_if_another_one_serves(copies):
+    size = 2**20
+    await copies.ask(create(5, size=size))
+    spec = ArraySpec(np.dtype("f4"), (size,))
+    header = Push(SESSION, 3, 0, 0, [Update(5, UpdateOp.ADD, 0, 1)], ())
+    sink = copies.primary.absorb(copies.chief, header, [spec])
+    sink.take(memoryview(bytearray(4 * size)), 0, np.ones(size, "f4").tobytes())
+    await copies.attach()
+    await copies.promote()
+    await turns()
+    assert copies.primary.absorb(copies.chief, header, [spec]) is None
+    with pytest.raises(NotPrimaryError):
+        sink.finish()
 
 
 async def test_values_that_an_initializer_draws_are_the_same(copies):

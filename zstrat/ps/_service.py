@@ -305,6 +305,8 @@ class PsService:
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         try:
+            if self._is_aside:
+                raise self._standing.refusal
             return self._serving.take(folded)
         except ZstratError:  # counted, and on to the caller
             self._failed += 1
@@ -316,7 +318,7 @@ class PsService:
         """Works on the body of a large push while it arrives, if that can be."""
         if not isinstance(message, Push | Exchange):
             return None
-        if remote.role not in _ROLES[type(message)]:
+        if self._is_aside or remote.role not in _ROLES[type(message)]:
             return None
         if _is_forged(remote, message):
             return None  # and refused when it is all there

@@ -1,3 +1,6 @@
 """A second copy of what a parameter server holds, in another process."""
 
 from __future__ import annotations
+
+from ._log import WINDOW as WINDOW
+from ._log import ReplicationLog as ReplicationLog

@@ -126,7 +126,9 @@ class Forwarding:
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
         self._news = asyncio.Event()
         self._flows = self._is_over = self._is_spoilt = False
-        self._ending: asyncio.Task[None] | None = None
+        self.ending: asyncio.Task[None] | None = None
+        """Closes the link, after `release` or `refuse`. Whoever calls these keeps it.
+        """
         self._link = connect(
             attached.address,
             on_notice=self._noticed,
@@ -214,14 +216,6 @@ class Forwarding:
             if not future.done():
                 future.set_exception(error)
 
-    async def ended(self) -> None:
-        """Until its link is closed, after `release` or `refuse`.
-
-        Cancellation: it is closed all the same.
-        """
-        if self._ending is not None:
-            await asyncio.shield(self._ending)
-
     def _end(self) -> None:
         if self._is_over:
             return
@@ -230,7 +224,7 @@ class Forwarding:
             self._store.log = None
         self._held.clear()
         self._news.set()
-        self._ending = asyncio.get_running_loop().create_task(
+        self.ending = asyncio.get_running_loop().create_task(
             self._link.close("it has no backup any more"), name="closing a backup"
         )
 

@@ -79,6 +79,7 @@ class Standing:
         self._connect, self._patience = connect, patience
         self._forwarding: Forwarding | None = None
         self._copying: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def refusal(self) -> NotPrimaryError:
@@ -155,7 +156,7 @@ class Standing:
         self.view = message.view  # whoever is promoted here was so before
         if isinstance(message, DetachBackup):
             self._return()
-            await self._detach()
+            self._detach()
         return Done()
 
     def give_up(self, view: int) -> None:
@@ -189,11 +190,10 @@ class Standing:
 
     def end(self, error: ZstratError) -> None:
         """The session is over, and with it what its backup was for."""
-        if self._copying is not None:
-            self._copying.cancel()
-        if self._forwarding is not None:
-            self._forwarding.refuse(error)
-        self._forwarding = self._copying = None
+        forwarding = self._part()
+        if forwarding is not None:
+            forwarding.refuse(error)
+            self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
 
     async def close(self, deadline: float) -> None:
@@ -210,7 +210,8 @@ class Standing:
                 self._step_aside()
             else:
                 self.end(self.parting)
-            await forwarding.ended()
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     # ---- the backup --------------------------------------------------------------
 
@@ -219,8 +220,7 @@ class Standing:
             raise BusyError(f"{self._task} cannot have a backup")
         forwarding = self._forwarding
         if forwarding is None or forwarding.attached != message:
-            await self._detach()
-            self.require(message.view)
+            self._detach()
             self.view = message.view
             forwarding = self._forward(message)
         assert self._copying is not None
@@ -234,7 +234,7 @@ class Standing:
             ) from None
         except BaseException:  # to the coordinator, who has to say what is next
             if self._forwarding is forwarding and not forwarding.is_strict:
-                await self._detach()
+                self._detach()
             raise
 
     def _forward(self, message: AttachBackup) -> Forwarding:
@@ -254,14 +254,24 @@ class Standing:
         )
         return self._forwarding
 
-    async def _detach(self) -> None:
-        forwarding, self._forwarding = self._forwarding, None
-        if self._copying is not None:
-            self._copying.cancel()
-            self._copying = None
+    def _detach(self) -> None:
+        forwarding = self._part()
         if forwarding is not None:
             forwarding.release()
-            await forwarding.ended()
+            self._keep(forwarding)
+
+    def _part(self) -> Forwarding | None:
+        """There is no backup any more."""
+        if self._copying is not None:
+            self._copying.cancel()
+        forwarding, self._forwarding, self._copying = self._forwarding, None, None
+        return forwarding
+
+    def _keep(self, forwarding: Forwarding) -> None:
+        """Until its link is closed."""
+        if forwarding.ending is not None:
+            self._ending.add(forwarding.ending)
+            forwarding.ending.add_done_callback(self._ending.discard)
 
     def _lost(self, why: str) -> None:
         forwarding = self._forwarding
@@ -271,12 +281,11 @@ class Standing:
 
     def _step_aside(self) -> None:
         """Nothing that waits for the backup was acknowledged, or ever will be."""
-        if self._copying is not None:
-            self._copying.cancel()
-        forwarding, self._forwarding = self._forwarding, None
-        self._copying, self.is_replaced = None, True
+        self.is_replaced = True
+        forwarding = self._part()
         if forwarding is not None:
             forwarding.refuse(self.refusal)
+            self._keep(forwarding)
         self._set_aside(True)
 
 

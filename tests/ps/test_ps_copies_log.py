@@ -1,0 +1,66 @@
+"""What is on its way to a backup: in order, once, bounded, and again after a break."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstrat.errors import ProtocolError
+from zstrat.ps.replication import WINDOW, ReplicationLog
+from zstrat.wire import CopyParts, RaiseMark
+
+LARGE = np.empty(WINDOW // 3, np.uint8)  # never touched: it costs no memory
+
+events = st.lists(
+    st.sampled_from(("append", "large", "send", "arrive", "say", "hear", "break")),
+    max_size=80,
+)
+
+
+@given(events)
+def test_a_backup_gets_all_in_order_whatever_breaks(events):
+    log = ReplicationLog()
+    made, backup = [], []
+    line, words = [], []  # on their way to the backup, and back
+    for event in [*events, "break", *["send", "arrive", "say", "hear"] * 90]:
+        match event:
+            case "append" | "large":
+                change = RaiseMark(0, len(made))
+                if event == "large":
+                    change = CopyParts([], (LARGE,))
+                made.append(change)
+                assert log.append(change) == len(made)
+            case "send" if (change := log.take()) is not None:
+                line.append(change)
+            case "arrive" if line:
+                backup.append(line.pop(0))
+            case "say":
+                words.append(len(backup))
+            case "hear" if words:
+                log.acknowledge(words.pop(0))
+            case "break":
+                line, words = [], []
+                log.resume(len(backup))
+        under_way = made[log.taken : len(backup)] + line
+        assert sum(isinstance(change, CopyParts) for change in under_way) <= 3
+        assert log.taken <= len(backup)
+    assert all(one is other for one, other in zip(made, backup, strict=True))
+    assert log.is_taken
+    assert log.nbytes == 0
+
+
+def test_numbers_that_cannot_be():
+    log = ReplicationLog()
+    for number in range(3):
+        log.append(RaiseMark(0, number))
+    with pytest.raises(ProtocolError, match="1 of 0"):
+        log.acknowledge(1)
+    while log.take() is not None:
+        pass
+    log.acknowledge(2)
+    log.acknowledge(1)  # late
+    assert log.taken == 2
+    with pytest.raises(ProtocolError, match="said that it has 2"):
+        log.resume(1)
+    with pytest.raises(ProtocolError, match="4 of 3"):
+        log.resume(4)
