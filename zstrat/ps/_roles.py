@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from zstrat.errors import PermissionDeniedError, ProtocolError
+from zstrat.errors import (
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+)
 from zstrat.wire import (
     AskParts,
     AttachBackup,
@@ -28,6 +32,7 @@ from zstrat.wire import (
     JoinSession,
     LoadTensors,
     Message,
+    OpenLog,
     OpenSession,
     PinSnapshot,
     PromoteBackup,
@@ -97,8 +102,11 @@ def check_role(task: str, remote: Caller, message: Message) -> None:
         ProtocolError: No parameter server answers such a message.
         PermissionDeniedError: It is not for peers of this role, or it is a push that
             claims to be another process's own.
+        StaleSessionError: Whoever was the primary before opens its log here.
     """
     what, roles = type(message).__name__, ROLES.get(type(message))
+    if isinstance(message, OpenLog):
+        raise StaleSessionError(f"{task}: this process is the primary by now")
     if roles is None:
         raise ProtocolError(f"{task} is a parameter server and does not answer {what}")
     if remote.role not in roles:
