@@ -121,7 +121,7 @@ def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     told = {name: value for name, value in given.items() if value}
     settings = settings_from(env)
     state = settings.state
-    if parsed.job == "ps":
+    if "state_dir" in parsed:
         # systemd names the folder that it has made for the service, first of several.
         made = env.get("STATE_DIRECTORY", "").partition(":")[0]
         state = parsed.state_dir or state or (Path(made) if made else None)

@@ -40,10 +40,13 @@ def tree():
 
 
 def made(cls):
-    """One of them, with a different text for each field that its constructor takes."""
+    """One of them, with a different value for each field that its constructor takes."""
     if not inspect.isfunction(cls.__init__) or issubclass(cls, ClosureInputError):
         return cls("what happened")
-    return cls(*[f"the {name}" for name in inspect.signature(cls).parameters])
+    parameters = inspect.signature(cls).parameters.values()
+    return cls(
+        *[0.5 if "float" in str(p.annotation) else f"the {p.name}" for p in parameters]
+    )
 
 
 def across(error):

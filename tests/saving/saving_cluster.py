@@ -209,7 +209,7 @@ class FakeCluster:
     """A session with such servers; what `ServerVariables` and saving need of one."""
 
     def __init__(self, count: int, shared: set[int] | None = None) -> None:
-        self.session = 7
+        self.session = self.origin = 7
         shared = set(range(count)) if shared is None else shared
         self.client = Servers(count, shared)
         self.variables = ServerVariables(self, count)

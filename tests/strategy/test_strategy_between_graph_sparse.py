@@ -10,7 +10,7 @@ from zstrat.data import Dataset
 
 
 class Session:
-    session = 7
+    session = origin = 7
     servers = None
 
     def close(self):

@@ -14,7 +14,7 @@ WITH_CHIEF = {**WORKERS, "chief": ["127.0.0.1:9003"], "evaluator": ["127.0.0.1:9
 class Session:
     """Nothing is created here."""
 
-    session = 7
+    session = origin = 7
     servers = None
 
     def close(self):

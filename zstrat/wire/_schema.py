@@ -83,6 +83,8 @@ def _init_of(cls: Any) -> Callable[..., None]:
     puts = [getattr(cls, each.name).__set__ for each in known]
     defaults = tuple([x.default for x in known if x.default is not MISSING])
     count, needed = len(known), len(known) - len(defaults)
+    if any(each.default_factory is not MISSING for each in known):
+        needed = count  # fewer are put together by `_bound`
 
     def init(message: Any, *given: Any, **named: Any) -> None:
         if named or not needed <= len(given) <= count:
