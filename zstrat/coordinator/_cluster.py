@@ -14,9 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
-    AlreadyExistsError,
     BusyError,
-    InvalidArgumentError,
     PSUnavailableError,
     ZstratError,
 )
@@ -34,7 +32,14 @@ from zstrat.wire import (
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
-from .connecting import MakeTaskLink, TaskSession, adopted, arrive
+from .connecting import (
+    MakeTaskLink,
+    TaskSession,
+    adopted,
+    arrive,
+    devices_of,
+    objection_to,
+)
 from .membership import Membership, Turnover
 from .recovery import Recovery
 from .replication import Replication
@@ -200,7 +205,7 @@ class Cluster:
         if self.name:
             await self._adopt(deadline)
         await self._joining_workers(min(deadline, loop.time() + SETTLING))
-        self._fixed = _alike(self.workers)
+        self._fixed = devices_of(self.workers)
         if self.replication is not None:
             await self.replication.open(deadline)
 
@@ -345,25 +350,7 @@ class Cluster:
     def _objection(
         self, task: TaskSession, hello: Hello, opened: SessionOpened | None
     ) -> ZstratError | None:
-        """Why a worker is not taken: it is one that we have already, or its devices are
-        more or fewer than those that steps are planned for."""
-        for other in self.workers:
-            if other is task or other.is_closed or not other.is_ready:
-                continue
-            if other.hello is not None and other.hello.incarnation == hello.incarnation:
-                return AlreadyExistsError(
-                    f"the process at {task.address} is {other.name} of the cluster, "
-                    f"which has it by the address {other.address} already"
-                )
-        if self._fixed is None or opened is None:
-            return None
-        planned, has = self._fixed.devices, opened.devices
-        if planned == has:
-            return None
-        return InvalidArgumentError(
-            f"it has {has} devices, and steps are planned for workers with {planned} "
-            "(num_replicas_in_sync): start it with as many as the others"
-        )
+        return objection_to(task, hello, opened, self.workers, self._fixed)
 
     # ---- workers that come and go ----------------------------------------------------
 
@@ -515,22 +502,6 @@ class Cluster:
         ]
         # Who does not come in time joins later, and is compared then.
         await asyncio.gather(*joining, return_exceptions=True)
-
-
-def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:
-    """What all workers that are there say about their devices.
-
-    Raises:
-        ValueError: They differ; TF's words.
-    """
-    there = {task.name: task.opened for task in workers if task.opened is not None}
-    if len({opened.devices for opened in there.values()}) > 1:
-        each = ", ".join(f"{name} has {o.devices}" for name, o in there.items())
-        raise ValueError(
-            f"Mismatched number of devices per worker: {each}. All of them compute the "
-            "same number of replicas: start the workers with equally many devices"
-        )
-    return next(iter(there.values()), None)
 
 
 def _heed_move(answer: asyncio.Future[Message]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ._adoption import adopted as adopted
 from ._arrival import arrive as arrive
+from ._arrival import devices_of as devices_of
 from ._arrival import hail as hail
+from ._arrival import objection_to as objection_to
 from ._job_links import addresses_of_ps as addresses_of_ps
 from ._job_links import addresses_of_workers as addresses_of_workers
 from ._job_links import links_of as links_of
@@ -12,5 +14,5 @@ from ._job_links import prefetch_of as prefetch_of
 from ._open_sessions import Place as Place
 from ._open_sessions import SessionClaim as SessionClaim
 from ._open_sessions import open_sessions as open_sessions
-from ._task_session import MakeTaskLink as MakeTaskLink
+from ._task_links import MakeTaskLink as MakeTaskLink
 from ._task_session import TaskSession as TaskSession

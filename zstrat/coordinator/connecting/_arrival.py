@@ -11,12 +11,21 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, Protocol, final
 
-from zstrat.errors import DeadlineExceededError, UnavailableError, ZstratError
+from zstrat.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnavailableError,
+    ZstratError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ._task_session import MakeTaskLink, TaskLink
+    from zstrat.wire import Hello, SessionOpened
+
+    from ._task_links import MakeTaskLink, TaskLink
+    from ._task_session import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -229,3 +238,47 @@ async def hail(
 
 def _ignored(_: object) -> None:
     pass
+
+
+# ---- workers that are not alike -----------------------------------------------------
+
+
+def devices_of(workers: Iterable[TaskSession]) -> SessionOpened | None:
+    """What all workers that are there say about their devices.
+
+    Raises:
+        ValueError: They differ; TF's words.
+    """
+    there = {task.name: task.opened for task in workers if task.opened is not None}
+    if len({opened.devices for opened in there.values()}) > 1:
+        each = ", ".join(f"{name} has {o.devices}" for name, o in there.items())
+        raise ValueError(
+            f"Mismatched number of devices per worker: {each}. All of them compute the "
+            "same number of replicas: start the workers with equally many devices"
+        )
+    return next(iter(there.values()), None)
+
+
+def objection_to(
+    task: TaskSession,
+    hello: Hello,
+    opened: SessionOpened | None,
+    workers: Iterable[TaskSession],
+    planned: SessionOpened | None,
+) -> ZstratError | None:
+    """Why a worker is not taken: it is one of the others by another address, or has
+    more or fewer devices than steps are planned for."""
+    for other in workers:
+        if other is task or other.is_closed or not other.is_ready:
+            continue
+        if other.hello is not None and other.hello.incarnation == hello.incarnation:
+            return AlreadyExistsError(
+                f"the process at {task.address} is {other.name} of the cluster, "
+                f"which has it by the address {other.address} already"
+            )
+    if planned is None or opened is None or planned.devices == opened.devices:
+        return None
+    return InvalidArgumentError(
+        f"it has {opened.devices} devices, and steps are planned for workers with "
+        f"{planned.devices} (num_replicas_in_sync): start it with as many as the others"
+    )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
 
-    from ._task_session import MakeTaskLink
+    from ._task_links import MakeTaskLink
 
 
 def addresses_of_ps(spec: ClusterSpec) -> list[str]:

@@ -44,55 +44,14 @@ if TYPE_CHECKING:
 
     from zstrat.ps import ServerLine
 
+    from ._task_links import MakeTaskLink, TaskLink
+
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
-
-
-class TaskLink(Protocol):
-    """What a task session needs of `zstrat.transport.Link`."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    @property
-    def is_refused(self) -> bool: ...
-
-    @property
-    def trouble(self) -> str: ...
-
-    @property
-    def peer(self) -> Hello | None: ...
-
-    def start(self) -> None: ...
-
-    async def wait_open(self, deadline: float) -> Hello: ...
-
-    def submit(
-        self, message: Message, *, deadline: float | None = None
-    ) -> asyncio.Future[Message]: ...
-
-    def notify(self, message: Message) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class MakeTaskLink(Protocol):
-    """Makes the link to one task; it is not started yet."""
-
-    def __call__(
-        self,
-        address: str,
-        *,
-        name: str,
-        expect: tuple[str, int],
-        on_notice: Callable[[Message], None],
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> TaskLink: ...
 
 
 class TaskSessionEvents(Protocol):
