@@ -311,8 +311,11 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         owner = self._ownership.owner
-        if self._handover is None or owner is None or self._has_backup:
-            if owner is not None and len(self._store) and not self._has_backup:
+        if self._handover is None or owner is None or self._is_replicated:
+            if self._is_replicated:
+                # A state would not know which of the copies is the newest later.
+                log.info("leaves no state, as its session has second copies")
+            elif owner is not None and len(self._store):
                 log.warning(
                     "the %d variables of session %#x of %s end with this process: with "
                     "a state folder (--state-dir, ZSTRAT_STATE) the next one would go "
@@ -339,8 +342,8 @@ class PsService:
         return finished
 
     @property
-    def _has_backup(self) -> bool:
-        return self._is_aside or self._standing.has_backup
+    def _is_replicated(self) -> bool:
+        return self._is_aside or self._standing.view > 0
 
     async def _finish(self) -> bool:
         self._draining = True
