@@ -62,7 +62,7 @@ pytest: $(VENV)/.dev
 # Without daemons, systems, and files of ten seconds or more (tests/conftest.py).
 test-fast: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
-	  -m 'not (optax or processes or slow)' $(ARGS)
+	  -m 'not (optax or engines or processes or slow)' $(ARGS)
 
 attack: $(VENV)/.dev
 	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s -o faulthandler_timeout=0 tests/attack $(ARGS)
