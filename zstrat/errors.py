@@ -77,7 +77,7 @@ class PeerLostError(ZstratError):
     def __init__(
         self, peer: str, reason: str, left: bool = False, returns: float = 0.0
     ) -> None:
-        super().__init__(peer, reason, left, returns)
+        super().__init__(peer, reason, left, *([returns] if returns else ()))
         self.peer, self.reason, self.left = peer, reason, left
         self.returns = returns
 
