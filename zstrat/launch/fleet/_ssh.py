@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ._engine import FleetTask, TaskLaunch
     from .hosts import SshHost
 
+ASKED: Final = 30.0
+"""Seconds that ssh has to say what its configuration says: that may run programs."""
+
 AT_A_TIME: Final = 6
 """Clients that knock at one host together: from ten on, an ssh server turns some away
 that it does not know yet (MaxStartups)."""
@@ -47,7 +50,7 @@ class SshEngine(Piped):
     """Runs each daemon behind an ssh client of its own.
 
     Raises:
-        UnavailableError: There is no program ``ssh`` here.
+        UnavailableError: There is no program ``ssh`` here, or it does not answer.
         ValueError: ssh does not take the options of a host; quotes it.
     """
 
@@ -105,7 +108,15 @@ class SshEngine(Piped):
         if host.address:
             return host.address
         words = [self._program, *host.words(), "-G", "--", host.name]
-        asked = subprocess.run(words, capture_output=True, text=True, check=False)
+        try:
+            asked = subprocess.run(
+                words, capture_output=True, text=True, check=False, timeout=ASKED
+            )
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(
+                f"{shlex.join(words)} did not answer within {ASKED:g} s: see what "
+                "ssh's configuration runs for this host, or set its `address`"
+            ) from None
         for line in asked.stdout.splitlines():
             if line.startswith("hostname "):
                 return line.removeprefix("hostname ")
