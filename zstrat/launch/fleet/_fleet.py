@@ -90,8 +90,7 @@ class FleetPlan:
     logs: Path | None
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
-        task = self.tasks[name]
-        file = f"{task.job}-{task.index}.log"
+        task, log = self.tasks[name], self.log(name)
         place = task.job, task.where
         beside = sum((each.job, each.where) == place for each in self.tasks.values())
         return TaskLaunch(
@@ -101,8 +100,14 @@ class FleetPlan:
             self.env,
             self.arguments.get(task.job, ()),
             beside,
-            None if self.logs is None else self.logs / file,
+            log,
+            log.stat().st_size if log is not None and log.exists() else 0,
         )
+
+    def log(self, name: str) -> Path | None:
+        task = self.tasks[name]
+        file = f"{task.job}-{task.index}.log"
+        return None if self.logs is None else self.logs / file
 
 
 class FleetThread:
@@ -181,8 +186,9 @@ class FleetThread:
                 self._running[task].drain()
             case KillTask(task):
                 self._running[task].kill()
-            case FleetNote(words, task):
-                self.failed.add(task)
+            case FleetNote(words, task, is_failure):
+                if is_failure:
+                    self.failed.add(task)
                 log.warning("%s", words)
             case FleetReady():
                 self.ready.set_result(None)
@@ -404,7 +410,7 @@ class Fleet:
             raise ValueError(f"no task {name!r} in this fleet, only {known}") from None
 
     def _log_file(self, task: str) -> Path | None:
-        return self._thread.plan.launch(self._task(task).name, "").log
+        return self._thread.plan.log(self._task(task).name)
 
 
 def _end(thread: FleetThread, remove: Path) -> None:
@@ -412,7 +418,7 @@ def _end(thread: FleetThread, remove: Path) -> None:
         thread.end()
     finally:
         for task in sorted(thread.failed):
-            file = thread.plan.launch(task, "").log
+            file = thread.plan.log(task)
             if file is not None and file.exists():
                 log.warning("%s: its log is kept: %s", task, thread.kept.take(file))
         shutil.rmtree(remove, ignore_errors=True)

@@ -22,8 +22,8 @@ class RunKeys:
         self.folder = folder
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise FileExistsError(
-                f"{folder} is there already: keys of a run are removed at its end, with "
-                "their folder; move it, or give another directory"
+                f"{folder} is there already: keys of a run are removed at its end, "
+                "with their folder; move it, or give another directory"
             )
         generate_keys(folder)
 
