@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zstrat.config import Settings, Timeouts
 from zstrat.errors import UnavailableError
 from zstrat.launch import Fleet, ssh
 from zstrat.launch.fleet import End, FleetTask, TaskLaunch
@@ -19,9 +20,10 @@ class Playing:
     name = "play"
 
     def __init__(self) -> None:
-        self.hear = {}
+        self.hear, self.env = {}, {}
 
     def start(self, launch, hear):
+        self.env = launch.env
         self.hear[launch.task.name] = hear
         launch.log.write_text("said\n")
         hear.bound("127.0.0.1:7")
@@ -76,3 +78,20 @@ def test_an_ssh_that_does_not_answer(monkeypatch):
     monkeypatch.setattr("subprocess.run", run)
     with pytest.raises(UnavailableError, match="-G -- a did not answer within 30 s"):
         ssh(["a"], 1, 0, program="true")
+
+
+def test_a_host_at_loopback_is_not_beside_others(tmp_path):
+    file = tmp_path / "hosts.toml"
+    addresses = ['[hosts.a]\naddress = "127.0.0.1"', '[hosts.b]\naddress = "10.0.0.3"']
+    file.write_text("\n".join(["ps = 1", "workers = 1", *addresses]))
+    with pytest.raises(ValueError, match=r"^a would be reached at loopback"):
+        ssh(file, program="true")
+
+
+def test_tasks_are_told_where_to_leave_what_they_hold(tmp_path):
+    engine = Playing()
+    settings = Settings(Timeouts(handover=7.0), state=tmp_path / "state")
+    task = FleetTask("ps", 0, "here")
+    with Fleet(engine, [task], directory=tmp_path, settings=settings):
+        assert engine.env["ZSTRAT_STATE"] == str(tmp_path / "state")
+        assert engine.env["ZSTRAT_HANDOVER"] == "7.0"

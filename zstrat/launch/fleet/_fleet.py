@@ -266,9 +266,11 @@ class Fleet:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         settings = settings or settings_from(environment())
         times = settings.timeouts
-        patience = FleetPatience(
-            times.connect, times.drain + 2 * GRACE, restarts, window
-        )
+        told = {**_told(settings), **(env or {})}
+        drain = times.drain + 2 * GRACE
+        if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
+            drain += float(told["ZSTRAT_HANDOVER"])
+        patience = FleetPatience(times.connect, drain, restarts, window)
         state = FleetState([task.name for task in tasks], patience)
         self.directory = made_folder(directory)
         keys = RunKeys(self.directory / "keys")
@@ -279,7 +281,7 @@ class Fleet:
         plan = FleetPlan(
             self._tasks,
             keys,
-            {**_told(settings), **(env or {})},
+            told,
             arguments or {},
             self.directory if logs == "files" else None,
         )
@@ -427,9 +429,12 @@ def _end(thread: FleetThread, remove: Path) -> None:
 def _told(settings: Settings) -> dict[str, str]:
     """Our settings, for daemons."""
     times = settings.timeouts
+    state = {} if settings.state is None else {"ZSTRAT_STATE": str(settings.state)}
     return {
+        **state,
         "ZSTRAT_PATIENCE": str(times.patience),
         "ZSTRAT_CONNECT_TIMEOUT": str(times.connect),
         "ZSTRAT_DRAIN": str(times.drain),
+        "ZSTRAT_HANDOVER": str(times.handover),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }

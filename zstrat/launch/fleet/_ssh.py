@@ -18,7 +18,7 @@ from zstrat.errors import UnavailableError
 
 from ._fleet import Fleet
 from ._piped import Piped
-from .hosts import hosts_of
+from .hosts import hosts_of, is_loopback
 
 if TYPE_CHECKING:
     import os
@@ -51,7 +51,8 @@ class SshEngine(Piped):
 
     Raises:
         UnavailableError: There is no program ``ssh`` here, or it does not answer.
-        ValueError: ssh does not take the options of a host; quotes it.
+        ValueError: ssh does not take the options of a host; quotes it. Or some hosts,
+            but not all, have loopback addresses.
     """
 
     name = "ssh"
@@ -66,6 +67,7 @@ class SshEngine(Piped):
         self._program = found
         self._hosts = {host.name: host for host in hosts}
         self._addresses = {host.name: self._address(host) for host in hosts}
+        _refuse_loopback(self._addresses)
         self._turns = {
             host.name: threading.BoundedSemaphore(AT_A_TIME) for host in hosts
         }
@@ -123,6 +125,16 @@ class SshEngine(Piped):
         raise ValueError(
             f"ssh does not take the options of {host.name}: "
             f"{asked.stderr.strip() or 'it does not say why'}"
+        )
+
+
+def _refuse_loopback(addresses: Mapping[str, str]) -> None:
+    """Of some hosts: tasks on the others would look for theirs on their own host."""
+    at_home = [name for name, address in addresses.items() if is_loopback(address)]
+    if at_home and len(at_home) < len(addresses):
+        raise ValueError(
+            f"{', '.join(at_home)} would be reached at loopback, which is another host "
+            "for the others: set `address` to one where they reach it"
         )
 
 
