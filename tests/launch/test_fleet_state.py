@@ -122,9 +122,10 @@ def test_what_is_long_ago_does_not_count():
 
 def test_a_task_that_drained_stays_down():
     state = running()
-    assert state.ended("worker:0", 1, End("ended", 0), 5) == []
-    assert state.ended("worker:1", 1, End("ended", 0), 5) == []
-    assert state.ended("ps:0", 1, End("ended", 0), 5) == [FleetOver()]
+    for task, more in (("worker:0", []), ("worker:1", []), ("ps:0", [FleetOver()])):
+        words = f"{task} ended: somebody had it drain; not started again"
+        note = FleetNote(words, task, is_failure=False)
+        assert state.ended(task, 1, End("ended", 0), 5) == [note, *more]
 
 
 def test_a_restart_that_hangs_is_killed_and_tried_again():

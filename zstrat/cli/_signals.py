@@ -22,8 +22,8 @@ def endings() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def as_interrupts() -> Iterator[None]:
-    """The signals raise KeyboardInterrupt in the block; their handlers are restored
-    behind it."""
+    """The signals raise KeyboardInterrupt, with their number, in the block; their
+    handlers are restored behind it."""
     before = {number: signal.signal(number, _interrupt) for number in endings()}
     try:
         yield
@@ -33,7 +33,7 @@ def as_interrupts() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ as the tasks are. Who holds it ends them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,6 +25,7 @@ from zstrat.launch import run_beside, ssh
 from ._cluster import how_to_connect, toml
 from ._options import fail, settings
 from ._signals import as_interrupts
+from ._up_folder import clear, ended, folder_of, held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,16 +60,18 @@ def up(
     """
     if detach and program:
         raise click.UsageError("--detach and a program: expected one of them")
+    if program and shutil.which(program[0]) is None:
+        fail(ValueError(f"there is no program {program[0]!r} here that can be run"))
     if detach:
         counts = (("--ps", ps), ("--workers", workers))
         said = [f"{name}={count}" for name, count in counts if count is not None]
         sys.exit(_detached([*said, str(hosts)]))
     try:
-        with _held(_folder(hosts)) as folder:
+        with held(folder_of(hosts)) as folder:
             code = _up(hosts, ps, workers, folder, program, alone=alone)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as signalled:
         click.echo("interrupted; all tasks ended")
-        code = 0
+        code = _code(signalled) if program else 0  # nobody ran it
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     sys.exit(code)
@@ -78,26 +81,11 @@ def up(
 @click.argument("hosts", type=_HOSTS)
 def down(hosts: Path) -> None:
     """End what `zstrat up` runs for this file. Returns when all tasks have ended."""
-    folder = _folder(hosts)
     try:
-        with (folder / "lock").open("r+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.kill(int(lock.read()), signal.SIGTERM)
-                # Its own end has deadlines: it drains, and kills who is late.
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                click.echo("all tasks ended")
-                return
-    except FileNotFoundError:
-        pass
-    else:
-        shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
-    click.echo(f"nothing runs for {hosts}")
-
-
-def _folder(hosts: Path) -> Path:
-    return hosts.absolute().with_suffix(".up")
+        has_run = ended(folder_of(hosts), signal.SIGTERM)
+    except (ValueError, OSError) as error:
+        fail(error)
+    click.echo("all tasks ended" if has_run else f"nothing runs for {hosts}")
 
 
 def _up(
@@ -109,8 +97,12 @@ def _up(
     *,
     alone: bool,
 ) -> int:
-    with as_interrupts():
-        fleet = ssh(hosts, ps, workers, directory=folder, settings=settings(None))
+    try:
+        with as_interrupts():
+            fleet = ssh(hosts, ps, workers, directory=folder, settings=settings(None))
+    except KeyboardInterrupt:  # no task has failed: there is nothing to be read
+        clear(folder)
+        raise
     with _cleared(fleet, folder):
         if program:
             return run_beside(fleet, program)
@@ -133,12 +125,17 @@ def _cleared(fleet: Fleet, folder: Path) -> Iterator[None]:
             yield
     finally:
         if not fleet.failures:
-            shutil.rmtree(folder, ignore_errors=True)
+            clear(folder)
 
 
 def _words(fleet: Fleet, file: Path) -> str:
-    connect = how_to_connect(fleet.spec, file)
-    return f"{connect}  export ZSTRAT_KEYS={fleet.keys}\n\n{_IS_UP}"
+    connect, keys = how_to_connect(fleet.spec, file), shlex.quote(str(fleet.keys))
+    return f"{connect}  export ZSTRAT_KEYS={keys}\n\n{_IS_UP}"
+
+
+def _code(signalled: KeyboardInterrupt) -> int:
+    """As shells say it, of a signal."""
+    return 128 + (signalled.args[0] if signalled.args else signal.SIGINT)
 
 
 def _leave_terminal(log: Path) -> None:
@@ -150,44 +147,28 @@ def _leave_terminal(log: Path) -> None:
 
 
 def _detached(arguments: Sequence[str]) -> int:
-    """Has another process of our own do it; 0 when all tasks serve, else its code."""
-    process = subprocess.Popen(
+    """Has another process of our own do it; 0 when all tasks serve, else its code. A
+    signal ends that one, too."""
+    with as_interrupts():
+        process = _started(arguments)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                click.echo(line, nl=False)
+                if line.strip() == _IS_UP:
+                    return 0
+        except KeyboardInterrupt as signalled:
+            process.terminate()
+            click.echo(process.communicate()[0], nl=False)
+            return _code(signalled)
+        return process.wait() or 1
+
+
+def _started(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "zstrat.cli", "up", "--alone", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
         text=True,
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        click.echo(line, nl=False)
-        if line.strip() == _IS_UP:
-            return 0
-    return process.wait() or 1
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[Path]:
-    """The folder, locked; at the end it is gone, unless there are logs to be read.
-
-    Raises:
-        ValueError: Another process holds it.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{folder} is held by another `zstrat up`: end it with `zstrat down`"
-            ) from None
-        shutil.rmtree(folder / "keys", ignore_errors=True)  # of one that was killed
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        try:
-            yield folder
-        finally:
-            (folder / "lock").unlink(missing_ok=True)
-            if not list(folder.glob("*.log")):
-                shutil.rmtree(folder, ignore_errors=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from zstrat.errors import ZstratError
+
+LONGEST_SAID: Final = 2**16
+"""Bytes of a log that are looked at for the reason of an end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class TaskLaunch:
     halves. ``env`` are variables for it, and ``arguments`` those of its daemon beside
     index and address. ``beside`` is the number of tasks of its job on the same host,
     which share its cores. ``log`` is the file that takes what it prints; None: it goes
-    where this process's own errors go.
+    where this process's own errors go. ``logged`` is the size of that file, in bytes,
+    when this attempt began: what is in it is of others.
     """
 
     task: FleetTask
@@ -45,12 +50,16 @@ class TaskLaunch:
     arguments: tuple[str, ...]
     beside: int
     log: Path | None
+    logged: int = 0
 
     def said(self) -> str:
-        """The log so far; "" if it is elsewhere."""
+        """The log of this attempt so far, its last 64 KiB; "" if it is elsewhere."""
         if self.log is None or not self.log.exists():
             return ""
-        return self.log.read_text("utf-8", "replace")
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self.logged, size - LONGEST_SAID))
+            return file.read(LONGEST_SAID).decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)

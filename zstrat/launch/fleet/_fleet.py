@@ -90,8 +90,7 @@ class FleetPlan:
     logs: Path | None
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
-        task = self.tasks[name]
-        file = f"{task.job}-{task.index}.log"
+        task, log = self.tasks[name], self.log(name)
         place = task.job, task.where
         beside = sum((each.job, each.where) == place for each in self.tasks.values())
         return TaskLaunch(
@@ -101,8 +100,14 @@ class FleetPlan:
             self.env,
             self.arguments.get(task.job, ()),
             beside,
-            None if self.logs is None else self.logs / file,
+            log,
+            log.stat().st_size if log is not None and log.exists() else 0,
         )
+
+    def log(self, name: str) -> Path | None:
+        task = self.tasks[name]
+        file = f"{task.job}-{task.index}.log"
+        return None if self.logs is None else self.logs / file
 
 
 class FleetThread:
@@ -181,8 +186,9 @@ class FleetThread:
                 self._running[task].drain()
             case KillTask(task):
                 self._running[task].kill()
-            case FleetNote(words, task):
-                self.failed.add(task)
+            case FleetNote(words, task, is_failure):
+                if is_failure:
+                    self.failed.add(task)
                 log.warning("%s", words)
             case FleetReady():
                 self.ready.set_result(None)
@@ -260,9 +266,11 @@ class Fleet:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         settings = settings or settings_from(environment())
         times = settings.timeouts
-        patience = FleetPatience(
-            times.connect, times.drain + 2 * GRACE, restarts, window
-        )
+        told = {**_told(settings), **(env or {})}
+        drain = times.drain + 2 * GRACE
+        if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
+            drain += float(told["ZSTRAT_HANDOVER"])
+        patience = FleetPatience(times.connect, drain, restarts, window)
         state = FleetState([task.name for task in tasks], patience)
         self.directory = made_folder(directory)
         keys = RunKeys(self.directory / "keys")
@@ -273,7 +281,7 @@ class Fleet:
         plan = FleetPlan(
             self._tasks,
             keys,
-            {**_told(settings), **(env or {})},
+            told,
             arguments or {},
             self.directory if logs == "files" else None,
         )
@@ -404,7 +412,7 @@ class Fleet:
             raise ValueError(f"no task {name!r} in this fleet, only {known}") from None
 
     def _log_file(self, task: str) -> Path | None:
-        return self._thread.plan.launch(self._task(task).name, "").log
+        return self._thread.plan.log(self._task(task).name)
 
 
 def _end(thread: FleetThread, remove: Path) -> None:
@@ -412,7 +420,7 @@ def _end(thread: FleetThread, remove: Path) -> None:
         thread.end()
     finally:
         for task in sorted(thread.failed):
-            file = thread.plan.launch(task, "").log
+            file = thread.plan.log(task)
             if file is not None and file.exists():
                 log.warning("%s: its log is kept: %s", task, thread.kept.take(file))
         shutil.rmtree(remove, ignore_errors=True)
@@ -421,9 +429,12 @@ def _end(thread: FleetThread, remove: Path) -> None:
 def _told(settings: Settings) -> dict[str, str]:
     """Our settings, for daemons."""
     times = settings.timeouts
+    state = {} if settings.state is None else {"ZSTRAT_STATE": str(settings.state)}
     return {
+        **state,
         "ZSTRAT_PATIENCE": str(times.patience),
         "ZSTRAT_CONNECT_TIMEOUT": str(times.connect),
         "ZSTRAT_DRAIN": str(times.drain),
+        "ZSTRAT_HANDOVER": str(times.handover),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }

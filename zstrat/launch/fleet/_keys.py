@@ -12,10 +12,19 @@ if TYPE_CHECKING:
 
 
 class RunKeys:
-    """A folder of fresh keys, a pair for each role, which the program itself uses."""
+    """A folder of fresh keys, a pair for each role, which the program itself uses.
+
+    Raises:
+        FileExistsError: Something is in the folder already: it is removed with the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError(
+                f"{folder} is there already: keys of a run are removed at its end, "
+                "with their folder; move it, or give another directory"
+            )
         generate_keys(folder)
 
     def of(self, job: str) -> dict[str, str]:

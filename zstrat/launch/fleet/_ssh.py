@@ -18,7 +18,7 @@ from zstrat.errors import UnavailableError
 
 from ._fleet import Fleet
 from ._piped import Piped
-from .hosts import hosts_of
+from .hosts import hosts_of, is_loopback
 
 if TYPE_CHECKING:
     import os
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from ._engine import FleetTask, TaskLaunch
     from .hosts import SshHost
+
+ASKED: Final = 30.0
+"""Seconds that ssh has to say what its configuration says: that may run programs."""
 
 AT_A_TIME: Final = 6
 """Clients that knock at one host together: from ten on, an ssh server turns some away
@@ -47,8 +50,9 @@ class SshEngine(Piped):
     """Runs each daemon behind an ssh client of its own.
 
     Raises:
-        UnavailableError: There is no program ``ssh`` here.
-        ValueError: ssh does not take the options of a host; quotes it.
+        UnavailableError: There is no program ``ssh`` here, or it does not answer.
+        ValueError: ssh does not take the options of a host; quotes it. Or some hosts,
+            but not all, have loopback addresses.
     """
 
     name = "ssh"
@@ -63,6 +67,7 @@ class SshEngine(Piped):
         self._program = found
         self._hosts = {host.name: host for host in hosts}
         self._addresses = {host.name: self._address(host) for host in hosts}
+        _refuse_loopback(self._addresses)
         self._turns = {
             host.name: threading.BoundedSemaphore(AT_A_TIME) for host in hosts
         }
@@ -105,13 +110,31 @@ class SshEngine(Piped):
         if host.address:
             return host.address
         words = [self._program, *host.words(), "-G", "--", host.name]
-        asked = subprocess.run(words, capture_output=True, text=True, check=False)
+        try:
+            asked = subprocess.run(
+                words, capture_output=True, text=True, check=False, timeout=ASKED
+            )
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(
+                f"{shlex.join(words)} did not answer within {ASKED:g} s: see what "
+                "ssh's configuration runs for this host, or set its `address`"
+            ) from None
         for line in asked.stdout.splitlines():
             if line.startswith("hostname "):
                 return line.removeprefix("hostname ")
         raise ValueError(
             f"ssh does not take the options of {host.name}: "
             f"{asked.stderr.strip() or 'it does not say why'}"
+        )
+
+
+def _refuse_loopback(addresses: Mapping[str, str]) -> None:
+    """Of some hosts: tasks on the others would look for theirs on their own host."""
+    at_home = [name for name, address in addresses.items() if is_loopback(address)]
+    if at_home and len(at_home) < len(addresses):
+        raise ValueError(
+            f"{', '.join(at_home)} would be reached at loopback, which is another host "
+            "for the others: set `address` to one where they reach it"
         )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import ipaddress
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -110,7 +113,9 @@ def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
             f"{file}: expected a table for each host, such as [hosts.node1]"
         )
     for key, count in counts.items():
-        if count is not None and not isinstance(count, int):
+        if count is not None and (
+            isinstance(count, bool) or not isinstance(count, int)
+        ):
             raise ValueError(f"{file}: {key} = {count!r}: expected a number")
     hosts = []
     for name, own in named.items():
@@ -131,12 +136,42 @@ def _host(file: str, name: str, said: Mapping[str, object]) -> SshHost:
             known = ", ".join(sorted(kinds.keys() - {"name"}))
             raise ValueError(f"{file}: {key!r} is no setting of a host: only {known}")
         kind = list if isinstance(kinds[key], tuple) else type(kinds[key])
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(
                 f"{file}: {key} = {value!r}: expected a {kind.__name__} there"
             )
         told[key] = tuple(map(str, value)) if isinstance(value, list) else value
     return dataclasses.replace(SshHost(name), **told)  # type: ignore[arg-type]
+
+
+def _wrong(host: SshHost) -> str:
+    """What cannot be, and what is expected; "" if all can."""
+    if host.address and not _is_address(host.address):
+        return f"address = {host.address!r}: expected a name or an IP address, no port"
+    if not 0 <= host.port < 2**16:
+        return f"port = {host.port}: expected a number from 1 to 65535"
+    if not host.python.strip() or host.python.startswith("~"):
+        return (
+            f"python = {host.python!r}: expected a path from / on, or a program in "
+            "PATH there (no shell puts a home in place of ~)"
+        )
+    return ""
+
+
+def _is_address(said: str) -> bool:
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(said)
+        return True
+    return (
+        re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?", said) is not None
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether others take this address for themselves."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _checked(file: str, found: SshHosts) -> SshHosts:
@@ -148,4 +183,7 @@ def _checked(file: str, found: SshHosts) -> SshHosts:
             raise ValueError(f"{file}: {host.name!r:.80} is no name of a host")
         if set(host.jobs) - set(JOBS):
             raise ValueError(f"{file}: jobs of {host.name}: expected some of {JOBS}")
+        wrong = _wrong(host)
+        if wrong:
+            raise ValueError(f"{file}: {host.name}: {wrong}")
     return found

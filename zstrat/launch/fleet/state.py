@@ -5,7 +5,7 @@ beginning: the first that ends then fails the whole fleet, because what cannot s
 for its user to mend. Later a task that ends is started again where it was, at once the
 first time, then after longer and longer pauses; one that ended more than ``restarts``
 times within ``window`` seconds is given up, with words, and the others go on. A task
-that drained (exit code 0) was told to by somebody who may, and stays down.
+that drained (exit code 0) was told to by somebody who may, and stays down, with words.
 
 An end is decided in two waves, workers and whatever is not a parameter server first:
 what they still push needs the servers. A wave that does not end in time is killed, and
@@ -61,6 +61,7 @@ class FleetNote:
 
     words: str
     task: str
+    is_failure: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,8 @@ class FleetState:
     ) -> list[FleetOrder]:
         """Whether a task of a fleet that runs is started again."""
         if end.code == 0:
-            return self._over_if_all_down([])
+            words = f"{task} {end.words}: somebody had it drain; not started again"
+            return self._over_if_all_down([FleetNote(words, task, is_failure=False)])
         if end.mistake is not None:
             words = f"{end.words}; not started again: {end.mistake}"
             note = FleetNote(f"{task} {words}", task)
