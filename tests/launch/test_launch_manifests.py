@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
+import subprocess
 
 import pytest
 import yaml
@@ -156,6 +158,35 @@ def test_keys_are_in_it_only_if_they_are_asked_for(tmp_path):
     assert found == secrets_from(PodCluster("zstrat", "i", 1, 1, ("train",)), keys)
 
 
+KUBECTL = """#!/bin/sh
+for word; do echo "$word"; done
+"""
+
+
+def test_the_words_on_top_can_be_typed(tmp_path):
+    """By a shell, whatever the folder is called."""
+    keys = tmp_path / "my $keys"
+    generate_keys(keys)
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o700)
+    text = write("kubernetes", "--image", "i", "--keys", str(keys), "--", "p").output
+    said = [line[4:] for line in text.splitlines() if line.startswith("#   ")]
+    assert shlex.split(said[0]) == ["zstrat", "keygen", str(keys)]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    typed = ["/bin/sh", "-euc", "\n".join(said[1:])]
+    ran = subprocess.run(typed, env=path, capture_output=True, text=True, check=True)
+    public = sorted(keys.glob("*.public"))
+    assert public
+    assert ran.stdout.splitlines() == [
+        word
+        for role in ("ps", "worker", "chief")
+        for word in (
+            *("create", "secret", "generic", f"zstrat-{role}"),
+            *(f"--from-file={file}" for file in (keys / f"{role}.secret", *public)),
+        )
+    ]
+
+
 def test_what_is_asked_for_is_there():
     ran = write(
         *("kubernetes", "--name", "run1", "--namespace", "ml", "--image", "i:2"),
@@ -193,6 +224,7 @@ def test_what_is_asked_for_is_there():
         (("--http", "2222"), "expected two different ones below 65536"),
         (("--with-secrets", "--keys", "/none"), "`zstrat keygen /none` makes the keys"),
         (("--with-secrets", "--insecure"), "expected one of them"),
+        (("--keys", "k\nkind: Pod"), "keys='k\\nkind: Pod': expected a folder"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, words):
