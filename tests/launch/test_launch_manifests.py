@@ -233,6 +233,27 @@ def test_what_cannot_be_is_said(arguments, words):
     assert words in " ".join(ran.output.split())
 
 
+def expanded(text, env):
+    """What Kubernetes makes of a word of a command: $(NAME) is a variable if there is
+    one, and $$ is one dollar."""
+
+    def of_one(found):
+        return "$" if found[0] == "$$" else env.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", of_one, text)
+
+
+@pytest.mark.parametrize("engine", KINDS)
+def test_a_program_gets_its_arguments_as_they_were_given(engine):
+    given = ("sh", "-c", "echo $(HOME) $$ $HOME $$(HOME) $(date) $", "$")
+    objects = manifests(engine, PodCluster("ads", "i", 1, 1, given))
+    *_, (program, _, _) = templates(engine, objects)
+    (container,) = program["spec"]["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert env["HOME"]
+    assert tuple(expanded(each, env) for each in container["command"]) == given
+
+
 def test_other_misuse():
     with pytest.raises(ValueError, match="which program"):
         PodCluster("a", "i", 1, 1, ())

@@ -177,7 +177,8 @@ def _container(
         made["command"] = [DAEMONS[job], "--bind", f"0.0.0.0:{cluster.port}"]
         made["command"] += ["--http", f"0.0.0.0:{cluster.http_port}"]
     else:
-        made["command"] = list(cluster.program)
+        # Kubernetes would put its variables in: $(HOME), and $$ is one dollar to it.
+        made["command"] = [word.replace("$", "$$") for word in cluster.program]
     made["env"] = _environment(cluster, job, index, addresses)
     made["ports"] = [
         {
