@@ -221,6 +221,9 @@ def test_what_is_asked_for_is_there():
         (("--namespace", "a/b"), "namespace='a/b': expected small letters"),
         (("--image", "a b"), "expected a name of an image"),
         (("--ps-resources", "cpu"), "expected NAME=AMOUNT,..., as in cpu=4,memory"),
+        (("--namespace", "a" * 64), "at most 63"),
+        (("--ps-resources", "cpu=4,cpu=5"), "resources 'cpu=4,cpu=5': cpu is there"),
+        (("--restarts", "-5"), "-5 is not in the range"),
         (("--http", "2222"), "expected two different ones below 65536"),
         (("--with-secrets", "--keys", "/none"), "`zstrat keygen /none` makes the keys"),
         (("--with-secrets", "--insecure"), "expected one of them"),
@@ -254,7 +257,14 @@ def test_a_program_gets_its_arguments_as_they_were_given(engine):
     assert tuple(expanded(each, env) for each in container["command"]) == given
 
 
+def test_a_namespace_may_begin_with_a_digit():
+    (made, *_) = manifests("jobset", PodCluster("a", "i", 1, 1, ("p",), "1team"))
+    assert made["metadata"]["namespace"] == "1team"
+
+
 def test_other_misuse():
+    with pytest.raises(ValueError, match="restarts=-1: expected 0 or more"):
+        PodCluster("a", "i", 1, 1, ("p",), restarts=-1)
     with pytest.raises(ValueError, match="which program"):
         PodCluster("a", "i", 1, 1, ())
     with pytest.raises(ValueError, match="expected 1 or more of each"):

@@ -39,7 +39,13 @@ _AMOUNTS = "NAME=AMOUNT,..."
 @click.option("--program-resources", metavar=_AMOUNTS, default="")
 @click.option("--port", type=int, default=2222, show_default=True, help="of daemons")
 @click.option("--http", type=int, default=9100, show_default=True, help="for probes")
-@click.option("--restarts", type=int, default=20, show_default=True, help="of each job")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="of each job",
+)
 @click.option(
     "--keys", type=Path, default=Path("keys"), show_default=True, metavar="DIR"
 )
