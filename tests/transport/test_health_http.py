@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
+import logging
 import socket
 import sys
 import threading
@@ -189,6 +191,19 @@ def test_who_holds_connections_open_cannot_keep_a_probe_out(port):
             line = held.enter_context(socket.create_connection(at, timeout=60))
             line.sendall(b"GET /healthz HTTP/1.1\r\nA: ")
         assert get(port, "/healthz") == (200, "ok\n")
+
+
+def test_the_end_is_quiet_whoever_is_still_connected(caplog, capfd):
+    server = zs.serve_http("127.0.0.1:0")
+    host, _, number = server.address.rpartition(":")
+    with socket.create_connection((host, int(number)), timeout=60) as idle:
+        assert get(server.address, "/healthz")[0] == 200
+        server.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert idle.recv(1) == b""
+    gc.collect()
+    assert [each for each in caplog.records if each.levelno > logging.INFO] == []
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_request_that_never_ends_does():
