@@ -160,6 +160,18 @@ def test_an_address_that_is_none(text):
         zs.serve_http(text)
 
 
+@pytest.mark.parametrize("wrong", [None, True, -1, 65536, 1.5, b"9100"])
+def test_what_is_no_address_at_all(wrong):
+    with pytest.raises(ValueError, match=r"HTTP at .*expected HOST:PORT, as in 127"):
+        zs.serve_http(wrong)
+
+
+def test_a_port_may_be_a_number():
+    with zs.serve_http(0) as server:
+        assert get(server.address, "/healthz") == (200, "ok\n")
+        assert zs.serve_http("0") is server
+
+
 @pytest.mark.parametrize(
     ("data", "status"),
     [
