@@ -4,8 +4,10 @@ are not there, and the daemon beside an actor."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +75,33 @@ def test_a_fleet_that_cannot_be_gives_its_places_back(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="ZSTRAT_PATIENCE"):
         zs.launch.ray(num_ps=2, num_workers=2)
     assert pretended.reserved == []
+
+
+def test_keys_of_a_trainers_worker_touch_no_disk(monkeypatch):
+    backend = types.ModuleType("ray.train.backend")
+    backend.Backend = backend.BackendConfig = object
+    for name in ("ray", "ray.train"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray.train.backend", backend)
+    # Gone again afterwards: it was made with a Ray that is none.
+    monkeypatch.delitem(sys.modules, "zstrat.integrations.ray", raising=False)
+    from zstrat.integrations.ray import become_worker, forget_keys
+
+    sys.modules.pop("zstrat.integrations.ray")
+    monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setenv("ZSTRAT_KEYS", "")
+    keys = {"worker.secret": "s", "worker.public": "p"}
+    folders = []
+    for _ in range(2):
+        become_worker(["127.0.0.1:2222"], 0, keys)
+        folders.append(Path(os.environ["ZSTRAT_KEYS"]))
+        found = {file.name: file.read_text() for file in folders[-1].iterdir()}
+        assert found == keys
+        assert folders[-1].stat().st_mode & 0o777 == 0o700
+        if os.access("/dev/shm", os.W_OK):
+            assert folders[-1].is_relative_to("/dev/shm")
+    forget_keys()
+    assert not any(folder.parent.exists() for folder in folders)
 
 
 @pytest.mark.processes
