@@ -107,6 +107,35 @@ def test_a_loop_that_hangs_is_said_by_a_thread_that_does_not():
         assert get(server.address, "/healthz") == (200, "ps:0: ok\n")
 
 
+def test_loops_that_hang_are_waited_for_together():
+    """All are asked before one of them has answered: the first answers when the second
+    has been asked."""
+    pytest.importorskip("prometheus_client")
+    asked = threading.Event()
+
+    class First(Thing):
+        def statistics(self):
+            assert asked.wait(60)
+            return self.values
+
+    class Second(Thing):
+        def statistics(self):
+            asked.set()
+            return self.values
+
+    told = {"task": {"uptime": 1.0}}
+    first, second = First(values=told), Second(values=told)
+    with (
+        living(first, "ps:0"),
+        living(second, "ps:1"),
+        zs.serve_http("127.0.0.1:0", patience=30) as server,
+    ):
+        status, text = get(server.address, "/metrics")
+    assert status == 200
+    for task in ("ps:0", "ps:1"):
+        assert f'zstrat_uptime_seconds{{task="{task}"}} 1.0\n' in text
+
+
 def test_head_has_no_body_and_other_methods_are_refused(port):
     assert get(port, "/healthz", "HEAD") == (200, "")
     assert get(port, "/healthz", "POST")[0] == 405

@@ -8,7 +8,6 @@ answers although a loop hangs, says which one, and costs training nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -134,13 +133,17 @@ class HealthServer:
         except RuntimeError:  # its loop was closed meanwhile
             return True, "it has ended"
 
+    async def _told(self, registered: RegisterEntry) -> Told | None:
+        """What hangs, or has ended, tells nothing, and /healthz says so."""
+        try:
+            return registered.name, await registered.statistics.ask(self._patience)
+        except (TimeoutError, RuntimeError):
+            return None
+
     async def _metrics(self, accept: str) -> HttpAnswer:
-        told: list[Told] = []
-        for registered in REGISTER.present():
-            # What hangs is missing here, and /healthz says so.
-            with contextlib.suppress(TimeoutError, RuntimeError):
-                values = await registered.statistics.ask(self._patience)
-                told.append((registered.name, values))
+        # Together: a scraper waits no longer for several that hang than for one.
+        found = await asyncio.gather(*map(self._told, REGISTER.present()))
+        told = [each for each in found if each is not None]
         try:
             return HttpAnswer(200, *exposition(told, accept, names=self._http.is_local))
         except ImportError as error:
