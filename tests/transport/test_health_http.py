@@ -163,6 +163,19 @@ def test_off_loopback_nobody_hears_why_or_where():
         assert 'host="node7",jax="0.1"' in get(server.address, "/metrics")[1]
 
 
+def test_off_loopback_a_loop_that_hangs_is_said():
+    go_on = threading.Event()
+    with (
+        living(Thing("/job:ps/task:0 at node7 is gone"), "ps:0") as portal,
+        zs.serve_http("0.0.0.0:0", patience=0.2) as server,
+    ):
+        portal.call_soon(go_on.wait, 60)
+        at = "127.0.0.1:" + server.address.rpartition(":")[2]
+        said = "ps:0: its event loop has not turned for 0.2 s\n"
+        assert get(at, "/healthz") == (503, said)
+        go_on.set()
+
+
 def test_without_prometheus_the_extra_is_named(port, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     status, words = get(port, "/metrics")
