@@ -62,7 +62,9 @@ class PretendedRay(types.ModuleType):
         return room
 
     def placement_group_table(self, group):
-        return {"bundles_to_node_id": dict.fromkeys(range(len(group.bundle_specs)), "a")}
+        return {
+            "bundles_to_node_id": dict.fromkeys(range(len(group.bundle_specs)), "a")
+        }
 
     def remove_placement_group(self, group):
         self.reserved.remove(group)

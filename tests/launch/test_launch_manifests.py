@@ -223,6 +223,7 @@ def test_what_is_asked_for_is_there():
         (("--ps-resources", "cpu"), "expected NAME=AMOUNT,..., as in cpu=4,memory"),
         (("--namespace", "a" * 64), "at most 63"),
         (("--ps-resources", "cpu=4,cpu=5"), "resources 'cpu=4,cpu=5': cpu is there"),
+        (("--to", "/none/x"), "cannot write /none/x: No such file or directory"),
         (("--restarts", "-5"), "-5 is not in the range"),
         (("--http", "2222"), "expected two different ones below 65536"),
         (("--with-secrets", "--keys", "/none"), "`zstrat keygen /none` makes the keys"),

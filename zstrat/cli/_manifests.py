@@ -112,8 +112,11 @@ def _put(text: str, to: Path | None, *, is_secret: bool) -> None:
     if to is None:
         sys.stdout.write(text)
         return
-    if is_secret:
-        to.touch(mode=0o600)
-        to.chmod(0o600)
-    to.write_text(text, "utf-8")
+    try:
+        if is_secret:
+            to.touch(mode=0o600)
+            to.chmod(0o600)
+        to.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(f"--to: cannot write {to}: {error.strerror}") from error
     click.echo(to)
