@@ -143,6 +143,15 @@ def test_what_was_added_and_never_came_leaves_its_number_to_the_next():
     assert membership.add("c:1") == AdmitWorker(1, 1, "c:1")
 
 
+def test_what_never_came_is_not_there_to_be_removed():
+    membership = Membership({0: "a:1"})
+    membership.withdraw(membership.add("b:1").index)
+    with pytest.raises(NotFoundError, match="no worker is at b:1: the cluster has a:1"):
+        membership.remove("b:1")
+    assert membership.add("b:1") == AdmitWorker(1, 1, "b:1")
+    assert membership.remove("b:1") == ReleaseWorker(1), "it is being waited for"
+
+
 def test_a_bound_cluster_takes_back_whom_it_had():
     membership = Membership({0: "a:1", 1: "b:1"})
     membership.bind("something has a part for each")

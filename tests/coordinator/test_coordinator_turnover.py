@@ -213,8 +213,8 @@ def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
         workers.add("worker0:1")
     with pytest.raises(AlreadyExistsError, match="worker 1 of the cluster is at"):
         workers.add("late:1", index=1)
-    for wrong in ("late", "late:0"):
-        with pytest.raises(ValueError, match=wrong):
+    for wrong in ("late", "late:0", "late:x", 5, None):
+        with pytest.raises(ValueError, match=f"{wrong!r}: .*a port above 0"):
             workers.add(wrong)
     unlike.busy = True
     with pytest.raises(BusyError):

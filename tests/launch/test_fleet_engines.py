@@ -255,6 +255,16 @@ def test_words_that_zstrat_slurm_does_not_take(words):
     assert "expected a program" in ran.output or "is for nobody" in ran.output
 
 
+def test_nothing_breaks_out_of_its_line_of_the_batch_script(tmp_path):
+    good, evil = (program(tmp_path, name, "") for name in ("t.py", "t\ntouch x #.py"))
+    for words in (["--job-name=evil\ntouch PWNED", str(good)], [str(evil)]):
+        ran = CliRunner().invoke(main, ["slurm", "--print", *words])
+        assert ran.exit_code == 2
+        assert "has a character that does not print" in ran.output
+    ran = CliRunner().invoke(main, ["slurm", "--print", str(good), "a\nb"])
+    assert shlex.split(ran.output.split("exec ")[1])[-1] == "a\nb"
+
+
 PREEMPTED = """
 import os, signal, sys
 sys.path.append(sys.argv[1])

@@ -4,14 +4,17 @@ are not there, and the daemon beside an actor."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
 import zstrat as zs
 from zstrat.config import Settings
 from zstrat.launch import observe
-from zstrat.launch.fleet import FleetTask, TaskHost, TaskLaunch
+from zstrat.launch.fleet import Allocation, FleetTask, TaskHost, TaskLaunch
 from zstrat.transport import generate_keys
 
 
@@ -25,10 +28,82 @@ def test_an_engine_that_is_absent_is_named_with_its_extra(engine, package, monke
         getattr(zs.launch, engine)(*arguments)
 
 
-@pytest.mark.parametrize("workers", [0, (0, 2), (3, 2)])
+@pytest.mark.parametrize("workers", [0, (0, 2), (3, 2), "1", ("1", 2), (1,), 1.5, None])
 def test_numbers_of_workers_that_cannot_be(workers):
     with pytest.raises(ValueError, match=r"expected a number from 1 on, or \(least"):
         zs.launch.ray(num_workers=workers)
+
+
+@pytest.mark.parametrize("count", [0, "1", 1.5])
+def test_numbers_of_parameter_servers_that_cannot_be(count):
+    with pytest.raises(ValueError, match=f"num_ps={count!r}.*: expected 1 or more"):
+        zs.launch.ray(num_ps=count)
+    with pytest.raises(ValueError, match=f"num_ps={count!r}.*: expected 1 or more"):
+        Allocation("7", {"n1": 4}).tasks(count, 1)
+
+
+class PretendedRay(types.ModuleType):
+    """A Ray with room for everything, which says what is reserved."""
+
+    def __init__(self):
+        super().__init__("ray")
+        self.reserved = []
+        self.util = self
+
+    def is_initialized(self):
+        return True
+
+    def nodes(self):
+        return [{"NodeID": "a", "NodeManagerAddress": "127.0.0.1"}]
+
+    def placement_group(self, bundles, strategy):
+        room = types.SimpleNamespace(bundle_specs=bundles, wait=lambda _: True)
+        self.reserved.append(room)
+        return room
+
+    def placement_group_table(self, group):
+        return {
+            "bundles_to_node_id": dict.fromkeys(range(len(group.bundle_specs)), "a")
+        }
+
+    def remove_placement_group(self, group):
+        self.reserved.remove(group)
+
+
+def test_a_fleet_that_cannot_be_gives_its_places_back(monkeypatch, tmp_path):
+    pretended = PretendedRay()
+    monkeypatch.setitem(sys.modules, "ray", pretended)
+    monkeypatch.setenv("ZSTRAT_PATIENCE", "much")
+    with pytest.raises(ValueError, match="ZSTRAT_PATIENCE"):
+        zs.launch.ray(num_ps=2, num_workers=2)
+    assert pretended.reserved == []
+
+
+def test_keys_of_a_trainers_worker_touch_no_disk(monkeypatch):
+    backend = types.ModuleType("ray.train.backend")
+    backend.Backend = backend.BackendConfig = object
+    for name in ("ray", "ray.train"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray.train.backend", backend)
+    # Gone again afterwards: it was made with a Ray that is none.
+    monkeypatch.delitem(sys.modules, "zstrat.integrations.ray", raising=False)
+    from zstrat.integrations.ray import become_worker, forget_keys
+
+    sys.modules.pop("zstrat.integrations.ray")
+    monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setenv("ZSTRAT_KEYS", "")
+    keys = {"worker.secret": "s", "worker.public": "p"}
+    folders = []
+    for _ in range(2):
+        become_worker(["127.0.0.1:2222"], 0, keys)
+        folders.append(Path(os.environ["ZSTRAT_KEYS"]))
+        found = {file.name: file.read_text() for file in folders[-1].iterdir()}
+        assert found == keys
+        assert folders[-1].stat().st_mode & 0o777 == 0o700
+        if os.access("/dev/shm", os.W_OK):
+            assert folders[-1].is_relative_to("/dev/shm")
+    forget_keys()
+    assert not any(folder.parent.exists() for folder in folders)
 
 
 @pytest.mark.processes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shlex
+import subprocess
 
 import pytest
 import yaml
@@ -156,6 +158,35 @@ def test_keys_are_in_it_only_if_they_are_asked_for(tmp_path):
     assert found == secrets_from(PodCluster("zstrat", "i", 1, 1, ("train",)), keys)
 
 
+KUBECTL = """#!/bin/sh
+for word; do echo "$word"; done
+"""
+
+
+def test_the_words_on_top_can_be_typed(tmp_path):
+    """By a shell, whatever the folder is called."""
+    keys = tmp_path / "my $keys"
+    generate_keys(keys)
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o700)
+    text = write("kubernetes", "--image", "i", "--keys", str(keys), "--", "p").output
+    said = [line[4:] for line in text.splitlines() if line.startswith("#   ")]
+    assert shlex.split(said[0]) == ["zstrat", "keygen", str(keys)]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    typed = ["/bin/sh", "-euc", "\n".join(said[1:])]
+    ran = subprocess.run(typed, env=path, capture_output=True, text=True, check=True)
+    public = sorted(keys.glob("*.public"))
+    assert public
+    assert ran.stdout.splitlines() == [
+        word
+        for role in ("ps", "worker", "chief")
+        for word in (
+            *("create", "secret", "generic", f"zstrat-{role}"),
+            *(f"--from-file={file}" for file in (keys / f"{role}.secret", *public)),
+        )
+    ]
+
+
 def test_what_is_asked_for_is_there():
     ran = write(
         *("kubernetes", "--name", "run1", "--namespace", "ml", "--image", "i:2"),
@@ -190,9 +221,14 @@ def test_what_is_asked_for_is_there():
         (("--namespace", "a/b"), "namespace='a/b': expected small letters"),
         (("--image", "a b"), "expected a name of an image"),
         (("--ps-resources", "cpu"), "expected NAME=AMOUNT,..., as in cpu=4,memory"),
+        (("--namespace", "a" * 64), "at most 63"),
+        (("--ps-resources", "cpu=4,cpu=5"), "resources 'cpu=4,cpu=5': cpu is there"),
+        (("--to", "/none/x"), "cannot write /none/x: No such file or directory"),
+        (("--restarts", "-5"), "-5 is not in the range"),
         (("--http", "2222"), "expected two different ones below 65536"),
         (("--with-secrets", "--keys", "/none"), "`zstrat keygen /none` makes the keys"),
         (("--with-secrets", "--insecure"), "expected one of them"),
+        (("--keys", "k\nkind: Pod"), "keys='k\\nkind: Pod': expected a folder"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, words):
@@ -201,7 +237,35 @@ def test_what_cannot_be_is_said(arguments, words):
     assert words in " ".join(ran.output.split())
 
 
+def expanded(text, env):
+    """What Kubernetes makes of a word of a command: $(NAME) is a variable if there is
+    one, and $$ is one dollar."""
+
+    def of_one(found):
+        return "$" if found[0] == "$$" else env.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", of_one, text)
+
+
+@pytest.mark.parametrize("engine", KINDS)
+def test_a_program_gets_its_arguments_as_they_were_given(engine):
+    given = ("sh", "-c", "echo $(HOME) $$ $HOME $$(HOME) $(date) $", "$")
+    objects = manifests(engine, PodCluster("ads", "i", 1, 1, given))
+    *_, (program, _, _) = templates(engine, objects)
+    (container,) = program["spec"]["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert env["HOME"]
+    assert tuple(expanded(each, env) for each in container["command"]) == given
+
+
+def test_a_namespace_may_begin_with_a_digit():
+    (made, *_) = manifests("jobset", PodCluster("a", "i", 1, 1, ("p",), "1team"))
+    assert made["metadata"]["namespace"] == "1team"
+
+
 def test_other_misuse():
+    with pytest.raises(ValueError, match="restarts=-1: expected 0 or more"):
+        PodCluster("a", "i", 1, 1, ("p",), restarts=-1)
     with pytest.raises(ValueError, match="which program"):
         PodCluster("a", "i", 1, 1, ())
     with pytest.raises(ValueError, match="expected 1 or more of each"):

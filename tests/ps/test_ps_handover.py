@@ -347,3 +347,11 @@ async def test_parts_of_eager_steps_are_remembered(tmp_path):
             await side.answer(part("there", 2))
         with pytest.raises(StaleSessionError):
             await side.answer(part("here", 1))
+
+
+def test_a_folder_that_cannot_be_is_called_what_it_is(tmp_path):
+    (tmp_path / "file").touch()
+    for wrong in ("file", "file/below"):
+        words = f"state folder {tmp_path / wrong} cannot be made: "
+        with pytest.raises(OSError, match=words):
+            Handover(tmp_path / wrong, 0, TASK)

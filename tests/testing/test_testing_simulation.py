@@ -123,5 +123,10 @@ def test_a_scenario_can_be_larger():
 def test_many_seeds_from_a_shell(capsys):
     assert seeds_in("7") == range(7, 8)
     assert seeds_in("10-20") == range(10, 20)
+    for none in ("5-2", "5-5", "5-", "x"):
+        with pytest.raises(SystemExit) as ended:
+            main([none])
+        assert ended.value.code == 2
+        assert f"without its end, got '{none}'" in capsys.readouterr().err
     assert main(["3", "--tell"]) == 0
     assert "1 seeds" in capsys.readouterr().out.splitlines()[-1]

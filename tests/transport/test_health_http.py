@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
+import logging
 import socket
 import sys
 import threading
@@ -105,6 +107,35 @@ def test_a_loop_that_hangs_is_said_by_a_thread_that_does_not():
         assert get(server.address, "/healthz") == (200, "ps:0: ok\n")
 
 
+def test_loops_that_hang_are_waited_for_together():
+    """All are asked before one of them has answered: the first answers when the second
+    has been asked."""
+    pytest.importorskip("prometheus_client")
+    asked = threading.Event()
+
+    class First(Thing):
+        def statistics(self):
+            assert asked.wait(60)
+            return self.values
+
+    class Second(Thing):
+        def statistics(self):
+            asked.set()
+            return self.values
+
+    told = {"task": {"uptime": 1.0}}
+    first, second = First(values=told), Second(values=told)
+    with (
+        living(first, "ps:0"),
+        living(second, "ps:1"),
+        zs.serve_http("127.0.0.1:0", patience=30) as server,
+    ):
+        status, text = get(server.address, "/metrics")
+    assert status == 200
+    for task in ("ps:0", "ps:1"):
+        assert f'zstrat_uptime_seconds{{task="{task}"}} 1.0\n' in text
+
+
 def test_head_has_no_body_and_other_methods_are_refused(port):
     assert get(port, "/healthz", "HEAD") == (200, "")
     assert get(port, "/healthz", "POST")[0] == 405
@@ -132,6 +163,19 @@ def test_off_loopback_nobody_hears_why_or_where():
         assert 'host="node7",jax="0.1"' in get(server.address, "/metrics")[1]
 
 
+def test_off_loopback_a_loop_that_hangs_is_said():
+    go_on = threading.Event()
+    with (
+        living(Thing("/job:ps/task:0 at node7 is gone"), "ps:0") as portal,
+        zs.serve_http("0.0.0.0:0", patience=0.2) as server,
+    ):
+        portal.call_soon(go_on.wait, 60)
+        at = "127.0.0.1:" + server.address.rpartition(":")[2]
+        said = "ps:0: its event loop has not turned for 0.2 s\n"
+        assert get(at, "/healthz") == (503, said)
+        go_on.set()
+
+
 def test_without_prometheus_the_extra_is_named(port, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     status, words = get(port, "/metrics")
@@ -156,6 +200,18 @@ def test_a_port_that_is_taken(port):
 def test_an_address_that_is_none(text):
     with pytest.raises(ValueError, match=r"expected HOST:PORT, as in 127\.0\.0\.1:91"):
         zs.serve_http(text)
+
+
+@pytest.mark.parametrize("wrong", [None, True, -1, 65536, 1.5, b"9100"])
+def test_what_is_no_address_at_all(wrong):
+    with pytest.raises(ValueError, match=r"HTTP at .*expected HOST:PORT, as in 127"):
+        zs.serve_http(wrong)
+
+
+def test_a_port_may_be_a_number():
+    with zs.serve_http(0) as server:
+        assert get(server.address, "/healthz") == (200, "ok\n")
+        assert zs.serve_http("0") is server
 
 
 @pytest.mark.parametrize(
@@ -189,6 +245,19 @@ def test_who_holds_connections_open_cannot_keep_a_probe_out(port):
             line = held.enter_context(socket.create_connection(at, timeout=60))
             line.sendall(b"GET /healthz HTTP/1.1\r\nA: ")
         assert get(port, "/healthz") == (200, "ok\n")
+
+
+def test_the_end_is_quiet_whoever_is_still_connected(caplog, capfd):
+    server = zs.serve_http("127.0.0.1:0")
+    host, _, number = server.address.rpartition(":")
+    with socket.create_connection((host, int(number)), timeout=60) as idle:
+        assert get(server.address, "/healthz")[0] == 200
+        server.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert idle.recv(1) == b""
+    gc.collect()
+    assert [each for each in caplog.records if each.levelno > logging.INFO] == []
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_request_that_never_ends_does():

@@ -39,7 +39,13 @@ _AMOUNTS = "NAME=AMOUNT,..."
 @click.option("--program-resources", metavar=_AMOUNTS, default="")
 @click.option("--port", type=int, default=2222, show_default=True, help="of daemons")
 @click.option("--http", type=int, default=9100, show_default=True, help="for probes")
-@click.option("--restarts", type=int, default=20, show_default=True, help="of each job")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="of each job",
+)
 @click.option(
     "--keys", type=Path, default=Path("keys"), show_default=True, metavar="DIR"
 )
@@ -106,8 +112,11 @@ def _put(text: str, to: Path | None, *, is_secret: bool) -> None:
     if to is None:
         sys.stdout.write(text)
         return
-    if is_secret:
-        to.touch(mode=0o600)
-        to.chmod(0o600)
-    to.write_text(text, "utf-8")
+    try:
+        if is_secret:
+            to.touch(mode=0o600)
+            to.chmod(0o600)
+        to.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(f"--to: cannot write {to}: {error.strerror}") from error
     click.echo(to)

@@ -90,9 +90,19 @@ def slurm_command(
 def batch_script(
     tasks: int, options: Sequence[str], counts: Sequence[str], program: Sequence[str]
 ) -> str:
-    """What sbatch is given. The user's options come last, so theirs count."""
+    """What sbatch is given. The user's options come last, so theirs count.
+
+    Raises:
+        ValueError: An option, or the name of the program, would not stay on its line.
+    """
     name = f"--job-name={Path(program[0]).name}"
     said = [f"--ntasks={tasks}", name, *_OURS, *options]
+    for option in said:
+        if not option.isprintable():  # a new line would be a command of the script
+            raise ValueError(
+                f"{option!r:.80} has a character that does not print: expected one line "
+                "of text for sbatch"
+            )
     lines = [f"#SBATCH {shlex.quote(option)}" for option in said]
     # -P: modules are not looked for where the job happens to run.
     us = [sys.executable, "-P", "-m", "zstrat.cli", "slurm", "--here"]

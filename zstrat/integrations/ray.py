@@ -24,12 +24,13 @@ all of them again (`FailureConfig`), from the checkpoint that was reported last.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray.train.backend import Backend, BackendConfig
@@ -37,6 +38,9 @@ from ray.train.backend import Backend, BackendConfig
 from zstrat.config import environment, set_environment
 from zstrat.launch.fleet import write_keys
 from zstrat.transport import generate_keys
+
+_IN_MEMORY: Final = Path("/dev/shm")
+"""Keys of a worker that is killed stay, but never on a disk."""
 
 
 @dataclass
@@ -90,7 +94,9 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
     task = {"type": "worker", "index": index}
     cluster = {"worker": addresses}
     set_environment("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
-    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-")) / "keys"
+    # Each strategy that the program makes reads them: they stay until the end.
+    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place)) / "keys"
     write_keys(folder, keys)
     set_environment("ZSTRAT_KEYS", str(folder))
 

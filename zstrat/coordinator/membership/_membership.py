@@ -86,6 +86,12 @@ class _Worker:
     next one."""
 
     @property
+    def is_unknown(self) -> bool:
+        """The program has added it, it never came, and nobody waits for it."""
+        never = not (self.has_come or self.is_listed)
+        return never and self.presence is Presence.AWAY
+
+    @property
     def is_present(self) -> bool:
         return self.presence is Presence.PRESENT
 
@@ -164,7 +170,7 @@ class Membership:
             NotFoundError: There is none of that address.
         """
         worker = self._at(address)
-        if worker is None or worker.presence is Presence.REMOVED:
+        if worker is None or worker.presence is Presence.REMOVED or worker.is_unknown:
             there = ", ".join(self.addresses.values()) or "no worker"
             raise NotFoundError(f"no worker is at {address}: the cluster has {there}")
         worker.presence, worker.is_dismissed = Presence.REMOVED, True

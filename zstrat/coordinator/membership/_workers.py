@@ -98,6 +98,7 @@ class Workers:
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
                 could join.
         """
+        _check_reached(address)
         patience = self._patience(timeout, self._session.settings.timeouts.connect)
         work = self._session.cluster.turnover.add(address, index, patience)
         return self._session.run(work, f"adding {address}", patience + SLACK)
@@ -106,6 +107,7 @@ class Workers:
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
         """As `add`, awaited. Cancellation: it is not taken in."""
+        _check_reached(address)
         patience = self._patience(timeout, self._session.settings.timeouts.connect)
         work = self._session.cluster.turnover.add(address, index, patience)
         return await self._session.run_async(work, f"adding {address}")
@@ -174,3 +176,16 @@ class Workers:
                 f"timeout={timeout!r}: expected a finite number of seconds, 0 or more"
             )
         return float(timeout)
+
+
+def _check_reached(address: str) -> None:
+    """Whether a worker may be reached at that, in the words of who adds one."""
+    try:
+        if isinstance(address, str):
+            return check_address(address)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"address {address!r:.80}: expected HOST:PORT of a worker, with a port above 0, "
+        "or ipc:///PATH"
+    )

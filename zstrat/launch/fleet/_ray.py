@@ -123,8 +123,8 @@ class RayEngine:
 
     def close(self) -> None:
         """Gives the places back."""
-        for group in self._groups:
-            self._ray.util.remove_placement_group(group)
+        while self._groups:
+            self._ray.util.remove_placement_group(self._groups.pop())
 
 
 def ray(
@@ -169,8 +169,8 @@ def ray(
         DeadlineExceededError: A task was not ready in ``timeouts.connect``.
     """
     least, most = _span(num_workers)
-    if num_ps < 1:
-        raise ValueError(f"num_ps={num_ps}: expected 1 or more")
+    if not isinstance(num_ps, int) or num_ps < 1:
+        raise ValueError(f"num_ps={num_ps!r}: expected 1 or more")
     engine = _ray()
     if not engine.is_initialized():
         engine.init()
@@ -181,23 +181,24 @@ def ray(
             rooms.group([dict(worker_resources or {"CPU": 1})]) for _ in range(most)
         ]
         there = rooms.found(ps, workers, least)
+        places = {f"ps:{n}": (ps, n) for n in range(num_ps)}
+        places |= {f"worker:{n}": (group, 0) for n, group in enumerate(there)}
+        tasks = [
+            FleetTask(*_named(name), rooms.host(*place))
+            for name, place in places.items()
+        ]
+        return Fleet(
+            RayEngine(engine, places, rooms.groups),
+            tasks,
+            restarts=restarts,
+            window=window,
+            env=env,
+            logs="terminal",
+            settings=settings,
+        )
     except BaseException:  # to the caller, who has no fleet that would give them back
         rooms.give_back()
         raise
-    places = {f"ps:{n}": (ps, n) for n in range(num_ps)}
-    places |= {f"worker:{n}": (group, 0) for n, group in enumerate(there)}
-    tasks = [
-        FleetTask(*_named(name), rooms.host(*place)) for name, place in places.items()
-    ]
-    return Fleet(
-        RayEngine(engine, places, rooms.groups),
-        tasks,
-        restarts=restarts,
-        window=window,
-        env=env,
-        logs="terminal",
-        settings=settings,
-    )
 
 
 class _Rooms:
@@ -244,8 +245,9 @@ class _Rooms:
         return _addresses(self._ray).get(node, "a machine that is gone")
 
     def give_back(self) -> None:
-        for group in self.groups:
-            self._ray.util.remove_placement_group(group)
+        """Idempotent."""
+        while self.groups:
+            self._ray.util.remove_placement_group(self.groups.pop())
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -264,12 +266,12 @@ class _Rooms:
 
 
 def _span(workers: int | tuple[int, int]) -> tuple[int, int]:
-    least, most = (workers, workers) if isinstance(workers, int) else workers
-    if not 1 <= least <= most:
-        raise ValueError(
-            f"num_workers={workers!r}: expected a number from 1 on, or (least, most)"
-        )
-    return least, most
+    match (workers, workers) if isinstance(workers, int) else workers:
+        case int(least), int(most) if 1 <= least <= most:
+            return least, most
+    raise ValueError(
+        f"num_workers={workers!r}: expected a number from 1 on, or (least, most)"
+    )
 
 
 def _named(name: str) -> tuple[str, int]:

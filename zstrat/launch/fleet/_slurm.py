@@ -65,10 +65,11 @@ class Allocation:
         Raises:
             ValueError: A number cannot be, or there is no room for so many.
         """
-        if num_ps < 1 or num_workers < 0:
+        counts = num_ps, num_workers
+        if not all(isinstance(n, int) for n in counts) or num_ps < 1 or num_workers < 0:
             raise ValueError(
-                f"num_ps={num_ps}, num_workers={num_workers}: expected 1 or more, and "
-                "0 or more"
+                f"num_ps={num_ps!r}, num_workers={num_workers!r}: expected 1 or more, "
+                "and 0 or more"
             )
         wanted = [("ps", n) for n in range(num_ps)]
         wanted += [("worker", n) for n in range(num_workers)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 from typing import TYPE_CHECKING, Final
 
 from zstrat.transport import key_names
@@ -185,7 +186,10 @@ def written(cluster: PodCluster, objects: list[Object], keys: str) -> str:
 
     Raises:
         ImportError: PyYAML is not installed.
+        ValueError: The name of the folder would not stay on its line.
     """
+    if not keys.isprintable():  # a new line would be YAML
+        raise ValueError(f"keys={keys!r:.80}: expected a folder whose name is one line")
     try:
         import yaml
     except ImportError as error:
@@ -203,13 +207,15 @@ def _steps(cluster: PodCluster, keys: str) -> list[str]:
     if not (cluster.has_keys and keys):
         return []
     space = f" -n {cluster.namespace}" if cluster.namespace else ""
-    public = f"$(for public in {keys}/*.public; do echo --from-file=$public; done)"
+    folder = shlex.quote(keys)
+    public = f'for file in {folder}/*.public; do set -- "$@" --from-file="$file"; done'
     return [
         "Once, for the keys of the cluster:",
-        f"  zstrat keygen {keys}",
+        f"  zstrat keygen {folder}",
+        f"  set --; {public}",
         *(
             f"  kubectl create secret generic {cluster.secret(job)}{space} "
-            f"--from-file={keys}/{ROLES[job]}.secret {public}"
+            f'--from-file={folder}/{ROLES[job]}.secret "$@"'
             for job in JOBS
         ),
     ]

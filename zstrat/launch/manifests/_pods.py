@@ -35,6 +35,7 @@ DRAIN: Final = {"ps": 30, "worker": 30, PROGRAM: 120}
 for a checkpoint."""
 
 _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _RESOURCE: Final = re.compile(r"[a-z0-9]([-a-z0-9./]*[a-z0-9])?")
 LONGEST: Final = 40
@@ -74,12 +75,18 @@ class PodCluster:
     restarts: int = 20
 
     def __post_init__(self) -> None:
-        for what, name in (("name", self.name), ("namespace", self.namespace or "a")):
-            if not _LABEL.fullmatch(name) or len(name) > LONGEST:
-                raise ValueError(
-                    f"{what}={name!r:.80}: expected small letters, digits and '-', a "
-                    f"letter first, at most {LONGEST}"
-                )
+        if not _LABEL.fullmatch(self.name) or len(self.name) > LONGEST:
+            raise ValueError(
+                f"name={self.name!r:.80}: expected small letters, digits and '-', a "
+                f"letter first, at most {LONGEST}"
+            )
+        if self.namespace and not _NAMESPACE.fullmatch(self.namespace):
+            raise ValueError(
+                f"namespace={self.namespace!r:.80}: expected small letters, digits and "
+                "'-', at most 63"
+            )
+        if self.restarts < 0:
+            raise ValueError(f"restarts={self.restarts}: expected 0 or more")
         if not self.image or any(c.isspace() for c in self.image):
             raise ValueError(f"image={self.image!r:.80}: expected a name of an image")
         if self.ps < 1 or self.workers < 1:
@@ -126,7 +133,11 @@ def resources_from(text: str) -> dict[str, str]:
                 f"resources {text!r:.80}: expected NAME=AMOUNT,..., as in "
                 "cpu=4,memory=8Gi,nvidia.com/gpu=1"
             )
-    return {name: amount for name, _, amount in pairs}
+    found = {name: amount for name, _, amount in pairs}
+    if len(found) < len(pairs):
+        twice = next(n for n in found if sum(n == name for name, _, _ in pairs) > 1)
+        raise ValueError(f"resources {text!r:.80}: {twice} is there more than once")
+    return found
 
 
 def pod(
@@ -177,7 +188,8 @@ def _container(
         made["command"] = [DAEMONS[job], "--bind", f"0.0.0.0:{cluster.port}"]
         made["command"] += ["--http", f"0.0.0.0:{cluster.http_port}"]
     else:
-        made["command"] = list(cluster.program)
+        # Kubernetes would put its variables in: $(HOME), and $$ is one dollar to it.
+        made["command"] = [word.replace("$", "$$") for word in cluster.program]
     made["env"] = _environment(cluster, job, index, addresses)
     made["ports"] = [
         {

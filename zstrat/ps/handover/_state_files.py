@@ -54,8 +54,12 @@ class StateFiles:
         self._name = f"ps-{index}"
         self.path = str(self.folder / f"{self._name}.json")
         """Of the small one."""
-        os.makedirs(self.folder, 0o700, exist_ok=True)
-        found = os.stat(self.folder)
+        try:
+            os.makedirs(self.folder, 0o700, exist_ok=True)
+            found = os.stat(self.folder)
+        except OSError as error:
+            words = f"state folder {self.folder} cannot be made: {error.strerror}"
+            raise OSError(error.errno, words) from error
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & _WRITABLE:
             raise PermissionDeniedError(
                 f"state folder {self.folder} (mode {stat.S_IMODE(found.st_mode):04o}, "

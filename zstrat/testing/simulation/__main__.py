@@ -8,6 +8,7 @@ python -m zstrat.testing.simulation 0-200 --mutation "the ledger forgets"
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import time
@@ -29,10 +30,16 @@ def seeds_in(text: str) -> range:
     """``"7"``, or ``"0-2000"`` without its end.
 
     Raises:
-        ValueError: It is neither.
+        argparse.ArgumentTypeError: It is neither, or has no seeds.
     """
     first, dash, end = text.partition("-")
-    return range(int(first), int(end) if dash else int(first) + 1)
+    with contextlib.suppress(ValueError):
+        seeds = range(int(first), int(end) if dash else int(first) + 1)
+        if seeds:  # no seeds would keep any contract
+            return seeds
+    raise argparse.ArgumentTypeError(
+        f"expected 7, or 0-2000 without its end, got {text!r}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

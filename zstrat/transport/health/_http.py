@@ -154,9 +154,11 @@ class HttpServer:
             return
         self._open += 1
         self._waited_for[writer] = None
-        # Whatever the network does to a connection ends this connection only.
+        # Whatever the network does to a connection ends this connection only. Who
+        # cancels is the loop at its end: streams log that as an error.
+        ends = OSError, EOFError, TimeoutError, asyncio.CancelledError
         try:
-            with contextlib.suppress(OSError, EOFError, TimeoutError):
+            with contextlib.suppress(*ends):
                 await self._serve(reader, writer)
         finally:
             self._open -= 1
