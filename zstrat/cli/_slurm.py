@@ -100,8 +100,8 @@ def batch_script(
     for option in said:
         if not option.isprintable():  # a new line would be a command of the script
             raise ValueError(
-                f"{option!r:.80} has a character that does not print: expected one line "
-                "of text for sbatch"
+                f"{option!r:.80} has a character that does not print: expected one "
+                "line of text for sbatch"
             )
     lines = [f"#SBATCH {shlex.quote(option)}" for option in said]
     # -P: modules are not looked for where the job happens to run.

@@ -186,6 +186,6 @@ def _check_reached(address: str) -> None:
     except ValueError:
         pass
     raise ValueError(
-        f"address {address!r:.80}: expected HOST:PORT of a worker, with a port above 0, "
-        "or ipc:///PATH"
+        f"address {address!r:.80}: expected HOST:PORT of a worker, with a port above "
+        "0, or ipc:///PATH"
     )
