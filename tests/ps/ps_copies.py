@@ -48,18 +48,21 @@ class Copies:
         """Open while the backup may load code."""
         self.gate.set()
         self.shipped = dict(OPTIMIZERS)
+        self.made = []
         self.primary = self.service(connect=self.connect)
         self.primary.handle(self.chief, OpenSession(SESSION, 0, 1, []))
         self.host()
 
     def service(self, **options):
-        return PsService(
+        made = PsService(
             load_code=self.load_late if "backup_of" in options else self.load,
             settings=Settings(),
             task=TASK,
             incarnation=5,
             **options,
         )
+        self.made.append(made)
+        return made
 
     def load(self, code):
         made = self.shipped[code]
@@ -128,5 +131,5 @@ class Copies:
         assert await self.ask(promote, self.backup) == Done()
 
     async def close(self):
-        for service in (self.primary, self.backup):
+        for service in self.made:  # those before these, too
             assert await service.drain()
