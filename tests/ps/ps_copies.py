@@ -4,6 +4,7 @@ import asyncio
 import threading
 from dataclasses import replace
 
+import numpy as np
 import optax
 from ps_callers import SESSION, caller
 
@@ -13,12 +14,21 @@ from zstrat.ps import PsService
 from zstrat.testing import FakeLink, FakeRemote
 from zstrat.wire import (
     AttachBackup,
+    CreateVariables,
     Done,
     Job,
     OpenSession,
     PromoteBackup,
+    Pull,
+    Push,
+    Read,
+    Update,
+    UpdateOp,
+    VariableEntry,
 )
 
+JUMP = 2**40
+"""By so much a version grows with a promotion."""
 TASK = "/job:ps/task:0"
 OPTIMIZERS = {
     b"adam": lambda: optax.adam(0.1),
@@ -133,3 +143,27 @@ class Copies:
     async def close(self):
         for service in self.made:  # those before these, too
             assert await service.drain()
+
+
+def create(*keys, size=3):
+    entries = [VariableEntry(key, f"v{key}", True, False) for key in keys]
+    return CreateVariables(SESSION, entries, (np.zeros(size, "f4"),) * len(keys))
+
+
+def push(step, key=0, value=1.0, size=3, op=UpdateOp.ADD):
+    update = Update(key, op, 0, 1)
+    return Push(SESSION, step, 0, 0, [update], (np.full(size, value, "f4"),))
+
+
+def pull(key=0):
+    return Pull(SESSION, [Read(key, -1)])
+
+
+def later(copies, asked):
+    return asyncio.ensure_future(copies.ask(asked))
+
+
+async def turns():
+    """So many that whatever can happen has happened."""
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -1,17 +1,16 @@
-"""A store in two processes: what is acknowledged, who is refused, who takes over."""
+"""A store in two processes: what is acknowledged, and what the second one gets."""
 
 import asyncio
 
 import numpy as np
 import pytest
 from ps_callers import SESSION, caller
-from ps_copies import OPTIMIZERS, TASK, Copies
+from ps_copies import JUMP, OPTIMIZERS, TASK, create, later, pull, push, turns
 from ps_trees import message, of_values
 
 from zstrat.errors import (
     InvalidArgumentError,
     NotPrimaryError,
-    StaleSessionError,
     UnavailableError,
 )
 from zstrat.ps import Handover
@@ -19,11 +18,8 @@ from zstrat.wire import (
     Again,
     ArraySpec,
     AskParts,
-    AttachBackup,
     BackupLost,
-    CloseSession,
     CreateOptimizer,
-    CreateVariables,
     DetachBackup,
     Done,
     Exchange,
@@ -32,13 +28,9 @@ from zstrat.wire import (
     Fenced,
     InitialEntry,
     InitializeVariables,
-    Inspect,
     Job,
     JoinSession,
-    OpenLog,
     OpenSession,
-    PromoteBackup,
-    Pull,
     Push,
     Pushed,
     Read,
@@ -46,43 +38,7 @@ from zstrat.wire import (
     StoreTensors,
     Update,
     UpdateOp,
-    VariableEntry,
 )
-
-JUMP = 2**40
-
-
-def create(*keys, size=3):
-    entries = [VariableEntry(key, f"v{key}", True, False) for key in keys]
-    return CreateVariables(SESSION, entries, (np.zeros(size, "f4"),) * len(keys))
-
-
-def push(step, key=0, value=1.0, size=3, op=UpdateOp.ADD):
-    update = Update(key, op, 0, 1)
-    return Push(SESSION, step, 0, 0, [update], (np.full(size, value, "f4"),))
-
-
-def pull(key=0):
-    return Pull(SESSION, [Read(key, -1)])
-
-
-@pytest.fixture
-async def copies():
-    rig = Copies()
-    await rig.ask(create(0, 1))
-    yield rig
-    await rig.close()
-
-
-def later(copies, asked):
-    return asyncio.ensure_future(copies.ask(asked))
-
-
-async def turns():
-    """So many that whatever can happen has happened."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
 
 CHANGING = (
     push(1),
@@ -203,172 +159,6 @@ async def test_a_copy_that_fails_is_told_and_training_goes_on(copies):
     await copies.promote(view=3)
 
 
-async def test_a_backup_that_has_not_all_does_not_take_over(copies):
-    with pytest.raises(UnavailableError, match="not everything"):
-        await copies.promote()
-
-
-async def test_a_backup_serves_nobody(copies):
-    await copies.attach()
-    for asked in (pull(), push(0), OpenSession(SESSION, 0, 1, [])):
-        with pytest.raises(NotPrimaryError):
-            await copies.ask(asked, copies.backup)
-    assert (await copies.ask(Inspect(), copies.backup)).values["job"] == "ps"
-    stranger = caller(Job.PS, 99)
-    with pytest.raises(NotPrimaryError):
-        await copies.ask(push(0), copies.backup, stranger)
-    with pytest.raises(NotPrimaryError):
-        await copies.ask(PromoteBackup(SESSION, 5), copies.backup, caller(Job.WORKER))
-
-
-async def test_a_promoted_backup_has_the_session(copies):
-    await copies.ask(push(0))
-    await copies.attach()
-    await copies.promote()
-    opened = await copies.ask(OpenSession(SESSION, 0, 1, []), copies.backup)
-    assert opened.resumed
-    worker = caller(Job.WORKER, 3)
-    pulled = await copies.ask(pull(), copies.backup, worker)
-    assert pulled.versions == [JUMP + 1]
-    assert await copies.ask(push(0), copies.backup, worker) == Pushed(False, [JUMP + 1])
-    assert await copies.ask(PromoteBackup(SESSION, 2), copies.backup) == Done()
-    assert await copies.ask(PromoteBackup(SESSION, 4), copies.backup) == Done()
-    with pytest.raises(StaleSessionError, match="view 3"):
-        await copies.ask(PromoteBackup(SESSION, 3), copies.backup)
-
-
-async def test_versions_of_what_is_created_later_jump_too(copies):
-    await copies.attach()
-    await copies.promote()
-    await copies.ask(create(9), copies.backup)
-    assert (await copies.ask(pull(9), copies.backup)).versions == [JUMP]
-
-
-async def test_a_replaced_primary_acknowledges_nothing(copies):
-    await copies.attach()
-    copies.link.hold()
-    answer = later(copies, push(0))
-    await turns()
-    await copies.promote()
-    with pytest.raises(NotPrimaryError):
-        await answer
-    for asked in (pull(), push(1), AttachBackup(SESSION, 3, "nowhere:1", 1)):
-        with pytest.raises(NotPrimaryError):
-            await copies.ask(asked)
-    again = await copies.ask(OpenSession(SESSION, 0, 1, []))
-    assert again.resumed  # whatever else its process holds
-    with pytest.raises(NotPrimaryError):
-        await copies.ask(pull())
-    assert not (await copies.ask(pull(), copies.backup)).arrays[0].any()
-
-
-async def test_one_that_slept_hears_it_when_it_is_back(copies):
-    await copies.attach()
-    copies.link.cut()
-    await copies.promote()
-    answer = later(copies, push(0))
-    await turns()
-    assert not answer.done()
-    copies.link.connect()
-    with pytest.raises(NotPrimaryError):
-        await answer
-
-
-async def test_a_replaced_primary_that_is_wanted_after_all_goes_on(copies):
-    """The one that took over is gone, and has acknowledged nothing since."""
-    await copies.ask(push(0))
-    await copies.attach()
-    await copies.promote()
-    await turns()
-    with pytest.raises(NotPrimaryError):
-        await copies.ask(pull())
-    await copies.ask(DetachBackup(SESSION, 3))
-    assert (await copies.ask(pull())).versions == [1]
-
-
-async def test_what_a_replaced_primary_held_can_be_dropped(copies):
-    await copies.attach()
-    await copies.promote()
-    copies.primary.give_up(3)
-    assert copies.primary.statistics()["variables"] == 0
-    with pytest.raises(NotPrimaryError):
-        await copies.ask(DetachBackup(SESSION, 4))
-    copies.primary.lost(copies.chief, "it ended")
-    opened = await copies.ask(OpenSession(SESSION + 1, 0, 1, []), peer=copies.chief)
-    assert not opened.resumed  # another program starts afresh
-    with pytest.raises(StaleSessionError):
-        await copies.ask(pull())
-
-
-async def test_older_views_are_refused(copies):
-    await copies.attach(view=5)
-    for asked in (
-        AttachBackup(SESSION, 4, "nowhere:1", copies.incarnation),
-        DetachBackup(SESSION, 4),
-    ):
-        with pytest.raises(StaleSessionError, match="view 5"):
-            await copies.ask(asked)
-    for view in (1, 4):
-        with pytest.raises(StaleSessionError):
-            await copies.ask(PromoteBackup(SESSION, view), copies.backup)
-        old = caller(Job.PS, 99)
-        with pytest.raises(StaleSessionError):
-            await copies.ask(OpenLog(SESSION, view), copies.backup, old)
-    with pytest.raises(StaleSessionError):
-        await copies.ask(PromoteBackup(SESSION + 1, 9), copies.backup)
-
-
-async def test_asked_again_it_is_attached_once(copies):
-    await asyncio.gather(copies.attach(), copies.attach())
-    await copies.attach()
-    assert len(copies.links) == 1
-
-
-async def test_another_session_ends_it(copies):
-    await copies.attach()
-    copies.link.hold()
-    answer = later(copies, push(0))
-    await turns()
-    await copies.ask(CloseSession(SESSION, False))
-    with pytest.raises(StaleSessionError):
-        await answer
-    await turns()
-    assert copies.link.is_closed
-
-
-async def test_a_primary_that_shuts_down_sends_them_to_its_backup(copies):
-    await copies.attach()
-    copies.link.hold()
-    accepted = later(copies, push(0))
-    await turns()
-    draining = asyncio.ensure_future(copies.primary.drain())
-    await turns()
-    with pytest.raises(NotPrimaryError, match="shutting down"):
-        await copies.ask(push(1))
-    copies.link.release()
-    assert (await accepted).applied
-    assert await draining
-    for asked in (create(8), push(1), pull()):
-        with pytest.raises(NotPrimaryError):
-            await copies.ask(asked)
-    await copies.promote()
-    assert (await copies.ask(push(1), copies.backup)).applied
-
-
-async def test_a_backup_that_differs_is_never_the_primary(copies, caplog):
-    await copies.attach()
-    copies.primary._store.log.append(push(0, key=77))  # which cannot be
-    await turns()
-    copies.link.cut()
-    copies.link.connect()
-    await turns()
-    assert copies.primary.statistics()["replication"]["backup_state"] == "lost"
-    assert "differs from its primary" in caplog.text
-    assert "77" in copies.chief.notices[0].reason
-    with pytest.raises(UnavailableError, match="77"):
-        await copies.promote()
-
-
 async def test_a_backup_that_falls_behind_holds_its_primary_up(copies):
     """It takes so many bytes into its memory, and then says no more that it has."""
     size = 3 * 2**20
@@ -401,21 +191,6 @@ async def test_what_is_added_on_its_way_comes_again_if_there_is_a_backup_now(cop
     assert copies.primary.absorb(copies.chief, header, [spec]) is None
     assert await copies.outcome(sink.finish()) == Again()
     assert (await copies.ask(push(3, 5, size=size))).applied
-
-
-async def test_what_is_added_on_its_way_is_refused_if_another_one_serves(copies):
-    size = 2**20
-    await copies.ask(create(5, size=size))
-    spec = ArraySpec(np.dtype("f4"), (size,))
-    header = Push(SESSION, 3, 0, 0, [Update(5, UpdateOp.ADD, 0, 1)], ())
-    sink = copies.primary.absorb(copies.chief, header, [spec])
-    sink.take(memoryview(bytearray(4 * size)), 0, np.ones(size, "f4").tobytes())
-    await copies.attach()
-    await copies.promote()
-    await turns()
-    assert copies.primary.absorb(copies.chief, header, [spec]) is None
-    with pytest.raises(NotPrimaryError):
-        sink.finish()
 
 
 async def test_values_that_an_initializer_draws_are_the_same(copies):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
@@ -36,6 +37,7 @@ from .connecting import (
     MakeTaskLink,
     TaskSession,
     adopted,
+    all_joined,
     arrive,
     devices_of,
     objection_to,
@@ -56,6 +58,8 @@ log = logging.getLogger("zstrat.coordinator")
 SETTLING: Final = 1.0
 """Seconds that connecting waits for workers that are about to join, so that they are
 counted. Opening a session takes milliseconds."""
+CLOSING: Final = "closing the session"
+MOVING: Final = "telling a worker where a parameter server is"
 LEAVING: Final = 2.0
 """Seconds for all tasks together to hear that the session is over."""
 
@@ -204,7 +208,7 @@ class Cluster:
         await arrive(self.ps, self.workers, deadline)
         if self.name:
             await self._adopt(deadline)
-        await self._joining_workers(min(deadline, loop.time() + SETTLING))
+        await all_joined(self.workers, min(deadline, loop.time() + SETTLING))
         self._fixed = devices_of(self.workers)
         if self.replication is not None:
             await self.replication.open(deadline)
@@ -238,7 +242,7 @@ class Cluster:
                 answers.append(
                     task.link.submit(goodbye, deadline=loop.time() + patience)
                 )
-                answers[-1].add_done_callback(_heed)
+                answers[-1].add_done_callback(partial(_heed, CLOSING))
         if answers:
             await asyncio.wait(answers, timeout=patience)
         await asyncio.gather(*(task.close() for task in tasks))
@@ -335,7 +339,7 @@ class Cluster:
             if not task.link.is_open:
                 continue  # it hears it when its session is opened
             try:
-                task.link.submit(moved).add_done_callback(_heed_move)
+                task.link.submit(moved).add_done_callback(partial(_heed, MOVING))
             except BusyError:
                 task.reopen("it has too much to answer to hear where a server is")
 
@@ -386,7 +390,7 @@ class Cluster:
             goodbye = CloseSession(self._worker_session, False)
             deadline = asyncio.get_running_loop().time() + LEAVING
             answer = task.link.submit(goodbye, deadline=deadline)
-            answer.add_done_callback(_heed)
+            answer.add_done_callback(partial(_heed, CLOSING))
             task.leave()
             await asyncio.wait([answer])
         await task.close()
@@ -486,30 +490,15 @@ class Cluster:
             self.origin, found = self.session, None
             self.follow()
             await asyncio.gather(*(task.wait_ready(deadline) for task in self.ps))
-            await self._joining_workers(deadline)
+            await all_joined(self.workers, deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", self.name)
         for task in self.ps:
             task.keep_origin(self.origin)
 
-    async def _joining_workers(self, deadline: float) -> None:
-        """Waits for those that are connected already; others are not waited for."""
-        joining = [
-            task.wait_ready(deadline)
-            for task in self.workers
-            if task.link.is_open and not task.is_ready and task.refusal is None
-        ]
-        # Who does not come in time joins later, and is compared then.
-        await asyncio.gather(*joining, return_exceptions=True)
 
-
-def _heed_move(answer: asyncio.Future[Message]) -> None:
-    """A worker that is lost meanwhile hears it when its session is opened again."""
+def _heed(doing: str, answer: asyncio.Future[Message]) -> None:
+    """Whoever is lost meanwhile hears it, if need be, when its session opens again."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("telling a worker where a parameter server is: %s", error)
-
-
-def _heed(answer: asyncio.Future[Message]) -> None:
-    if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("closing the session: %s", error)
+        log.info("%s: %s", doing, error)

@@ -24,6 +24,7 @@ from ._servers import ParameterServers, session_of
 from .connecting import (
     addresses_of_ps,
     addresses_of_workers,
+    connected,
     hail,
     links_of,
     open_sessions,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._rest import Cut
-    from .connecting import MakeTaskLink, Place, SessionClaim
+    from .connecting import MakeTaskLink, Place
     from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")
@@ -131,18 +132,14 @@ class ClusterSession:
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            ahead, listens = (
-                prefetch_of(settings, workers),
-                settings.output == "program",
-            )
             return Cluster(
                 session,
                 ps,
                 workers,
                 settings.timeouts,
                 make,
-                ahead,
-                listens=listens,
+                prefetch_of(settings, workers),
+                listens=settings.output == "program",
                 replicas=replicas,
                 name=resume,
                 begins_anew=begins_anew,
@@ -486,7 +483,10 @@ def _opened(
     serve_as_told(settings)
     claim = open_sessions.claim(places)
     try:
-        session = _connected(Portal(name), cluster, look, settings, claim)
+        portal = Portal(name)
+        slack = 2 * settings.timeouts.connect + settings.timeouts.drain
+        opened = connected(portal, cluster, look, slack, claim)
+        session = ClusterSession(opened, portal, settings)
     except BaseException:  # to the caller, who has no session
         open_sessions.drop(claim)
         raise
@@ -495,34 +495,3 @@ def _opened(
     name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
     register(session, name, session.portal.loop)
     return session
-
-
-def _connected(
-    portal: Portal,
-    cluster: Callable[[], Coroutine[Any, Any, Cluster]],
-    look: Callable[[], Coroutine[Any, Any, None]],
-    settings: Settings,
-    claim: SessionClaim,
-) -> ClusterSession:
-
-    async def open_() -> Cluster:
-        made = await cluster()
-        try:
-            await made.open()
-        except BaseException:  # to the caller, who has no session to close
-            await made.close(False)
-            raise
-        return made
-
-    try:
-        # The cluster keeps its own deadlines, and names who missed them. There are two:
-        # who joins a session waits for it first.
-        slack = 2 * settings.timeouts.connect + settings.timeouts.drain
-        if open_sessions.has_rivals(claim):
-            portal.run(look(), slack, "looking whether the cluster answers")
-            open_sessions.take_over(claim)
-        opened = portal.run(open_(), slack, "connecting to the cluster")
-    except BaseException:  # to the caller, who has no session to close
-        portal.close()
-        raise
-    return ClusterSession(opened, portal, settings)

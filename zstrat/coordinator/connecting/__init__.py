@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._adoption import adopted as adopted
+from ._arrival import all_joined as all_joined
 from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import hail as hail
@@ -13,6 +14,7 @@ from ._job_links import links_of as links_of
 from ._job_links import prefetch_of as prefetch_of
 from ._open_sessions import Place as Place
 from ._open_sessions import SessionClaim as SessionClaim
+from ._open_sessions import connected as connected
 from ._open_sessions import open_sessions as open_sessions
 from ._task_links import MakeTaskLink as MakeTaskLink
 from ._task_session import TaskSession as TaskSession

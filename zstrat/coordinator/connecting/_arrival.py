@@ -141,6 +141,18 @@ async def arrive(
         arrival.stop()
 
 
+async def all_joined(workers: Sequence[TaskSession], deadline: float) -> None:
+    """Waits until ``deadline`` (loop time) for workers that are connected already and
+    enter the session; others are not waited for. Who does not come in time joins later.
+    """
+    joining = [
+        task.wait_ready(deadline)
+        for task in workers
+        if task.link.is_open and not task.is_ready and task.refusal is None
+    ]
+    await asyncio.gather(*joining, return_exceptions=True)
+
+
 async def _any_of(workers: Sequence[AwaitedTask], deadline: float) -> None:
     async def outcome(task: AwaitedTask) -> Exception | None:
         try:
