@@ -110,7 +110,7 @@ SLOWEST = (
     "test_testing_clusters.py",
     "test_parts.py",
 )
-"""Files of some eight seconds or more: none of them begins when the others have ended."""
+"""Files of some eight seconds or more: none begins when the others have ended."""
 
 WHOLE = {"accelerator", "attack", "chaos", "examples", "optax", "system"}
 """Folders of tests of the whole: clusters, faults, programs of users."""
