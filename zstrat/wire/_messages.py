@@ -6,8 +6,8 @@ the wire and the validation from the annotations, so a field that is added is ch
 field ``arrays`` travels as raw buffer frames behind the header.
 
 The messages lie by subject: of connections (`_link_messages`), of any task
-(`_task_messages`), of variables, snapshots, replicas, closures (`_step_messages`) and
-groups.
+(`_task_messages`), of time lines (`_capture_messages`), of variables, snapshots,
+replicas, closures (`_step_messages`) and groups.
 Numbers of kinds are part of the protocol: never reuse one (the codec refuses to start
 with two that are equal). `PROTOCOL` grows with every change that an older peer would
 misunderstand.
@@ -15,6 +15,11 @@ misunderstand.
 
 from __future__ import annotations
 
+from ._capture_messages import AskClock as AskClock
+from ._capture_messages import BeginCapture as BeginCapture
+from ._capture_messages import Captured as Captured
+from ._capture_messages import ClockTold as ClockTold
+from ._capture_messages import EndCapture as EndCapture
 from ._group_messages import AbortCall as AbortCall
 from ._group_messages import AskCall as AskCall
 from ._group_messages import CallState as CallState
@@ -206,5 +211,10 @@ Message = (
     | AskCall
     | CallState
     | LeaveGroup
+    | AskClock
+    | ClockTold
+    | BeginCapture
+    | EndCapture
+    | Captured
 )
 """Everything that a header can announce."""
