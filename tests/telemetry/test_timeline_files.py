@@ -13,7 +13,7 @@ from zstrat.telemetry.timeline import (
     TimelineSpan,
     TimelineTask,
     check_place,
-    rows_of,
+    without_overlaps,
     write_timeline,
 )
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path):
 def test_spans_that_overlap_are_put_into_as_few_rows_as_there_can_be():
     times = [(0, 4), (1, 2), (2, 5), (3, 6), (4, 7)]
     spans = [TimelineSpan("pull", float(a), float(b)) for a, b in times]
-    rows, left = rows_of("pull", reversed(spans))
+    rows, left = without_overlaps("pull", reversed(spans))
     assert not left
     assert [row.name for row in rows] == ["pull", "pull 2", "pull 3"]
     drawn = [[(s.began, s.ended) for s in row.spans] for row in rows]
@@ -287,6 +287,6 @@ def test_spans_that_overlap_are_put_into_as_few_rows_as_there_can_be():
 
 def test_spans_beyond_the_last_row_are_named():
     spans = [TimelineSpan("wait", 0.0, 1.0 + end) for end in range(5)]
-    rows, left = rows_of("wait", spans, limit=3)
+    rows, left = without_overlaps("wait", spans, limit=3)
     assert [len(row.spans) for row in rows] == [1, 1, 1]
     assert [span.ended for span in left] == [4.0, 5.0]

@@ -6,8 +6,8 @@ the wire and the validation from the annotations, so a field that is added is ch
 field ``arrays`` travels as raw buffer frames behind the header.
 
 The messages lie by subject: of connections (`_link_messages`), of any task
-(`_task_messages`), of time lines (`_capture_messages`), of variables, snapshots,
-replicas, closures (`_step_messages`) and groups.
+(`_task_messages`), of variables, snapshots, replicas, closures (`_step_messages`) and
+groups.
 Numbers of kinds are part of the protocol: never reuse one (the codec refuses to start
 with two that are equal). `PROTOCOL` grows with every change that an older peer would
 misunderstand.
@@ -15,11 +15,6 @@ misunderstand.
 
 from __future__ import annotations
 
-from ._capture_messages import AskClock as AskClock
-from ._capture_messages import BeginCapture as BeginCapture
-from ._capture_messages import Captured as Captured
-from ._capture_messages import ClockTold as ClockTold
-from ._capture_messages import EndCapture as EndCapture
 from ._group_messages import AbortCall as AbortCall
 from ._group_messages import AskCall as AskCall
 from ._group_messages import CallState as CallState
@@ -91,10 +86,15 @@ from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._task_messages import AskClock as AskClock
 from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
+from ._task_messages import BeginCapture as BeginCapture
+from ._task_messages import Captured as Captured
+from ._task_messages import ClockTold as ClockTold
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
+from ._task_messages import EndCapture as EndCapture
 from ._task_messages import Failure as Failure
 from ._task_messages import Inspect as Inspect
 from ._task_messages import JoinSession as JoinSession

@@ -248,7 +248,7 @@ def _only_core() -> CoordinatorCore:
     """
     sessions = open_sessions.present()
     cores = [session.coordinators.get("core") for session in sessions]
-    found = [core for core in cores if core is not None]
+    found: list[CoordinatorCore] = [core for core in cores if core is not None]
     if len(found) == 1:
         return found[0]
     if found:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.coordinator._seen import short
 from zstrat.telemetry.timeline import ProgramNotes, TaskNotes
@@ -20,8 +20,10 @@ from zstrat.wire import BeginCapture
 from ._asking import CapturedTask
 
 if TYPE_CHECKING:
-    from zstrat.coordinator._cluster import Cluster
+    from collections.abc import Sequence
+
     from zstrat.coordinator._engine import ClosureEngine
+    from zstrat.coordinator.connecting import TaskSession
 
 ANSWERING: Final = 10.0
 """Seconds for all tasks together to begin, and again to end: who takes longer hangs,
@@ -30,6 +32,23 @@ PROFILING: Final = 60.0
 """The same with jax's own profile, which a worker begins and ends between two steps."""
 BYTES_OF_SPAN: Final = 200
 """What one becomes in a file that is not compressed."""
+
+
+class TimedCluster(Protocol):
+    """All tasks of a session (`Cluster`)."""
+
+    timeline: TimelineRun | None
+    """The one that is taken now."""
+
+    @property
+    def ps(self) -> Sequence[TaskSession]: ...
+
+    @property
+    def workers(self) -> Sequence[TaskSession]: ...
+
+    def session_of(self, task: TaskSession) -> int:
+        """The number that the task knows its session by."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +77,7 @@ class TimelineRun:
     """One time line, from its begin to its end. Belongs to the loop."""
 
     def __init__(
-        self, cluster: Cluster, engine: ClosureEngine, bounds: TimelineBounds
+        self, cluster: TimedCluster, engine: ClosureEngine, bounds: TimelineBounds
     ) -> None:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
         self._tasks: list[CapturedTask] = []

@@ -19,32 +19,15 @@ from ._picture import (
     TimelineSpan,
     TimelineTask,
 )
-from ._rows import ROWS, rows_of
+from ._rows import ROWS, without_overlaps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from zstrat.telemetry._phases import PhaseSpan
 
     from ._clock import ClockLine
-    from ._notes import ProgramNotes
-
-
-@dataclass(slots=True)
-class TaskNotes:
-    """What one task has noted, or why it is not known.
-
-    ``name``: "worker:0". ``clock``: None if the task did not say what its clock says;
-    nothing that it has noted can be placed then. ``problem``: what is missing, in
-    words; "" if nothing. ``profile``: where jax's own profile of it lies.
-    """
-
-    name: str
-    clock: ClockLine | None = None
-    spans: Sequence[PhaseSpan] = ()
-    is_cut: bool = False
-    problem: str = ""
-    profile: str = ""
+    from ._notes import ProgramNotes, TaskNotes
 
 
 _SCHEDULE: Final = "schedule"
@@ -138,7 +121,7 @@ class _Assembly:
         self, task: TimelineTask, kinds: Mapping[str, Iterable[TimelineSpan]]
     ) -> None:
         for kind, spans in kinds.items():
-            rows, left = rows_of(kind, spans)
+            rows, left = without_overlaps(kind, spans)
             task.rows += rows
             if left:
                 words = f"{len(left)} of {kind}, as {ROWS} others were under way"

@@ -20,7 +20,7 @@ ROWS: Final = 8
 from eight of them as well, and the curve beside them says how many there are."""
 
 
-def rows_of(
+def without_overlaps(
     name: str, spans: Iterable[TimelineSpan], limit: int = ROWS
 ) -> tuple[list[TimelineRow], list[TimelineSpan]]:
     """The spans in as few rows as there can be, the first row as full as it can be.
