@@ -17,15 +17,21 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
+from zstrat.telemetry.timeline import columns_of
 from zstrat.wire import (
     AppliedParts,
+    AskClock,
     AskParts,
     AttachBackup,
+    BeginCapture,
+    Captured,
+    ClockTold,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DetachBackup,
     Done,
+    EndCapture,
     Exchange,
     Fence,
     Fenced,
@@ -215,6 +221,9 @@ class PsService:
                     return Done()
                 case Inspect():
                     return Statistics(self.statistics())
+                case AskClock() | BeginCapture() | EndCapture():
+                    self._ownership.check(message.session)
+                    return self._capture(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
                 case _:
@@ -254,6 +263,18 @@ class PsService:
         self._ownership.check(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
+
+    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+        now, recorder = self._clock(), self.recorder
+        match message:
+            case AskClock():
+                return ClockTold(now)
+            case BeginCapture(spans=spans, seconds=seconds):
+                recorder.begin_capture(spans, now, now + seconds)
+                return Done()
+            case EndCapture():
+                phases, columns = columns_of(recorder.end_capture(now))
+                return Captured(phases, recorder.is_cut, "", "", tuple(columns))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         if self._silence is not None:

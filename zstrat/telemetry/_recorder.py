@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from zstrat.errors import NotFoundError
+
 from ._histogram import Unit, Windowed
 from ._phases import Phase, PhaseSpan
 from ._throughput import Rate
@@ -154,19 +156,17 @@ class Recorder:
         self._captured, self._until = deque(maxlen=limit), until
         self.is_cut = False
 
-    def spans(self, now: float) -> list[PhaseSpan]:
-        """Those that were captured since they were last asked for, in no order."""
-        self.digest(now)
-        captured = self._captured
-        if captured is None:
-            return []
-        found = list(captured)
-        captured.clear()
-        return found
+    def end_capture(self, now: float) -> list[PhaseSpan]:
+        """Spans are not kept any more; those that were, in no order.
 
-    def end_capture(self) -> None:
-        """Spans are not kept any more."""
-        self._captured = None
+        Raises:
+            NotFoundError: There was no capture.
+        """
+        self.digest(now)
+        captured, self._captured = self._captured, None
+        if captured is None:
+            raise NotFoundError("no capture is under way: the session began anew")
+        return list(captured)
 
     # ---- in bulk -----------------------------------------------------------------
 
