@@ -143,7 +143,7 @@ def _draw(
 ) -> _Said:
     del worker, servers
     return (
-        f"waits for its dataset: draw is {share:.0%} of its time",
+        f"waits for its dataset: draw is {_percent(share)} of its time",
         "let the dataset read ahead and map in parallel: dataset.map(f, "
         "num_parallel_calls=zs.data.AUTOTUNE).prefetch(zs.data.AUTOTUNE), or cache it",
         _numbers("draw", phases),
@@ -155,7 +155,7 @@ def _compute(
 ) -> _Said:
     del worker, servers
     return (
-        f"computes: the step itself is {share:.0%} of its time",
+        f"computes: the step itself is {_percent(share)} of its time",
         "that is what a worker is for: add workers, or make the step cheaper",
         _numbers("compute", phases),
     )
@@ -169,7 +169,7 @@ def _pull(
 ) -> _Said:
     blamed = _last_to_answer(worker) or _busiest(servers)
     numbers = _numbers("pull", phases)
-    words = f"waits for values: pull is {share:.0%} of its time"
+    words = f"waits for values: pull is {_percent(share)} of its time"
     if not blamed:
         return words, "pull less, or fetch ahead: ZSTRAT_PREFETCH", numbers
     server = servers.get(blamed, {})
@@ -177,12 +177,12 @@ def _pull(
     out = server.get("bytes_out_per_s", 0.0)
     numbers |= {"busy": busy, "bytes_out_per_s": out}
     words = (
-        f"waits for values of {blamed}: pull is {share:.0%} of its time "
+        f"waits for values of {blamed}: pull is {_percent(share)} of its time "
         f"({blamed} sends {_size(out)}/s)"
     )
     advice = "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
     if busy >= BUSY:
-        words += f", and applies updates for {busy:.0%} of its"
+        words += f", and applies updates for {_percent(busy)} of its"
     return words, advice, numbers
 
 
@@ -191,7 +191,7 @@ def _queue(
 ) -> _Said:
     del servers
     return (
-        f"has nothing to do for {share:.0%} of its time",
+        f"has nothing to do for {_percent(share)} of its time",
         "schedule more steps before you join or fetch; fewer workers would do",
         _numbers("wait", phases) | {"waiting": worker.get("waiting", 0)},
     )
@@ -206,7 +206,7 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
         name,
         "push",
         busy,
-        f"applies updates for {busy:.0%} of its time",
+        f"applies updates for {_percent(busy)} of its time",
         "spread the variables over more parameter servers (a partitioner cuts large "
         "ones), or push less often",
         {"busy": busy, "p50": apply.get("p50", 0.0), "p99": apply.get("p99", 0.0)},
@@ -229,8 +229,8 @@ def _imbalance(servers: Mapping[str, Mapping[str, Any]]) -> Iterable[Limit]:
         name,
         "imbalance",
         min(1.0, moved[name] / whole),
-        f"moves {moved[name] / whole:.0%} of the bytes of all {len(moved)} parameter "
-        f"servers ({_size(moved[name])}/s)",
+        f"moves {_percent(moved[name] / whole)} of the bytes of all {len(moved)} "
+        f"parameter servers ({_size(moved[name])}/s)",
         "cut its large variables: ParameterServerStrategy(variable_partitioner=...)",
         {each: float(rate) for each, rate in moved.items()},
     )
@@ -238,7 +238,7 @@ def _imbalance(servers: Mapping[str, Mapping[str, Any]]) -> Iterable[Limit]:
 
 def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
-    usual = max(1, workers - 1)
+    usual = 2 * max(1, workers) - 1  # each fetches one step ahead
     if median <= OLD * usual:
         return
     yield Limit(
@@ -272,6 +272,10 @@ def _numbers(phase: str, phases: Mapping[str, Any]) -> dict[str, float]:
         f"{phase}_{name}": float(summary.get(name, 0.0))
         for name in ("p50", "p90", "p99")
     }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _size(number: float) -> str:
