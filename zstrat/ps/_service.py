@@ -17,7 +17,9 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
+from zstrat.telemetry import PS_PHASES, Recorder, resident_bytes
 from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import TelemetryNotices, lanes, moved
 from zstrat.wire import (
     AppliedParts,
     AskClock,
@@ -99,6 +101,7 @@ class PsService:
             primary.
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
+        tells: It tells its coordinator how it is, about once a second.
         handover: Where what is here is left for the next process; None: nowhere.
         inherited: What the process before has left.
     """
@@ -119,6 +122,7 @@ class PsService:
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
+        tells: bool = False,
         handover: Handover | None = None,
         inherited: Inherited | None = None,
     ) -> None:
@@ -140,7 +144,12 @@ class PsService:
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
-            task, self._store, self._thread, check=check, admit=self._require_open
+            task,
+            self._store,
+            self._thread,
+            check=check,
+            admit=self._require_open,
+            clock=clock,
         )
         self._snapshots = SnapshotService(
             task, self._store, self._serving.turn, check, self._thread, make_thread
@@ -163,6 +172,8 @@ class PsService:
             )
         self._draining = False
         self._failed = 0
+        self._tells = tells
+        self._notices: TelemetryNotices | None = None
 
     @property
     def session(self) -> int | None:
@@ -244,6 +255,8 @@ class PsService:
             remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
+        if self._notices is not None:
+            self._notices.touch()
         served = self._serving.take(message)
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
@@ -368,6 +381,8 @@ class PsService:
 
     async def _finish(self) -> bool:
         self._draining = True
+        if self._notices is not None:
+            self._notices.close()
         self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
             self._joining.close(self._standing.parting)
@@ -401,6 +416,26 @@ class PsService:
         values.update(self._store.statistics())
         values.update(self._snapshots.statistics())
         return values
+
+    def telemetry(self) -> dict[str, PlainTree]:
+        """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
+        but for lanes and gauges, which are those of the process."""
+        now, recorder, counts = self._clock(), self.recorder, self._store.counts
+        recorder.reach("pulls", counts.pulls, now)
+        recorder.reach("pushes", counts.pushes, now)
+        recorder.traffic(*moved(), now)
+        gauges: dict[str, PlainTree] = {
+            "memory": resident_bytes(),
+            "waiting": len(self._serving),
+            "programs": self._engine.programs,
+        }
+        told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
+        return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    @property
+    def recorder(self) -> Recorder:
+        """Of the present session."""
+        return self._serving.recorder
 
     # ---- sessions ----------------------------------------------------------------
 
@@ -436,6 +471,8 @@ class PsService:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
+        if self._tells and self._notices is None:
+            self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
@@ -452,6 +489,7 @@ class PsService:
         self._is_aside = False
         self._snapshots.clear()
         self._store.clear()
+        self._serving.recorder = Recorder(PS_PHASES)
         if self._on_cleared is not None:
             self._on_cleared()
 

@@ -178,6 +178,7 @@ class HostedStores:
             connect=backup_links(me, self._settings, self._security),
             backup_of=(message.session, message.view),
             on_cleared=self.look,
+            tells=True,
         )
         endpoint = Endpoint(
             me,
