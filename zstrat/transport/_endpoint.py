@@ -36,7 +36,7 @@ from zstrat.wire.connection import (
 from ._address import check_known, parse
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
-from ._binding import Binding
+from ._bound_socket import BoundSocket
 from ._curve import Authenticator
 from ._handling import Handler, Handling
 from ._newcomers import IN_ALL, Accepted, Newcomers, allowed
@@ -106,7 +106,7 @@ class Endpoint:
         )
         self._impostors = self._probes = 0
         self._pump: Pump | None = None
-        self._binding: Binding | None = None
+        self._binding: BoundSocket | None = None
         self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -140,7 +140,7 @@ class Endpoint:
             if self._security is not None:
                 self._authenticator = Authenticator(self._context, self._admits)
             task = task_name(self._me)
-            self._binding = Binding(socket, where, self._security, task)
+            self._binding = BoundSocket(socket, where, self._security, task)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             if self._authenticator is not None:

@@ -31,7 +31,7 @@ class _State(enum.Enum):
 
 
 @final
-class Binding:
+class BoundSocket:
     """Binds ``socket`` at once.
 
     Args:
