@@ -2,6 +2,7 @@
 
 from ._address import check_address as check_address
 from ._address import parse as parse
+from ._address import reached_as as reached_as
 from ._curve import Security as Security
 from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
