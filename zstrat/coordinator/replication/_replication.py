@@ -303,7 +303,7 @@ class Replication:
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
             await asyncio.sleep(AGAIN)  # a link that is not open says so at once
             told = partial(placement.unanswered, order, str(error))
-        except ZstratError as error:
+        except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
             told = partial(placement.refused, order, str(error))
         else:
