@@ -58,6 +58,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "RemoteValue",
             "RemoteValueStatus",
             "log_scalar",
+            "profile",
         ),
         "zstrat.coordinator",
     ),

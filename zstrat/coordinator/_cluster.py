@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
 
     from ._dispatch import Dispatcher
+    from .profiling._timeline_run import TimelineRun
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -126,6 +127,8 @@ class Cluster:
         self.dispatcher: Dispatcher | None = None
         self.seen: Final = SeenRun()
         """What the tasks tell of themselves."""
+        self.timeline: TimelineRun | None = None
+        """The one that is taken now."""
         self._closing = False
         # Messages that open a session have these lists, so they say what is so then.
         self._addresses = list(ps)
@@ -134,7 +137,9 @@ class Cluster:
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
         self.turnover = Turnover(self, self.membership, timeouts.drain)
-        self.ps = [self._task("ps", index, index, at) for index, at in enumerate(ps)]
+        self.ps: list[TaskSession] = [
+            self._task("ps", index, index, at) for index, at in enumerate(ps)
+        ]
         self.workers = [
             self._task("worker", number, index, at)
             for index, (number, at) in enumerate(sorted(workers.items()))
@@ -193,6 +198,10 @@ class Cluster:
 
     # ---- life ------------------------------------------------------------------------
 
+    def session_of(self, task: TaskSession) -> int:
+        """The number that the task knows the session by."""
+        return self._worker_session if task in self.workers else self.session
+
     def end(self) -> None:
         """The session is over when it is closed, whatever its name. From any thread."""
         self._ends = not self.is_shared
@@ -224,6 +233,8 @@ class Cluster:
         if self._closing:
             return
         self._closing = True
+        if self.timeline is not None:
+            await self.timeline.end(LEAVING)
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
@@ -243,9 +254,7 @@ class Cluster:
             gone = task.is_closed  # or on its way: it was removed
             task.leave()
             if not gone and task.is_ready and (self._ends or leave):
-                is_worker = task in self.workers
-                number = self._worker_session if is_worker else self.session
-                goodbye = CloseSession(number, leave)
+                goodbye = CloseSession(self.session_of(task), leave)
                 answers.append(
                     task.link.submit(goodbye, deadline=loop.time() + patience)
                 )
