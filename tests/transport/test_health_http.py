@@ -139,7 +139,7 @@ def test_loops_that_hang_are_waited_for_together():
 def test_head_has_no_body_and_other_methods_are_refused(port):
     assert get(port, "/healthz", "HEAD") == (200, "")
     assert get(port, "/healthz", "POST")[0] == 405
-    assert get(port, "/")[0] == 404
+    assert get(port, "/none")[0] == 404
     assert b"Allow: GET, HEAD" in sent(port, b"DELETE / HTTP/1.1\r\n\r\n")
 
 
