@@ -26,6 +26,7 @@ FLOORS = {
     "zstrat.rows": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
+    "zstrat.telemetry": 1,
     "zstrat.cluster": 2,
     "zstrat.transport": 2,
     "zstrat.data": 2,

@@ -113,6 +113,7 @@ from ._messages import StepRun as StepRun
 from ._messages import StoreEntry as StoreEntry
 from ._messages import StoreHosted as StoreHosted
 from ._messages import StoreTensors as StoreTensors
+from ._messages import Telemetry as Telemetry
 from ._messages import TensorEntry as TensorEntry
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp

@@ -96,6 +96,7 @@ from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
+from ._task_messages import Telemetry as Telemetry
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
@@ -138,6 +139,7 @@ Message = (
     | Done
     | Inspect
     | Statistics
+    | Telemetry
     | OpenSession
     | SessionOpened
     | JoinSession
