@@ -17,7 +17,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Final, cast, final
 
-from zstrat.config import Timeouts
+from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
 from ._document import document
@@ -311,11 +311,13 @@ def dashboard(
     Args:
         address: As of `serve_http`. None: the port that this process has, or else any
             free one of loopback.
-        token: Needed to see the page, 16 characters or more.
+        token: Needed to see the page, 16 characters or more. None: what
+            ``ZSTRAT_HTTP_TOKEN`` has, if it is set.
 
     Raises:
         ValueError, OSError: As `serve_http`.
     """
+    token = token or settings_from(environment()).http_token or None
     with _PRESENT.lock:
         server = _PRESENT.server
     if address is not None or server is None or not server.is_open:

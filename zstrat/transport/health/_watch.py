@@ -18,12 +18,17 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
+from zstrat.telemetry import TaskTold, report
+
 from ._picture import RunLook, RunPicture
 from ._register import REGISTER
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
+    from zstrat.wire import PlainTree
+
+    from ._picture import Metrics
     from ._register import RegisterEntry
 
 VIEWERS: Final = 16
@@ -37,8 +42,8 @@ _SLOWEST: Final = 30.0
 _PARTING: Final = 2.0
 """Seconds for the pages to take the word that this process ends."""
 
-PROGRAMS: Final = ("chief", "program", "observer")
-"""Who sees a whole run. Tasks see themselves."""
+PROGRAMS: Final = ("chief:", "program:", "observer:")
+"""Who sees a whole run. A task sees itself."""
 
 log = logging.getLogger("zstrat.transport.health")
 
@@ -138,15 +143,14 @@ class RunWatch:
             await asyncio.sleep(began + every - loop.time())
 
     async def _look(self) -> RunLook:
-        newest = None
-        for entry in REGISTER.present():
-            if entry.name.partition(":")[0] in PROGRAMS:
-                newest = entry
-        if newest is None:
+        present = REGISTER.present()
+        if not present:
             return RunLook()
-        if newest is not self._shown:
-            self._shown, self._run = newest, self._run + 1
-        return await self._asked(newest, self._run)
+        programs = [each for each in present if each.name.startswith(PROGRAMS)]
+        shown = (programs or present)[-1]
+        if shown is not self._shown:
+            self._shown, self._run = shown, self._run + 1
+        return await self._asked(shown, self._run)
 
     async def _asked(self, entry: RegisterEntry, run: int) -> RunLook:
         try:
@@ -163,5 +167,16 @@ class RunWatch:
         metrics = told.get("coordinator")
         if isinstance(metrics, dict):
             return RunLook(run, entry.name, metrics)
+        if not entry.name.startswith(PROGRAMS):
+            return RunLook(run, entry.name, _of_task(entry.name, told))
         words = "it has no ClusterCoordinator yet, so there are no steps to show"
         return RunLook(run, entry.name, state="waits", words=words)
+
+
+def _of_task(name: str, told: Mapping[str, PlainTree]) -> Metrics:
+    """A run of which this process sees one task only: itself."""
+    about = told.get("task")
+    known = about if isinstance(about, dict) else {}
+    task = TaskTold("open", str(known.get("address", "")), "", told)
+    uptime = known.get("uptime")
+    return {"seconds": uptime, **report({name: task})}

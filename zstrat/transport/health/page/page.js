@@ -118,7 +118,7 @@ function showTiles(metrics, tasks) {
     });
 }
 
-const isThere = (state) => state === "open" || state === "removed" || state === "leaving";
+const isThere = (state) => !["lost", "crashed"].includes(state);
 
 function forHowLong(name, since, now) {
   const from = numberOf(since?.[name]);
