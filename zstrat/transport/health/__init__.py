@@ -1,6 +1,8 @@
 """How this process is, over HTTP: for probes, for Prometheus, for people."""
 
+from ._exposition import HISTOGRAMS as HISTOGRAMS
 from ._exposition import METRICS as METRICS
+from ._exposition import HistogramMetric as HistogramMetric
 from ._exposition import Metric as Metric
 from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest

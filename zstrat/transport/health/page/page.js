@@ -193,8 +193,11 @@ function showScalars(scalars) {
 function showPhases(workers) {
   legend(at("legend"), PHASES.map((phase) => [phase, colorOf(phase)]));
   const rows = workers.map(([name, task]) => {
+    const steps = numberOf(task.phases.compute?.count) || 1;
     const parts = PHASES.map((phase) => {
-      const value = numberOf(task.phases[phase]?.mean) || 0;
+      // Not every step draws or pulls: of all seconds, those for each step.
+      const { mean = 0, count = 0 } = task.phases[phase] ?? {};
+      const value = (numberOf(mean) * count) / steps || 0;
       return { name: phase, value, color: colorOf(phase), words: seconds(value) };
     });
     const all = parts.reduce((sum, part) => sum + part.value, 0);
