@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import re
 import socket
+import struct
 
 import pytest
 
@@ -198,6 +200,22 @@ def test_nobody_is_asked_while_nobody_looks():
             with events(server) as seen:
                 next(seen)
             assert session.asked > 0
+
+
+def test_a_page_that_goes_is_no_error(caplog):
+    with running({"steps_per_s": 1.0}) as session, zs.dashboard() as server:
+        at = ("127.0.0.1", server.port)
+        with events(server) as stays, socket.create_connection(at, timeout=60) as goes:
+            goes.sendall(b"GET /events HTTP/1.1\r\n\r\n")
+            assert goes.recv(4)
+            # Not a goodbye, but a reset: what is sent there from now on fails.
+            goes.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+            goes.close()
+            last = session.asked + 3
+            assert next(frame for _, frame in stays if session.asked > last)
+    assert [each for each in caplog.records if each.levelno > logging.INFO] == []
 
 
 async def test_who_does_not_read_is_dropped_and_holds_one_piece():

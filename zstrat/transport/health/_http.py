@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 CONNECTIONS: Final = 64
 """A prober, a scraper, some browsers; each takes a descriptor and some KiB."""
@@ -231,12 +231,10 @@ class HttpServer:
             answer = HttpAnswer(500, "an error that the log of this process has")
         if isinstance(answer, HttpStream):
             await self._stream(writer, answer, is_head)
-        self._waited_for[writer] = None
-        async with asyncio.timeout(self._arrival):
-            if isinstance(answer, HttpAnswer):
-                writer.write(encoded(answer, is_head))
+        else:
+            await self._send(writer, encoded(answer, is_head))
+        async with self._waited(writer):
             writer.write_eof()
-            await writer.drain()
             # Until the other side has it all: an abort would take it back.
             while await reader.read(HEAD):
                 pass
@@ -247,16 +245,26 @@ class HttpServer:
         """Sends the pieces. Whoever does not take one is dropped with it."""
         # Nothing is kept for who does not read, beside what the kernel keeps.
         writer.transport.set_write_buffer_limits(0)
+        await self._send(writer, _head_of(200, stream.kind))
         async with contextlib.aclosing(stream.pieces) as pieces:
-            writer.write(_head_of(200, stream.kind))
-            if is_head:
-                return
-            async for piece in pieces:
-                self._waited_for[writer] = None
-                writer.write(piece)
-                async with asyncio.timeout(self._arrival):
-                    await writer.drain()
-                self._waited_for.pop(writer, None)
+            if not is_head:
+                async for piece in pieces:
+                    await self._send(writer, piece)
+
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        async with self._waited(writer):
+            writer.write(data)
+            await writer.drain()
+
+    @contextlib.asynccontextmanager
+    async def _waited(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+        """The block waits for the other side, which has not gone, but for so long."""
+        if writer.is_closing():  # to write then is a mistake, says uvloop
+            raise ConnectionResetError
+        self._waited_for[writer] = None
+        async with asyncio.timeout(self._arrival):
+            yield
+        self._waited_for.pop(writer, None)
 
 
 def encoded(answer: HttpAnswer, is_head: bool) -> bytes:
