@@ -269,7 +269,6 @@ def test_private_modules_stay_within_their_package() -> None:
 SMALL = {
     "zstrat.cli.__main__": "started by name",
     "zstrat.cli._dashboard": "a file for each command",
-    "zstrat.cli._files": "a file for each command",
     "zstrat.cli._run": "a file for each command",
     "zstrat.launch.fleet._beside": "a program is no task of a fleet",
     "zstrat.launch._timed_rank": "started by name",

@@ -12,5 +12,4 @@ from ._placement import Lose as Lose
 from ._placement import Promote as Promote
 from ._placement import Serve as Serve
 from ._placement import StorePlacement as StorePlacement
-from ._processes import check_replicas as check_replicas
 from ._replication import Replication as Replication

@@ -21,6 +21,7 @@ from zstrat.errors import (
     PeerLostError,
     ZstratError,
 )
+from zstrat.transport import reached_as
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
@@ -44,7 +45,6 @@ from ._placement import (
     Serve,
     StorePlacement,
 )
-from ._processes import reachable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -303,7 +303,7 @@ class Replication:
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
             await asyncio.sleep(AGAIN)  # a link that is not open says so at once
             told = partial(placement.unanswered, order, str(error))
-        except ZstratError as error:
+        except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
             told = partial(placement.refused, order, str(error))
         else:
@@ -361,7 +361,7 @@ class Replication:
         match order:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
-                address = reachable(answer.address, self.addresses[order.process])
+                address = reached_as(answer.address, self.addresses[order.process])
                 return placement.hosted(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
