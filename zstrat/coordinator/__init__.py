@@ -16,6 +16,7 @@ from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
 from .membership._workers import Workers as Workers
+from .moving._store_servers import StoreServers as StoreServers
 from .recovery._inventory import RestorePoint as RestorePoint
 from .recovery._recovery import PS_WAIT as PS_WAIT
 

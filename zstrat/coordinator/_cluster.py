@@ -43,6 +43,7 @@ from .connecting import (
     objection_to,
 )
 from .membership import Membership, Turnover
+from .moving import StoreMoves
 from .recovery import Recovery
 from .replication import Replication
 
@@ -124,8 +125,8 @@ class Cluster:
         self._closing = False
         # Messages that open a session have these lists, so they say what is so then.
         self._addresses = list(ps)
-        self._views = [1] * len(ps) if replicas else []
-        self._moves = bool(replicas)
+        self._views = [1] * len(ps)
+        self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
         self.turnover = Turnover(self, self.membership, timeouts.drain)
@@ -148,10 +149,15 @@ class Cluster:
         for each, line in zip(self.ps, self.client.lines, strict=True):
             each.line = line
         self.replication: Replication | None = None
-        """Keeps second copies of what the parameter servers hold, if that is wished."""
+        """Keeps second copies of what the parameter servers hold, if that is wished, or
+        while stores move."""
         if replicas:
             home = tuple(ps)
             self.replication = Replication(self, session, home, timeouts, make_link)
+        self.moves: Final = StoreMoves(self, ps, timeouts)
+        """Has stores move on purpose."""
+        self._telling: set[asyncio.Future[Message]] = set()
+        """Answers of workers that were told where a server is."""
         self.fences = Fences(session, self.ps, self._absent, timeouts.request)
         self.rest = Rest(self.fences)
 
@@ -168,8 +174,9 @@ class Cluster:
                 self._addresses if job == "worker" else [],
                 self.prefetch,
                 self._listens,
-                self._views,
+                self._views if job == "worker" else [],
                 self.name,
+                replicas=self._replicas,
             )
         return TaskSession(
             job,
@@ -182,7 +189,7 @@ class Cluster:
             one_life=job == "ps",
             grace=timeouts.reconnect,
             turn=timeouts.request if self.joins else timeouts.turn,
-            moves=self._moves and job == "ps",
+            moves=bool(self._replicas) and job == "ps",
             **({} if job == "ps" else {"objection": self._objection}),
         )
 
@@ -260,7 +267,7 @@ class Cluster:
     @property
     def failovers(self) -> int:
         """How often another copy took the place of a parameter server."""
-        return 0 if self.replication is None else self.replication.failovers
+        return 0 if self.replication is None else self.replication.takeovers
 
     @property
     def outages(self) -> int:
@@ -312,7 +319,7 @@ class Cluster:
             self.turnover.lost()
             return
         replication = self.replication
-        if replication is None:
+        if replication is None or not (self._replicas or replication.keeps(task.index)):
             self.store_lost(task.index, reason)
         elif replication.is_started and task.index not in self._absent:
             replication.store_lost(task, reason)
@@ -339,9 +346,36 @@ class Cluster:
             if not task.link.is_open:
                 continue  # it hears it when its session is opened
             try:
-                task.link.submit(moved).add_done_callback(partial(_heed, MOVING))
+                telling = task.link.submit(moved)
             except BusyError:
                 task.reopen("it has too much to answer to hear where a server is")
+                continue
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+            telling.add_done_callback(partial(_heed, MOVING))
+
+    async def told(self, timeout: float) -> None:
+        """Waits until all workers that are there know where stores are, or for so many
+        seconds.
+
+        Cancellation: loses nothing.
+        """
+        if self._telling:
+            await asyncio.wait(list(self._telling), timeout=timeout)
+
+    def place_stores(self) -> Replication:
+        """Who watches processes and moves stores; it is made the first time."""
+        if self.replication is None:
+            home, make_link = tuple(self._addresses), self._make_link
+            self.replication = Replication(
+                self, self.session, home, self._timeouts, make_link, replicas=0
+            )
+        return self.replication
+
+    @property
+    def worker_addresses(self) -> Mapping[int, str]:
+        """Number to address."""
+        return self.membership.addresses
 
     def heard(self, task: TaskSession, message: Message) -> None:
         if id(task) in self._ps_ids:

@@ -21,6 +21,7 @@ from zstrat.coordinator import (
     PS_WAIT,
     ClusterSession,
     CoordinatedStrategy,
+    StoreServers,
     Workers,
 )
 from zstrat.program import hide_frames, worker_context
@@ -190,6 +191,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if patience is not None:
             self._session.recover(patience)
         self._workers = Workers(self._session)
+        self._parameter_servers = StoreServers(self._session)
         if cluster_resolver.may_change:
             self._workers.follow(
                 lambda: normalize_cluster_spec(cluster_resolver.cluster_spec())
@@ -227,6 +229,12 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         """The workers, to which others can be added while training goes on, and from
         which some can be removed."""
         return self._workers
+
+    @property
+    def parameter_servers(self) -> StoreServers:
+        """The parameter servers, to which others can be added while training goes on,
+        and from which some can be drained."""
+        return self._parameter_servers
 
     @property
     def variable_partitioner(self) -> Callable[..., Any] | None:
