@@ -305,7 +305,11 @@ class StoreMoves:
 
 
 def _present(replication: Replication) -> list[TaskSession]:
-    return [process for process in replication.processes if process.is_ready]
+    return [
+        process
+        for process in replication.processes
+        if process.is_ready and not process.is_closed
+    ]
 
 
 def _others(replication: Replication, process: TaskSession) -> list[TaskSession]:

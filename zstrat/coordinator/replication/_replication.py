@@ -562,7 +562,8 @@ class Replication:
     ) -> ZstratError | None:
         """Whether the process is here already, by another address."""
         for other in self.processes:
-            known = other.hello if other.is_ready and other is not task else None
+            is_other = other is not task and not other.is_closed
+            known = other.hello if is_other and other.is_ready else None
             if known is not None and known.incarnation == hello.incarnation:
                 return AlreadyExistsError(
                     f"{task.address} is the process of {other.name}, which the cluster "
