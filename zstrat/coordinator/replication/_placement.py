@@ -172,9 +172,9 @@ class StorePlacement:
         """The store is to be served by another process. It is where `StorePlace.target`
         is None again, or stays where it was."""
         store = self.stores[number]
-        store.target = target
         if not self._is_started or store.primary.process == target:
-            return self._stay(store)
+            return self.stay(number, "it is there")
+        store.target = target
         at_target = store.backup is not None and store.backup.process == target
         match store.phase:
             case CopyPhase.ALONE:
@@ -186,9 +186,8 @@ class StorePlacement:
             case CopyPhase.ATTACHING | CopyPhase.PAIRED if not at_target:
                 return self._detach(store, MOVES)
             case CopyPhase.EMPTY:
-                return self._stay(store)
-            case _:
-                return []
+                store.target = None
+        return []
 
     def stay(self, number: int, reason: str) -> list[PlacementOrder]:
         """The store is to stay where it is; a switch that is under way ends."""
@@ -470,10 +469,6 @@ class StorePlacement:
         if store.backup is not None and store.backup.process == store.target:
             store.target = None
         store.backup = None
-
-    def _stay(self, store: StorePlace) -> list[PlacementOrder]:
-        store.target = None
-        return []
 
     def _refused_by_backup(self, store: StorePlace) -> None:
         if store.backup is not None:
