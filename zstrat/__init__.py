@@ -57,6 +57,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "AsyncRemoteValue",
             "RemoteValue",
             "RemoteValueStatus",
+            "log_scalar",
         ),
         "zstrat.coordinator",
     ),

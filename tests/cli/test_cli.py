@@ -135,6 +135,20 @@ def test_keygen(tmp_path):
     assert key not in ran.output
 
 
+def test_keygen_rotate_says_what_to_do_next(tmp_path):
+    folder = str(tmp_path / "keys")
+    ran = zstrat("keygen", folder, "--rotate")
+    assert ran.exit_code == 2
+    assert f"make some with `zstrat keygen {folder}`" in ran.output
+    zstrat("keygen", folder)
+    assert zstrat("keygen", folder, "--rotate", "--ps", "2").exit_code == 2
+    for step, there in (("1 of 3", "next"), ("2 of 3", "previous"), ("3 of 3", "")):
+        ran = zstrat("keygen", folder, "--rotate")
+        assert ran.exit_code == 0, ran.output
+        assert step in ran.output
+        assert {p.name for p in (tmp_path / "keys").iterdir() if p.is_dir()} <= {there}
+
+
 def test_keygen_per_task(tmp_path):
     folder = str(tmp_path / "keys")
     for words in (["--per-task"], ["--ps", "2"], ["--per-task", "--workers", "2"]):

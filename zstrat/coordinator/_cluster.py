@@ -28,11 +28,14 @@ from zstrat.wire import (
     Message,
     MoveServer,
     OpenSession,
+    Printed,
     SessionOpened,
+    Telemetry,
 )
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
+from ._seen import SeenRun
 from .connecting import (
     MakeTaskLink,
     TaskSession,
@@ -122,6 +125,8 @@ class Cluster:
         """Fills parameter servers that come back empty, if that is wished."""
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
+        self.seen: Final = SeenRun()
+        """What the tasks tell of themselves."""
         self._closing = False
         # Messages that open a session have these lists, so they say what is so then.
         self._addresses = list(ps)
@@ -216,6 +221,7 @@ class Cluster:
         if self.name:
             await self._adopt(deadline)
         await all_joined(self.workers, min(deadline, loop.time() + SETTLING))
+        self.seen.begin()
         self._fixed = devices_of(self.workers)
         if self.replication is not None:
             await self.replication.open(deadline)
@@ -225,6 +231,7 @@ class Cluster:
         if self._closing:
             return
         self._closing = True
+        self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
         await self.turnover.stop()
@@ -313,6 +320,7 @@ class Cluster:
     def lost(self, task: TaskSession, reason: str) -> None:
         if self._closing:
             return
+        self.seen.lost(task.name, reason)
         if id(task) not in self._ps_ids:
             if self.dispatcher is not None:
                 self.dispatcher.lost(task, reason)
@@ -378,6 +386,11 @@ class Cluster:
         return self.membership.addresses
 
     def heard(self, task: TaskSession, message: Message) -> None:
+        if isinstance(message, Telemetry):
+            self.seen.heard(task.name, message.values)
+            return
+        if isinstance(message, Printed):
+            self.seen.printed(task.name, message.texts)
         if id(task) in self._ps_ids:
             if self.replication is not None:
                 self.replication.heard(task, message)

@@ -205,7 +205,10 @@ class ClusterCoordinator:
         return make_dataset(self._core, dataset_fn)
 
     def metrics(self) -> dict[str, PlainTree]:
-        """Counters and gauges: closures that wait and run, and the state of workers.
+        """What the run does, as plain data: counters, gauges, and of the last ten
+        seconds rates, phases of steps, staleness, the tasks and what holds them up. All
+        of it is described in `docs/observing.md`. It asks nobody anything: it is what
+        the tasks have said last, which they do about once a second.
 
         ``steps_per_s`` is how many closures ended per second, on all workers together,
         in the last ten seconds, or since the first one ended if that is less, but at

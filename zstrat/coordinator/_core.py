@@ -182,7 +182,11 @@ class CoordinatorCore:
         }
         recovery = self.session.cluster.recovery
         replication = self.session.cluster.replication
+        cluster = self.session.cluster
         return {
+            **cluster.seen.metrics(
+                tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
+            ),
             "queued_closures": queue.queued,
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,

@@ -37,6 +37,7 @@ from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
 from ._queue import Closure, Ended
 from ._resources import Builder
+from ._seen import short
 from ._worker_channel import WorkerChannel
 
 if TYPE_CHECKING:
@@ -305,9 +306,8 @@ class Dispatcher:
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:
-                name = task.name.removeprefix("/job:").replace("/task", "")
                 for text in message.texts:
-                    self.engine.echo.put(name, *text)
+                    self.engine.echo.put(short(task.name), *text)
             case _:
                 log.warning("%s sent a %s", task.name, type(message).__name__)
 

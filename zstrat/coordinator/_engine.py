@@ -20,7 +20,7 @@ from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
 from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
 
 from ._loop_side import Cancelling, LoopSide
-from ._queue import Closure, Effect, Ended, Phase, Queue
+from ._queue import Closure, Effect, Ended, Queue, QueuePhase
 from ._values import AsyncRemoteValue, Kept, RemoteValue, RemoteValueStatus
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class ClosureEngine:
         bell, wish = ThreadBell(), Cancelling("Ctrl-C")
         try:
             with self.lock:
-                if self.queue.phase is Phase.CLOSED:
+                if self.queue.phase is QueuePhase.CLOSED:
                     return
                 self._watchers[bell] = lambda: wish.is_carried_out
                 self.loop.drain(wish)
@@ -238,8 +238,8 @@ class ClosureEngine:
         queue = self.queue
         with self.lock:
             before, busy = queue.cancelled, not queue.is_idle
-            drains = queue.phase is Phase.FAILED or (
-                wish is not None and queue.phase is Phase.OPEN and busy
+            drains = queue.phase is QueuePhase.FAILED or (
+                wish is not None and queue.phase is QueuePhase.OPEN and busy
             )
             if drains:
                 ended = queue.drain(None if wish is None else wish.cause)
@@ -306,7 +306,7 @@ class ClosureEngine:
     def close(self, cause: str) -> None:
         """Cancels everything, what runs included: its outcome is not waited for."""
         with self.lock:
-            if self.queue.phase is Phase.CLOSED:
+            if self.queue.phase is QueuePhase.CLOSED:
                 return
             self._over = self.queue.steps.low_water
             self._close(cause)
@@ -316,7 +316,7 @@ class ClosureEngine:
         coordinator afterwards is told the ``words``."""
         with self.lock:
             queue = self.queue
-            if queue.phase is Phase.CLOSED:
+            if queue.phase is QueuePhase.CLOSED:
                 return None
             if self.broken is None and not queue.is_idle:
                 return queue.unfinished
@@ -356,16 +356,16 @@ class ClosureEngine:
     def _cancel_soon(self) -> Cancelling:
         wish = Cancelling("coordinator.cancel")
         with self.lock:
-            if self.queue.phase is Phase.CLOSED:
+            if self.queue.phase is QueuePhase.CLOSED:
                 raise self.closed_error()
             self.loop.drain(wish)
         return wish
 
     def _try_cancelled(self, wish: Cancelling) -> Ready | None:
-        if self.queue.phase is Phase.CLOSED:
+        if self.queue.phase is QueuePhase.CLOSED:
             raise self.closed_error()
         if not wish.is_carried_out:
-            return lambda: wish.is_carried_out or self.queue.phase is Phase.CLOSED
+            return lambda: wish.is_carried_out or self.queue.phase is QueuePhase.CLOSED
         return self._drained()
 
     def _try_done(self) -> Ready | None:
@@ -376,15 +376,15 @@ class ClosureEngine:
 
     def _try_raise(self, call: str) -> Ready | None:
         queue = self.queue
-        if queue.phase is Phase.CLOSED:
+        if queue.phase is QueuePhase.CLOSED:
             raise self.closed_error()
-        if queue.phase is Phase.FAILED:
+        if queue.phase is QueuePhase.FAILED:
             self.loop.drain()
-            return lambda: queue.phase is not Phase.FAILED
+            return lambda: queue.phase is not QueuePhase.FAILED
         ready = self._drained()
         if ready is not None:
             return ready
-        if queue.phase is Phase.FENCED:
+        if queue.phase is QueuePhase.FENCED:
             failure = queue.reopen()
             self.notify()
             if failure is not None:
@@ -397,12 +397,12 @@ class ClosureEngine:
         """None if nothing is drained any more; the queue is open then, unless an error
         is still to be raised."""
         queue = self.queue
-        if queue.phase is Phase.DRAINING and not queue.is_quiet:
-            return lambda: queue.phase is not Phase.DRAINING or queue.is_quiet
+        if queue.phase is QueuePhase.DRAINING and not queue.is_quiet:
+            return lambda: queue.phase is not QueuePhase.DRAINING or queue.is_quiet
         self._fence_if_quiet()
-        if queue.phase is Phase.FENCING:
-            return lambda: queue.phase is not Phase.FENCING
-        if queue.phase is Phase.FENCED and not queue.has_error:
+        if queue.phase is QueuePhase.FENCING:
+            return lambda: queue.phase is not QueuePhase.FENCING
+        if queue.phase is QueuePhase.FENCED and not queue.has_error:
             queue.reopen()
             self.notify()
         return None
@@ -433,18 +433,20 @@ class ClosureEngine:
         queue = self.queue
         if self._enqueue(closure):
             return None
-        return lambda: queue.accepts or queue.phase is not Phase.OPEN
+        return lambda: queue.accepts or queue.phase is not QueuePhase.OPEN
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
-        if queue.phase is Phase.CLOSED and self._over >= mark:
+        if queue.phase is QueuePhase.CLOSED and self._over >= mark:
             return None
         ready = self._try_raise("coordinator.join")
         if ready is not None:
             return ready
         if queue.steps.low_water >= mark:
             return None
-        return lambda: queue.steps.low_water >= mark or queue.phase is not Phase.OPEN
+        return lambda: (
+            queue.steps.low_water >= mark or queue.phase is not QueuePhase.OPEN
+        )
 
     def _try_until(self, ready: Ready, what: str) -> Ready | None:
         waiting = self._try_raise(what)
@@ -452,7 +454,7 @@ class ClosureEngine:
             return waiting
         if ready():
             return None
-        return lambda: ready() or self.queue.phase is not Phase.OPEN
+        return lambda: ready() or self.queue.phase is not QueuePhase.OPEN
 
     # ---- the two ways of waiting -----------------------------------------------------
 

@@ -24,13 +24,13 @@ from ._servers import ParameterServers, session_of
 from .connecting import (
     addresses_of_ps,
     addresses_of_workers,
+    check_replicas,
     connected,
     hail,
     links_of,
     open_sessions,
     prefetch_of,
 )
-from .replication import check_replicas
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -128,7 +128,7 @@ class ClusterSession:
         """
         session = new_incarnation()
         ps, workers = addresses_of_ps(spec), addresses_of_workers(spec)
-        check_replicas(replicas, len(ps), settings.keys)
+        check_replicas(replicas, len(ps), settings)
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:

@@ -38,6 +38,7 @@ from ._messages import CopiedVariable as CopiedVariable
 from ._messages import CopyLedger as CopyLedger
 from ._messages import CopyParts as CopyParts
 from ._messages import CopySlots as CopySlots
+from ._messages import CopyTree as CopyTree
 from ._messages import CopyVariables as CopyVariables
 from ._messages import CopyWhole as CopyWhole
 from ._messages import CreateOptimizer as CreateOptimizer
@@ -113,6 +114,7 @@ from ._messages import StepRun as StepRun
 from ._messages import StoreEntry as StoreEntry
 from ._messages import StoreHosted as StoreHosted
 from ._messages import StoreTensors as StoreTensors
+from ._messages import Telemetry as Telemetry
 from ._messages import TensorEntry as TensorEntry
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp

@@ -41,6 +41,7 @@ from ._log_messages import CopiedVariable as CopiedVariable
 from ._log_messages import CopyLedger as CopyLedger
 from ._log_messages import CopyParts as CopyParts
 from ._log_messages import CopySlots as CopySlots
+from ._log_messages import CopyTree as CopyTree
 from ._log_messages import CopyVariables as CopyVariables
 from ._log_messages import CopyWhole as CopyWhole
 from ._log_messages import LogTaken as LogTaken
@@ -96,6 +97,7 @@ from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
+from ._task_messages import Telemetry as Telemetry
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
@@ -138,6 +140,7 @@ Message = (
     | Done
     | Inspect
     | Statistics
+    | Telemetry
     | OpenSession
     | SessionOpened
     | JoinSession
@@ -197,6 +200,7 @@ Message = (
     | CopySlots
     | CopyParts
     | CopyLedger
+    | CopyTree
     | CopyWhole
     | RaiseWriterMark
     | JoinGroup

@@ -41,6 +41,16 @@ class Statistics:
 
 
 @message
+class Telemetry:
+    """What a task says of itself to the program whose session it serves, about once a
+    second while that changes: the parts of `Statistics` that `zstrat.telemetry` makes.
+    A notice, and nobody misses one that is lost."""
+
+    kind: ClassVar = 105
+    values: dict[str, PlainTree]
+
+
+@message
 class OpenSession:
     """A coordinator takes this task. Answered by `SessionOpened`, or by a `BusyError`
     while another coordinator that is alive holds it.

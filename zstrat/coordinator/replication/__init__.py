@@ -13,5 +13,4 @@ from ._orders import Promote as Promote
 from ._orders import Serve as Serve
 from ._placement import StorePlace as StorePlace
 from ._placement import StorePlacement as StorePlacement
-from ._processes import check_replicas as check_replicas
 from ._replication import Replication as Replication

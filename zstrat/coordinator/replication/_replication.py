@@ -23,6 +23,7 @@ from zstrat.errors import (
     PeerLostError,
     ZstratError,
 )
+from zstrat.transport import reached_as
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
@@ -38,7 +39,6 @@ from zstrat.wire import (
 
 from ._orders import Attach, CopyPhase, Detach, Drop, Host, Lose, Promote, Serve
 from ._placement import StorePlacement
-from ._processes import reachable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -397,7 +397,7 @@ class Replication:
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
             await asyncio.sleep(AGAIN)  # a link that is not open says so at once
             told = partial(placement.unanswered, order, str(error))
-        except ZstratError as error:
+        except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
             told = partial(placement.refused, order, str(error))
         else:
@@ -455,7 +455,7 @@ class Replication:
         match order:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
-                address = reachable(answer.address, self.addresses[order.process])
+                address = reached_as(answer.address, self.addresses[order.process])
                 return placement.hosted(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)

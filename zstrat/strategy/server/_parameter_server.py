@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
+from zstrat.cluster import cluster_spec_of, validate_cluster_spec
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
 from zstrat.coordinator import (
     PS_WAIT,
@@ -193,9 +193,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         self._workers = Workers(self._session)
         self._parameter_servers = StoreServers(self._session)
         if cluster_resolver.may_change:
-            self._workers.follow(
-                lambda: normalize_cluster_spec(cluster_resolver.cluster_spec())
-            )
+            self._workers.follow(lambda: cluster_spec_of(cluster_resolver))
         self._ps_count = spec.num_tasks("ps")
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
@@ -384,7 +382,7 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
     """The resolver's cluster, in TF's order of complaints."""
-    spec = normalize_cluster_spec(resolver.cluster_spec())
+    spec = cluster_spec_of(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")
     validate_cluster_spec(spec, resolver.task_type, resolver.task_id)
