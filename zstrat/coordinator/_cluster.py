@@ -81,6 +81,7 @@ class Cluster:
         draw: Draws the number of a session anew, which nobody has used.
         listens: Whether workers are to say what their steps print.
         replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
+        stores_per_ps: Logical servers of each parameter server, which may move.
         name: What the session is called. It goes on with what a program before has left
             under that name, and is itself left there by whoever does not `end` it.
         begins_anew: If only a part of that is there.
@@ -100,6 +101,7 @@ class Cluster:
         ends: bool = True,
         listens: bool = False,
         replicas: int = 0,
+        stores_per_ps: int = 1,
         draw: Callable[[], int] = new_incarnation,
         name: str = "",
         begins_anew: bool = False,
@@ -129,13 +131,18 @@ class Cluster:
         """What the tasks tell of themselves."""
         self._closing = False
         # Messages that open a session have these lists, so they say what is so then.
-        self._addresses = list(ps)
-        self._views = [1] * len(ps)
+        self._home, self._stores_per_ps = tuple(ps), stores_per_ps
+        self._addresses = list(ps) * stores_per_ps
+        self._views = [1] * len(self._addresses)
         self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
         self.turnover = Turnover(self, self.membership, timeouts.drain)
-        self.ps = [self._task("ps", index, index, at) for index, at in enumerate(ps)]
+        self.ps = [
+            self._task("ps", index, index, at)
+            for index, at in enumerate(self._addresses)
+        ]
+        """By store."""
         self.workers = [
             self._task("worker", number, index, at)
             for index, (number, at) in enumerate(sorted(workers.items()))
@@ -156,9 +163,8 @@ class Cluster:
         self.replication: Replication | None = None
         """Keeps second copies of what the parameter servers hold, if that is wished, or
         while stores move."""
-        if replicas:
-            home = tuple(ps)
-            self.replication = Replication(self, session, home, timeouts, make_link)
+        if replicas or stores_per_ps > 1:
+            self.place_stores()
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
         self._telling: set[asyncio.Future[Message]] = set()
@@ -217,6 +223,10 @@ class Cluster:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.connect
+        if self.replication is not None and self._stores_per_ps > 1:
+            for task in self.ps[len(self._home) :]:
+                task.park()
+            await self.replication.found(deadline)
         await arrive(self.ps, self.workers, deadline)
         if self.name:
             await self._adopt(deadline)
@@ -374,9 +384,14 @@ class Cluster:
     def place_stores(self) -> Replication:
         """Who watches processes and moves stores; it is made the first time."""
         if self.replication is None:
-            home, make_link = tuple(self._addresses), self._make_link
             self.replication = Replication(
-                self, self.session, home, self._timeouts, make_link, replicas=0
+                self,
+                self.session,
+                self._home,
+                self._timeouts,
+                self._make_link,
+                self._replicas,
+                self._stores_per_ps,
             )
         return self.replication
 
@@ -499,7 +514,7 @@ class Cluster:
         self.fences.enter(self.session)
         if self.replication is not None:
             self.replication.renew(self.session, self._past)
-            self._addresses[:] = self.replication.addresses
+            self._addresses[:] = map(self.replication.home_of, range(len(self.ps)))
         for task in self.ps:
             task.renew(self.session, self._past)
 

@@ -143,9 +143,7 @@ class StoreMoves:
         finally:
             self._leaving.discard(address)
 
-    async def _drained(
-        self, number: int, address: str, patience: float | None
-    ) -> None:
+    async def _drained(self, number: int, address: str, patience: float | None) -> None:
         loop = asyncio.get_running_loop()
         replication = await self._watched(loop.time() + self._timeouts.connect)
         process = next(
@@ -205,7 +203,9 @@ class StoreMoves:
             after = max(self._numbers.values()) + 1
             return self._numbers.get(address, after)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise InvalidArgumentError(f"index={number!r}: expected a number, 0 or more")
+            raise InvalidArgumentError(
+                f"index={number!r}: expected a number, 0 or more"
+            )
         for other, known in self._numbers.items():
             if known == number and other != address:
                 raise AlreadyExistsError(
@@ -297,8 +297,7 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:
-        """Each store has the copies that it is to have: one store at a time lacks one.
-        """
+        """Each store has the copies that it is to have: one store at a time lacks one."""
         if replication.replicas:
             placement = replication.placement
             await replication.wait_until(lambda: not placement.without_backup)

@@ -29,6 +29,15 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The process is to serve the store, which is empty."""
+
+    store: int
+    view: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
     """The primary is to fill the backup, and to keep it equal."""
 
@@ -81,7 +90,7 @@ class Lose:
     gone: bool = False
 
 
-Asked = Host | Attach | Detach | Promote
+Asked = Host | Found | Attach | Detach | Promote
 """Orders that are answered, one at a time for each store: a later one replaces it."""
 PlacementOrder = Asked | Drop | Serve | Lose
 
@@ -89,6 +98,7 @@ PlacementOrder = Asked | Drop | Serve | Lose
 class CopyPhase(enum.Enum):
     """What is asked for a store now."""
 
+    FOUNDING = "founding"
     ALONE = "alone"
     HOSTING = "hosting"
     ATTACHING = "attaching"

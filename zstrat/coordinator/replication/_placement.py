@@ -5,6 +5,8 @@ A store is *served* at its primary's address. Its *view* grows with each change 
 and is in each order, so that what an earlier one has begun is refused, and what is said
 of it is not heard here.
 
+    FOUNDING: one that no process has from the beginning is made, empty.
+
     ALONE ──host──▶ HOSTING ──attach──▶ ATTACHING ──whole──▶ PAIRED
       ▲ ▲                                   │ │                │ │
       │ └──────────detached── DETACHING ◀───┘─│──backup lost───┘ │
@@ -29,7 +31,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
-from ._orders import Attach, Copy, CopyPhase, Detach, Drop, Host, Lose, Promote, Serve
+from ._orders import (
+    Attach,
+    Copy,
+    CopyPhase,
+    Detach,
+    Drop,
+    Found,
+    Host,
+    Lose,
+    Promote,
+    Serve,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,6 +73,8 @@ class StorePlace:
     """Why a copy of it was lost, the last time."""
     target: int | None = None
     """The process that is to be its primary."""
+    home: int = 0
+    """The process where it begins anew in another session."""
 
     @property
     def is_bare(self) -> bool:
@@ -80,19 +95,24 @@ class _Process:
 
 @final
 class StorePlacement:
-    """That of all stores: of store ``i`` at first in process ``i``.
+    """That of all stores: they are dealt out to the processes. Store ``i`` is what the
+    process ``i`` has by itself; others it hosts, when that is asked (`found`).
 
     Args:
         addresses: Of the processes.
         replicas: Backups that each store is to have: 0 or 1.
+        per_process: Stores of each process.
     """
 
-    def __init__(self, addresses: Sequence[str], replicas: int = 1) -> None:
-        self._replicas = replicas
+    def __init__(
+        self, addresses: Sequence[str], replicas: int = 1, per_process: int = 1
+    ) -> None:
+        self._replicas, self._own = replicas, len(addresses)
         self._processes = [_Process(address) for address in addresses]
         self.stores = [
-            StorePlace(number, Copy(number, 0, address))
-            for number, address in enumerate(addresses)
+            StorePlace(number, Copy(home, 0, addresses[home]), home=home)
+            for number in range(len(addresses) * per_process)
+            for home in [number % len(addresses)]
         ]
         self.failovers = 0
         """How often a backup became primary because that was lost."""
@@ -109,9 +129,27 @@ class StorePlacement:
         """All stores are served where they belong, by processes that are there."""
         self._is_started = True
         for store in self.stores:
-            process = self._processes[store.number]
-            store.primary = Copy(store.number, process.life, process.address)
+            if self.is_own(store.number):
+                self._go_home(store)
         return self._seek_all()
+
+    def found(self) -> list[PlacementOrder]:
+        """Stores that no process has by itself are made where they belong. Comes before
+        `start`."""
+        orders: list[PlacementOrder] = []
+        for store in self.stores:
+            if not self.is_own(store.number):
+                self._change(store, CopyPhase.FOUNDING, "")
+                orders.append(Found(store.number, store.view, store.home))
+        return orders
+
+    @property
+    def is_founding(self) -> bool:
+        return any(store.phase is CopyPhase.FOUNDING for store in self.stores)
+
+    def is_own(self, number: int) -> bool:
+        """Whether the process where the store belongs has it by itself."""
+        return number < self._own and self.stores[number].home == number
 
     def reset(self) -> None:
         """All stores begin anew where they belong, in another session; up to `start`
@@ -119,9 +157,13 @@ class StorePlacement:
         self._is_started = False
         for store in self.stores:
             store.phase, store.backup, store.is_lost = CopyPhase.ALONE, None, False
+            store.target = None
             store.view += 1
-            home = self._processes[store.number]
-            store.primary = Copy(store.number, home.life, home.address)
+            self._go_home(store)
+
+    def _go_home(self, store: StorePlace) -> None:
+        home = self._processes[store.home]
+        store.primary = Copy(store.home, home.life, home.address)
 
     # ---- processes -------------------------------------------------------------------
 
@@ -161,6 +203,12 @@ class StorePlacement:
     def spare(self, number: int, is_leaving: bool) -> None:
         """The process is to get no copies, or may get some again."""
         self._processes[number].is_leaving = is_leaving
+
+    def abandon(self, number: int) -> None:
+        """The process is gone: what belonged there belongs where it is now."""
+        for store in self.stores:
+            if store.home == number:
+                store.home = store.primary.process
 
     # ---- moves -----------------------------------------------------------------------
 
@@ -241,6 +289,17 @@ class StorePlacement:
         store.phase = CopyPhase.ATTACHING
         return [Attach(store.number, store.view, store.backup)]
 
+    def founded(
+        self, order: Found, address: str, incarnation: int
+    ) -> list[PlacementOrder]:
+        """The process serves the store, empty, there."""
+        store = self.stores[order.store]
+        if (store.view, store.phase) != (order.view, CopyPhase.FOUNDING):
+            return [Drop(store.number, store.view, order.process)]
+        life = self._processes[order.process].life
+        store.primary = Copy(order.process, life, address, incarnation)
+        return self._served(store)
+
     def attached(self, order: Attach) -> list[PlacementOrder]:
         """The backup has all."""
         if not self._is_of_now(order, CopyPhase.ATTACHING):
@@ -270,6 +329,7 @@ class StorePlacement:
         former, store.primary, store.backup = store.primary, order.backup, None
         if store.target == order.backup.process:
             self.moves, store.target = self.moves + 1, None
+            store.home = order.backup.process
         else:
             self.failovers += 1
         orders = self._served(store)
@@ -281,10 +341,12 @@ class StorePlacement:
     def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Who was asked has said no: nothing of the order was done, nor will be."""
         store = self.stores[order.store]
-        if store.view != order.view or not self._is_started:
+        if store.view != order.view or not self._may_hear(order):
             return []
         store.reason = reason
         match store.phase:
+            case CopyPhase.FOUNDING:
+                return self._lose(store, reason)
             case CopyPhase.HOSTING:
                 return self._not_hosted(store)
             case CopyPhase.ATTACHING:
@@ -301,7 +363,7 @@ class StorePlacement:
     def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Nobody knows whether the order was carried out; it is given once more."""
         store = self.stores[order.store]
-        if store.view != order.view or not self._is_started:
+        if store.view != order.view or not self._may_hear(order):
             return []
         if isinstance(order, Host):
             return self._not_hosted(store) if store.phase is CopyPhase.HOSTING else []
@@ -320,6 +382,9 @@ class StorePlacement:
         return any(process.unwilling for process in self._processes)
 
     # ---- private ---------------------------------------------------------------------
+
+    def _may_hear(self, order: Asked) -> bool:
+        return self._is_started or isinstance(order, Found)
 
     def _is_of_now(self, order: Asked, phase: CopyPhase) -> bool:
         store = self.stores[order.store]
@@ -479,7 +544,7 @@ class StorePlacement:
 
     def _seek(self, store: StorePlace) -> list[PlacementOrder]:
         """A backup, in the process that has the fewest copies and not this one's."""
-        if store.phase is not CopyPhase.ALONE:
+        if store.phase is not CopyPhase.ALONE or not self._is_started:
             return []
         at, count = store.primary.process, len(self._processes)
         fit = [

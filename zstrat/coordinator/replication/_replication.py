@@ -14,13 +14,14 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
-from zstrat.coordinator.connecting import TaskSession
+from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
     AlreadyExistsError,
     ClosedError,
     DeadlineExceededError,
     NotPrimaryError,
     PeerLostError,
+    UnavailableError,
     ZstratError,
 )
 from zstrat.transport import reached_as
@@ -37,7 +38,17 @@ from zstrat.wire import (
     StoreHosted,
 )
 
-from ._orders import Attach, CopyPhase, Detach, Drop, Host, Lose, Promote, Serve
+from ._orders import (
+    Attach,
+    CopyPhase,
+    Detach,
+    Drop,
+    Found,
+    Host,
+    Lose,
+    Promote,
+    Serve,
+)
 from ._placement import StorePlacement
 
 if TYPE_CHECKING:
@@ -97,6 +108,7 @@ class Replication:
         addresses: Of the processes, in task order, each with a store at first.
         replicas: Second copies that each store is to have: 0, then there are some only
             while stores move.
+        stores_per_ps: Stores of each process.
     """
 
     def __init__(
@@ -107,8 +119,9 @@ class Replication:
         timeouts: Timeouts,
         make_link: MakeTaskLink,
         replicas: int = 1,
+        stores_per_ps: int = 1,
     ) -> None:
-        self.placement: Final = StorePlacement(addresses, replicas)
+        self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
         self._cluster, self._session = cluster, session
         self.addresses: Final = list(addresses)
@@ -124,7 +137,8 @@ class Replication:
         self._forgiving: asyncio.TimerHandle | None = None
         self._ended: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
-        self._bare = dict.fromkeys(range(len(addresses) * replicas), logging.INFO)
+        bare = len(self.placement.stores) * replicas
+        self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a second copy, and the level at which its coming is logged."""
         self.is_started = self._is_watching = False
 
@@ -148,6 +162,32 @@ class Replication:
         """All stores are served where they belong: each is to get a second copy."""
         self.is_started = True
         self._carry_out(self.placement.start())
+
+    async def found(self, deadline: float) -> None:
+        """Takes all processes, and has them make the stores that they do not have by
+        themselves. Comes before `open`.
+
+        Raises:
+            UnavailableError: A process does not; says why.
+            ZstratError: As of `arrive`.
+        """
+        self._is_watching = True
+        await arrive(self.processes, (), deadline)
+        self._carry_out(self.placement.found())
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.wait_until(lambda: not self.placement.is_founding)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                "stores_per_ps: not each parameter server has made its stores in time; "
+                "look at their logs"
+            ) from None
+        for store in self.placement.stores:
+            if store.phase is CopyPhase.EMPTY:
+                raise UnavailableError(
+                    f"{self.processes[store.home].name} serves no other store than its "
+                    f"own: {store.reason}"
+                )
 
     async def open(self, deadline: float) -> None:
         """Takes all processes, and waits until each store has the copies that it is to
@@ -226,6 +266,7 @@ class Replication:
             answer.add_done_callback(_unheeded)
             await asyncio.wait([answer])
         await process.close()
+        self.placement.abandon(process.index)
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
@@ -261,11 +302,23 @@ class Replication:
         self._session = session
         self._stop()
         self.placement.reset()
-        for task, home in zip(self._cluster.ps, self.addresses, strict=True):
-            if task.address != home:
-                task.move(home, is_empty=True)
+        for store in self.placement.stores:
+            self._send_home(store)
         for process in self.processes:
             process.renew(session, farewells)
+        self._carry_out(self.placement.found())
+
+    def _send_home(self, store: StorePlace) -> None:
+        """Nothing is left of it, and it is entered behind `TaskSession.renew`."""
+        task, home = self._cluster.ps[store.number], self.addresses[store.home]
+        if not self.placement.is_own(store.number):
+            task.park()
+        elif task.address != home or task.is_parked:
+            task.move(home, is_empty=True)
+
+    def home_of(self, store: int) -> str:
+        """The address where it begins anew, or of the process that hosts it there."""
+        return self.addresses[self.placement.stores[store].home]
 
     async def stop(self) -> None:
         """Decides nothing any more. The processes are left by whoever leaves all tasks.
@@ -323,7 +376,9 @@ class Replication:
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
     def _told(self, store: StorePlace) -> PlainTree:
-        backup = "" if store.backup is None else self.processes[store.backup.process].name
+        backup = (
+            "" if store.backup is None else self.processes[store.backup.process].name
+        )
         return {
             "store": store.number,
             "process": self.processes[store.primary.process].name,
@@ -415,6 +470,12 @@ class Replication:
                 deadline = loop.time() + self._timeouts.request
                 host = HostStore(session, store, view)
                 return await process.link.submit(host, deadline=deadline)
+            case Found(store, _, number):
+                process = self.processes[number]
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                host = HostStore(session, store, view, True)
+                return await process.link.submit(host, deadline=deadline)
             case Attach(store, _, backup):
                 primary = self._cluster.ps[store]
                 await primary.wait_ready(deadline)
@@ -457,6 +518,10 @@ class Replication:
                 assert isinstance(answer, StoreHosted), answer
                 address = reached_as(answer.address, self.addresses[order.process])
                 return placement.hosted(order, address, answer.incarnation)
+            case Found():
+                assert isinstance(answer, StoreHosted), answer
+                address = reached_as(answer.address, self.addresses[order.process])
+                return placement.founded(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
             case Detach():
@@ -498,8 +563,7 @@ class Replication:
     def _lose(self, order: Lose) -> None:
         self._stop_telling(order.store)
         if order.gone:
-            task = self._cluster.ps[order.store]
-            task.move(self.addresses[order.store], is_empty=True)
+            self._send_home(self.placement.stores[order.store])
             self._tell(order)
         else:
             # As for a server without a copy: a line may be cut for so long.
@@ -550,6 +614,8 @@ class Replication:
         match order:
             case Host():
                 return f"{self.processes[order.process].name} keeps no backup of {name}"
+            case Found():
+                return f"{self.processes[order.process].name} does not host {name}"
             case Attach():
                 return f"{name} does not fill its backup"
             case Detach():
