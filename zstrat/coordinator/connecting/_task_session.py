@@ -336,9 +336,11 @@ class TaskSession:
     async def _connected(self, deadline: float) -> None:
         """Waits until the link of then is open; raises as `TaskLink.wait_open`."""
         while True:
+            await self._is_placed(deadline)
             if self._moving is not None:
                 await asyncio.wait([self._moving])
-            await self._is_placed(deadline)
+            if self.is_parked:
+                continue
             link = self.link
             try:
                 await link.wait_open(deadline)

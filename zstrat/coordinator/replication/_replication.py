@@ -516,8 +516,7 @@ class Replication:
         match order:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
-                address = reached_as(answer.address, self.addresses[order.process])
-                return placement.hosted(order, address, answer.incarnation)
+                return self._hosted(order, answer)
             case Found():
                 assert isinstance(answer, StoreHosted), answer
                 address = reached_as(answer.address, self.addresses[order.process])
@@ -537,6 +536,17 @@ class Replication:
                     self.processes[order.backup.process].name,
                 )
                 return placement.promoted(order)
+
+    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
+        address = reached_as(answer.address, self.addresses[order.process])
+        orders = self.placement.hosted(order, address, answer.incarnation)
+        if self.placement.stores[order.store].target == order.process:
+            log.info(
+                "the store of %s is copied to the process of %s, where it moves",
+                self._cluster.ps[order.store].name,
+                self.processes[order.process].name,
+            )
+        return orders
 
     def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
         log.info(
