@@ -114,7 +114,7 @@ class HostedStores:
         async with self._changing:
             self._require(message)
             if isinstance(message, HostStore):
-                return await self._host(message)
+                return await self._host(remote, message)
             if message.store == self._me.index:
                 self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
@@ -166,11 +166,12 @@ class HostedStores:
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
-                "another task: replicas=1 needs keys of roles, as `zstrat keygen` "
+                "another task: replicas=1, stores_per_ps= and stores that move need "
+                "keys of roles, as `zstrat keygen` "
                 "makes them without --per-task"
             )
 
-    async def _host(self, message: HostStore) -> StoreHosted:
+    async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
         store, copy = message.store, self._copies.get(message.store)
         if copy is not None:
             if (copy.session, copy.view) == (message.session, message.view):
@@ -196,6 +197,8 @@ class HostedStores:
             sockets=self._sockets,
         )
         address = await endpoint.bind(_beside(self._bind, store, me.incarnation))
+        if message.serves:
+            service.found(remote, message.view)
         hosted = StoreHosted(address, me.incarnation)
         self._copies[store] = _HostedCopy(
             message.session, message.view, hosted, service, endpoint
