@@ -75,7 +75,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.data",
     ),
     **dict.fromkeys(
-        ("serve_http",),
+        (
+            "dashboard",
+            "serve_http",
+        ),
         "zstrat.transport.health",
     ),
     **dict.fromkeys(

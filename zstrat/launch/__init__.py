@@ -22,6 +22,7 @@ from ._local import LocalCluster as LocalCluster
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
+from ._observed_run import ObservedRun as ObservedRun
 from ._process_output import ProcessOutput as ProcessOutput
 from ._run_doctor import RunFindings as RunFindings
 from ._run_doctor import examine_run as examine_run

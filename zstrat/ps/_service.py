@@ -505,6 +505,11 @@ class PsService:
         self._snapshots.clear()
         self._store.clear()
 
+    def found(self, remote: Caller, view: int) -> None:
+        """It is the primary of a store that is new, from the beginning, for who asks
+        that."""
+        self._promoted(remote, view)
+
     def _set_aside(self, aside: bool) -> None:
         self._is_aside = aside
 

@@ -42,6 +42,7 @@ from ._messages import CopiedVariable as CopiedVariable
 from ._messages import CopyLedger as CopyLedger
 from ._messages import CopyParts as CopyParts
 from ._messages import CopySlots as CopySlots
+from ._messages import CopyTree as CopyTree
 from ._messages import CopyVariables as CopyVariables
 from ._messages import CopyWhole as CopyWhole
 from ._messages import CreateOptimizer as CreateOptimizer

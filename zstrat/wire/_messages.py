@@ -41,6 +41,7 @@ from ._log_messages import CopiedVariable as CopiedVariable
 from ._log_messages import CopyLedger as CopyLedger
 from ._log_messages import CopyParts as CopyParts
 from ._log_messages import CopySlots as CopySlots
+from ._log_messages import CopyTree as CopyTree
 from ._log_messages import CopyVariables as CopyVariables
 from ._log_messages import CopyWhole as CopyWhole
 from ._log_messages import LogTaken as LogTaken
@@ -204,6 +205,7 @@ Message = (
     | CopySlots
     | CopyParts
     | CopyLedger
+    | CopyTree
     | CopyWhole
     | RaiseWriterMark
     | JoinGroup

@@ -60,8 +60,8 @@ class OpenSession:
     among the tasks of its job that the coordinator knows, from 0, and goes into the
     worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
     worker may fetch ahead. ``listens``: the coordinator wants to hear what its steps
-    print (`Printed`). ``views``: those of the stores at ``ps``, which may move then
-    (`MoveServer`); empty if they have no second copy.
+    print (`Printed`). ``views``: those of the stores at ``ps``, which may move
+    (`MoveServer`). ``replicas``: second copies that these have, in other processes.
 
     A ps heeds the session and what it is called: under a ``name`` it keeps the session
     of a coordinator that is lost for the next one that opens it by that name, with the
@@ -79,6 +79,7 @@ class OpenSession:
     views: list[int] = field(default_factory=list)
     name: str = ""
     origin: int = 0
+    replicas: int = 0
 
 
 @message
