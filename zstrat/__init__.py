@@ -123,6 +123,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "export_safetensors",
             "export_safetensors_async",
             "latest_checkpoint",
+            "write_metrics",
         ),
         "zstrat.saving",
     ),

@@ -14,6 +14,8 @@ from ._restore import RestoreStatus as RestoreStatus
 from ._rotation import CheckpointManager as CheckpointManager
 from ._rotation import CheckpointWarning as CheckpointWarning
 from ._rotation import latest_checkpoint as latest_checkpoint
+from ._run_metrics import MetricsLog as MetricsLog
+from ._run_metrics import write_metrics as write_metrics
 from ._termination import Countdown as Countdown
 from ._termination import TerminationConfig as TerminationConfig
 from ._termination import Wish as Wish
