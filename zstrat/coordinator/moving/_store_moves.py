@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.coordinator.replication import StorePlace
+    from zstrat.wire import PlainTree
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -87,6 +88,23 @@ class StoreMoves:
     @property
     def addresses(self) -> dict[int, str]:
         return dict(sorted(self._addresses.items()))
+
+    @property
+    def metrics(self) -> dict[str, PlainTree]:
+        """Which process serves each store, and how often that changed."""
+        if (replication := self._cluster.replication) is not None:
+            return replication.statistics()
+        stores: list[PlainTree] = [
+            {
+                "store": task.index,
+                "process": task.name,
+                "address": task.address,
+                "backup": "",
+                "state": CopyPhase.ALONE.value,
+            }
+            for task in self._cluster.ps
+        ]
+        return {"stores_moved": 0, "stores": stores}
 
     # ---- the program's word ----------------------------------------------------------
 

@@ -367,11 +367,9 @@ class Replication:
         """How often a backup became primary, how many stores have none now, and where
         stores are."""
         placement = self.placement
-        counts: dict[str, PlainTree] = {
-            "failovers": placement.failovers,
-            "stores_moved": placement.moves,
-        }
+        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self.replicas:
+            counts["failovers"] = placement.failovers
             counts["stores_without_backup"] = placement.without_backup
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
