@@ -34,8 +34,8 @@ class StorePs(FakePs):
         self.host = host or self
         self.links, self.orders, self.copies = [], [], []
         self.serves, self.is_whole = host is None, False
-        self.refuses = ()
-        """Kinds of orders."""
+        self.refuses, self.refusal = (), UnavailableError("no memory")
+        """Kinds of orders, and what is said to them."""
         self.is_slow = False
         """It fills no backup."""
 
@@ -43,7 +43,7 @@ class StorePs(FakePs):
         if isinstance(message, REPLICATION):
             self.orders.append(message)
             if isinstance(message, self.refuses + self.world.refusing):
-                raise UnavailableError("no memory")
+                raise self.refusal
         match message:
             case HostStore(store=store, view=view):
                 copy = StorePs(self.world, store, self)

@@ -165,7 +165,9 @@ def test_a_store_that_nobody_takes_stays(world, refused, caplog):
         second.refuses = (HostStore,)
     else:
         world.refusing = (PromoteBackup,)
-    with pytest.raises(UnavailableError, match=r"takes the store .* no memory; it stays"):
+    with pytest.raises(
+        UnavailableError, match=r"takes the store .* no memory; it stays"
+    ):
         servers.drain("ps0:1")
     assert servers.addresses == {0: "ps0:1", 1: "ps1:1"}
     assert served(world)[0] == "/job:ps/task:0"

@@ -10,7 +10,7 @@ from coordinator_stores import StoresWorld
 import zstrat.program as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import ClusterSession
-from zstrat.errors import PSUnavailableError
+from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
     AttachBackup,
@@ -141,8 +141,9 @@ def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
     assert world.numbers_of["failovers"] == 0
 
 
-def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
-    world.ps[1].refuses = (HostStore,)
+@pytest.mark.parametrize("kind", [UnavailableError, OSError])
+def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog, kind):
+    world.ps[1].refuses, world.ps[1].refusal = (HostStore,), kind("no memory")
     timeouts = Timeouts(connect=1.0, request=20.0)
     with pytest.raises(TimeoutError, match=r"task:0: alone \(no memory\)"):
         ClusterSession.connect(
@@ -151,7 +152,8 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
             replicas=1,
             make_link=world.make_link,
         )
-    assert "task:1 keeps no backup of /job:ps/task:0: Unavailable" in caplog.text
+    said = f"task:1 keeps no backup of /job:ps/task:0: {kind.__name__}"
+    assert said in caplog.text
 
 
 def test_both_copies_lost_are_said_and_those_that_return_are_found(world):

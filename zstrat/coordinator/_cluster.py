@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
 
     from ._dispatch import Dispatcher
+    from .profiling._timeline_run import TimelineRun
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -129,6 +130,8 @@ class Cluster:
         self.dispatcher: Dispatcher | None = None
         self.seen: Final = SeenRun()
         """What the tasks tell of themselves."""
+        self.timeline: TimelineRun | None = None
+        """The one that is taken now."""
         self._closing = False
         # Messages that open a session have these lists, so they say what is so then.
         self._home, self._stores_per_ps = tuple(ps), stores_per_ps
@@ -206,6 +209,10 @@ class Cluster:
 
     # ---- life ------------------------------------------------------------------------
 
+    def session_of(self, task: TaskSession) -> int:
+        """The number that the task knows the session by."""
+        return self._worker_session if task in self.workers else self.session
+
     def end(self) -> None:
         """The session is over when it is closed, whatever its name. From any thread."""
         self._ends = not self.is_shared
@@ -241,6 +248,8 @@ class Cluster:
         if self._closing:
             return
         self._closing = True
+        if self.timeline is not None:
+            await self.timeline.end(LEAVING)
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
@@ -260,9 +269,7 @@ class Cluster:
             gone = task.is_closed  # or on its way: it was removed
             task.leave()
             if not gone and task.is_ready and (self._ends or leave):
-                is_worker = task in self.workers
-                number = self._worker_session if is_worker else self.session
-                goodbye = CloseSession(number, leave)
+                goodbye = CloseSession(self.session_of(task), leave)
                 answers.append(
                     task.link.submit(goodbye, deadline=loop.time() + patience)
                 )

@@ -268,6 +268,7 @@ class Task:
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
+            is_host=lambda: hosted.is_host,
             handover=self._handover,
             inherited=self._inherited,
         )

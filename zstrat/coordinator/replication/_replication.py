@@ -283,10 +283,9 @@ class Replication:
         place = self.placement.stores[store]
         self._carry_out(self.placement.move(store, target))
         try:
-            await self.wait_until(lambda: place.target is None)
-        except asyncio.CancelledError:
+            await self.wait_until(lambda: place.target is None or place.is_lost)
+        finally:
             self._carry_out(self.placement.stay(store, "it is not to move any more"))
-            raise
 
     def evict(self, store: int) -> None:
         """Has the backup of the store be in another process than now."""
@@ -584,6 +583,7 @@ class Replication:
         if not task.is_ready:
             task.give_up(order.reason)
             self._cluster.store_lost(order.store, order.reason)
+        self._news.set()
 
     # ---- private ---------------------------------------------------------------------
 

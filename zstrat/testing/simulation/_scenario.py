@@ -101,10 +101,10 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
 def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     chance = random.Random(f"copies {seed}")
     servers = chance.choice([2, servers, servers])
-    steps, pace = chance.randint(12, 40), chance.choice([0.03, 0.1, 0.25])
+    steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
     is_guarded = chance.random() < 0.7
     restores = not is_guarded and chance.random() < 0.5
-    fate = _Fate(chance, workers, servers, restores, 0.4 + 1.1 * steps * pace)
+    fate = _Fate(chance, workers, servers, restores, steps * pace)
     theme = "copies" if is_guarded else chance.choice(["mixed", "losses", "lines"])
     return Scenario(
         seed,
@@ -192,15 +192,18 @@ class _Fate:
 
     def _trouble(self) -> Fault:
         """Of a server that has a second copy, whoever notices."""
-        kinds = ["kill", "power", "freeze", "isolate", "sever", "cut", "reset", "slow"]
-        kind, server = self._chance.choice(kinds), self._chance.choice(self._servers)
-        everybody = [*self._servers, *self._workers, "chief0"]
-        others = [name for name in everybody if name != server]
-        if kind == "sever" or self._chance.random() < 0.4:
-            others = [name for name in self._servers if name != server]
-        return Fault(
-            self._begin(), kind, server, self._chance.choice(others), self._length()
-        )
+        server, at = self._chance.choice(self._servers), 0.3 + self._begin()
+        others = [name for name in self._servers if name != server]
+        if self._chance.random() < 0.3:
+            length = self._chance.choice([0.3, 1.0, 2.0])
+            return Fault(at, "sever", server, self._chance.choice(others), length)
+        kinds = ["kill", "power", "freeze", "isolate", "cut", "cut", "reset", "slow"]
+        others += [*self._workers, *["chief0"] * len(self._workers)]
+        kind, other = self._chance.choice(kinds), self._chance.choice(others)
+        if kind in ("freeze", "isolate", "cut") and self._chance.random() < 0.5:
+            length = self._chance.uniform(2.0, LONGEST)  # it is replaced meanwhile
+            return Fault(at, kind, server, other, length)
+        return Fault(at, kind, server, other, self._length())
 
     def _death(self) -> Fault:
         """Of a worker, mostly."""

@@ -2,8 +2,8 @@
 
 A reader that has a version of a variable is told "not modified" for as long as the
 server has the same number. So two things have to be so, whichever copy of a server
-answers: a number names one content of a variable in a session, for ever; and what one
-connection reads never goes back.
+answers: a number names one content of a variable in a session, for ever; and what is
+asked later on one connection is not older, whichever answer leaves first.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class GivenOut:
         """By line and number of the request."""
         self._named: dict[tuple[int, int, int], int] = {}
         """Digests by session, key and version."""
-        self._read: dict[tuple[int, int, int], int] = {}
-        """The last version by line, session and key."""
+        self._read: dict[tuple[int, int, int], tuple[int, int]] = {}
+        """The last request and its version, by line, session and key."""
 
     def note(self, way: Way, frames: Sequence[bytes]) -> None:
         """A message has arrived. One that travels in pieces says nothing here."""
@@ -66,25 +66,30 @@ class GivenOut:
         else:
             asked = self._asked.pop((way.line, request), None)
             if asked is not None:
-                self._answered(way, asked, message)
+                self._answered(way, request, asked, message)
 
-    def _answered(self, way: Way, asked: _Asked, message: Message) -> None:
+    def _answered(
+        self, way: Way, request: int, asked: _Asked, message: Message
+    ) -> None:
         assert isinstance(message, Pulled | Exchanged), message
         arrays = iter(message.arrays)
         for (key, known), version in zip(asked.reads, message.versions, strict=False):
-            self._require_later(way, asked.session, key, version)
+            self._require_order(way, (asked.session, key), (request, version))
             if version != known:
                 digest = zlib.crc32(next(arrays).tobytes())
                 self._require_same(way, (asked.session, key, version), digest)
 
-    def _require_later(self, way: Way, session: int, key: int, version: int) -> None:
-        before = self._read.get((way.line, session, key), -1)
-        if version < before:
+    def _require_order(
+        self, way: Way, name: tuple[int, int], read: tuple[int, int]
+    ) -> None:
+        place = (way.line, *name)
+        earlier, later = sorted((self._read.get(place, read), read))
+        if earlier[1] > later[1]:
             self._broken(
-                f"{way.source} gives version {version} of variable {key} to "
-                f"{way.target}, behind {before}"
+                f"{way.source} gives version {later[1]} of variable {name[1]} to "
+                f"{way.target}, which had asked before and got {earlier[1]}"
             )
-        self._read[way.line, session, key] = version
+        self._read[place] = later
 
     def _require_same(self, way: Way, name: tuple[int, int, int], digest: int) -> None:
         if self._named.setdefault(name, digest) != digest:
