@@ -74,6 +74,7 @@ class Service(Protocol):
     def lost(self, remote: Remote, reason: str) -> None: ...
     async def drain(self) -> bool: ...
     def statistics(self) -> dict[str, PlainTree]: ...
+    def telemetry(self) -> dict[str, PlainTree]: ...
 
 
 Served = tuple[Service, Callable[[], Awaitable[None]], "Absorber | None"]
@@ -225,6 +226,7 @@ class Task:
             # Counts and names only, though its type does not say so.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
             "service": self._service.statistics(),
+            **self._service.telemetry(),
             "groups": dict(self._node.statistics()),
             "copies": hosted,
         }
@@ -265,6 +267,7 @@ class Task:
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
+            tells=True,
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
@@ -292,6 +295,7 @@ class Task:
             on_crash=self._crashed,
             is_alone=self._is_alone,
             listen=self._listen,
+            tells=True,
         )
         return service, service.close, None
 

@@ -17,15 +17,23 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
+from zstrat.telemetry import PS_PHASES, Recorder, resident_bytes
+from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import TelemetryNotices, lanes, moved
 from zstrat.wire import (
     AppliedParts,
+    AskClock,
     AskParts,
     AttachBackup,
+    BeginCapture,
+    Captured,
+    ClockTold,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DetachBackup,
     Done,
+    EndCapture,
     Exchange,
     Fence,
     Fenced,
@@ -93,6 +101,7 @@ class PsService:
             primary.
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
+        tells: It tells its coordinator how it is, about once a second.
         handover: Where what is here is left for the next process; None: nowhere.
         inherited: What the process before has left.
     """
@@ -113,6 +122,7 @@ class PsService:
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
+        tells: bool = False,
         handover: Handover | None = None,
         inherited: Inherited | None = None,
     ) -> None:
@@ -134,7 +144,12 @@ class PsService:
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
-            task, self._store, self._thread, check=check, admit=self._require_open
+            task,
+            self._store,
+            self._thread,
+            check=check,
+            admit=self._require_open,
+            clock=clock,
         )
         self._snapshots = SnapshotService(
             task, self._store, self._serving.turn, check, self._thread, make_thread
@@ -157,6 +172,8 @@ class PsService:
             )
         self._draining = False
         self._failed = 0
+        self._tells = tells
+        self._notices: TelemetryNotices | None = None
 
     @property
     def session(self) -> int | None:
@@ -215,6 +232,9 @@ class PsService:
                     return Done()
                 case Inspect():
                     return Statistics(self.statistics())
+                case AskClock() | BeginCapture() | EndCapture():
+                    self._ownership.check(message.session)
+                    return self._capture(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
                 case _:
@@ -235,6 +255,8 @@ class PsService:
             remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
+        if self._notices is not None:
+            self._notices.touch()
         served = self._serving.take(message)
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
@@ -254,6 +276,18 @@ class PsService:
         self._ownership.check(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
+
+    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+        now, recorder = self._clock(), self.recorder
+        match message:
+            case AskClock():
+                return ClockTold(now)
+            case BeginCapture(spans=spans, seconds=seconds):
+                recorder.begin_capture(spans, now, now + seconds)
+                return Done()
+            case EndCapture():
+                phases, columns = columns_of(recorder.end_capture(now))
+                return Captured(phases, recorder.is_cut, "", "", tuple(columns))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         if self._silence is not None:
@@ -347,6 +381,8 @@ class PsService:
 
     async def _finish(self) -> bool:
         self._draining = True
+        if self._notices is not None:
+            self._notices.close()
         self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
             self._joining.close(self._standing.parting)
@@ -380,6 +416,26 @@ class PsService:
         values.update(self._store.statistics())
         values.update(self._snapshots.statistics())
         return values
+
+    def telemetry(self) -> dict[str, PlainTree]:
+        """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
+        but for lanes and gauges, which are those of the process."""
+        now, recorder, counts = self._clock(), self.recorder, self._store.counts
+        recorder.reach("pulls", counts.pulls, now)
+        recorder.reach("pushes", counts.pushes, now)
+        recorder.traffic(*moved(), now)
+        gauges: dict[str, PlainTree] = {
+            "memory": resident_bytes(),
+            "waiting": len(self._serving),
+            "programs": self._engine.programs,
+        }
+        told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
+        return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    @property
+    def recorder(self) -> Recorder:
+        """Of the present session."""
+        return self._serving.recorder
 
     # ---- sessions ----------------------------------------------------------------
 
@@ -415,6 +471,8 @@ class PsService:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
+        if self._tells and self._notices is None:
+            self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
@@ -431,6 +489,7 @@ class PsService:
         self._is_aside = False
         self._snapshots.clear()
         self._store.clear()
+        self._serving.recorder = Recorder(PS_PHASES)
         if self._on_cleared is not None:
             self._on_cleared()
 

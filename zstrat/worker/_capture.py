@@ -59,7 +59,6 @@ class SessionCapture:
 
     def close(self) -> None:
         """The session is over."""
-        self._recorder.end_capture()
         if self._is_profiling:
             self._executor.tell(self._profile.stop)
 
@@ -74,11 +73,9 @@ class SessionCapture:
 
     def _captured(self) -> Captured:
         recorder, profile = self._recorder, self._profile
-        spans = recorder.spans(self._clock())
-        is_cut = recorder.is_cut
-        recorder.end_capture()
-        phases, arrays = columns_of(spans)
-        return Captured(phases, is_cut, profile.folder, profile.problem, tuple(arrays))
+        phases, columns = columns_of(recorder.end_capture(self._clock()))
+        folder, problem = profile.folder, profile.problem
+        return Captured(phases, recorder.is_cut, folder, problem, tuple(columns))
 
 
 @final
