@@ -316,10 +316,7 @@ class StorePlacement:
         if not self._is_of_now(order, CopyPhase.DETACHING):
             return []
         backup, store.backup = store.backup, None
-        orders: list[PlacementOrder] = []
-        if backup is not None and self._processes[backup.process].is_there:
-            orders.append(Drop(store.number, store.view, backup.process))
-        return orders + self._served(store)
+        return self._dropped(store, backup) + self._served(store)
 
     def promoted(self, order: Promote) -> list[PlacementOrder]:
         """The backup is the primary."""
@@ -332,11 +329,8 @@ class StorePlacement:
             store.home = order.backup.process
         else:
             self.failovers += 1
-        orders = self._served(store)
-        if self._processes[former.process].is_there:
-            drop = Drop(store.number, store.view, former.process)
-            orders.insert(0, drop)  # before a new backup of it is asked for
-        return orders
+        dropped = self._dropped(store, former)  # before a new backup is asked for
+        return dropped + self._served(store)
 
     def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Who was asked has said no: nothing of the order was done, nor will be."""
@@ -353,8 +347,10 @@ class StorePlacement:
                 self._refused_by_backup(store)
                 return self._detach(store, reason)
             case CopyPhase.PROMOTING:
+                backup = store.backup
                 self._forget_backup(store)
-                return self._detach_or_lose(store, reason)
+                orders = self._detach_or_lose(store, reason)
+                return [*orders, *self._dropped(store, backup)]
             case CopyPhase.DETACHING:
                 return self._promote_or_lose(store, reason)
             case _:
@@ -528,6 +524,11 @@ class StorePlacement:
         self._forget_backup(store)
         store.phase = CopyPhase.ALONE
         return self._seek(store)
+
+    def _dropped(self, store: StorePlace, copy: Copy | None) -> list[PlacementOrder]:
+        if copy is None or not self._processes[copy.process].is_there:
+            return []
+        return [Drop(store.number, store.view, copy.process)]
 
     def _forget_backup(self, store: StorePlace) -> None:
         """And the move that it was for."""

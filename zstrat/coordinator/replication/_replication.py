@@ -283,10 +283,9 @@ class Replication:
         place = self.placement.stores[store]
         self._carry_out(self.placement.move(store, target))
         try:
-            await self.wait_until(lambda: place.target is None)
-        except asyncio.CancelledError:
+            await self.wait_until(lambda: place.target is None or place.is_lost)
+        finally:
             self._carry_out(self.placement.stay(store, "it is not to move any more"))
-            raise
 
     def evict(self, store: int) -> None:
         """Has the backup of the store be in another process than now."""
@@ -367,11 +366,9 @@ class Replication:
         """How often a backup became primary, how many stores have none now, and where
         stores are."""
         placement = self.placement
-        counts: dict[str, PlainTree] = {
-            "failovers": placement.failovers,
-            "stores_moved": placement.moves,
-        }
+        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self.replicas:
+            counts["failovers"] = placement.failovers
             counts["stores_without_backup"] = placement.without_backup
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
@@ -586,6 +583,7 @@ class Replication:
         if not task.is_ready:
             task.give_up(order.reason)
             self._cluster.store_lost(order.store, order.reason)
+        self._news.set()
 
     # ---- private ---------------------------------------------------------------------
 
