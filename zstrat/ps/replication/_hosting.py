@@ -85,6 +85,11 @@ class HostedStores:
         self._ending: set[asyncio.Task[None]] = set()
         self._is_over = False
 
+    @property
+    def is_host(self) -> bool:
+        """Whether one of them serves its store."""
+        return any(not copy.service.is_backup for copy in self._copies.values())
+
     def statistics(self) -> list[PlainTree]:
         return [
             {
