@@ -22,6 +22,7 @@ from ._local import LocalCluster as LocalCluster
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
+from ._observe import observed as observed
 from ._process_output import ProcessOutput as ProcessOutput
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef

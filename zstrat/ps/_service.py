@@ -18,7 +18,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.telemetry import PS_PHASES, Recorder, resident_bytes
-from zstrat.transport import TelemetryNotices, lanes, moved
+from zstrat.transport import TelemetryNotices, lanes, moved_bytes
 from zstrat.wire import (
     AppliedParts,
     AskParts,
@@ -402,7 +402,7 @@ class PsService:
         now, recorder, counts = self._clock(), self.recorder, self._store.counts
         recorder.reach("pulls", counts.pulls, now)
         recorder.reach("pushes", counts.pushes, now)
-        recorder.traffic(*moved(), now)
+        recorder.traffic(*moved_bytes(), now)
         gauges: dict[str, PlainTree] = {
             "memory": resident_bytes(),
             "waiting": len(self._serving),

@@ -9,10 +9,12 @@ by `PENDING`, spans of a capture by what it asked for.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from ._phases import Phase, PhaseSpan
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ._histogram import Plain
 
@@ -30,13 +32,13 @@ EVERY: Final = 0.25
 PENDING: Final = 4096
 """Entries after which there is one earlier."""
 
-QUICK: Final = 5
-"""Numbers of a step that has neither drawn nor pulled: its number; when it was received
-and when its preparation had ended; the seconds that it ran, and when it ended."""
+QUICK: Final = 3
+"""Numbers of a step that has neither drawn nor pulled: when it was received and when
+its preparation had ended; the seconds that it ran."""
 FULL: Final = 10
-"""Numbers of any other: these, the seconds that its preparation took; when its values
-were asked for first and were there last, and the seconds in between that they were
-awaited; how many examples it has drawn."""
+"""Numbers of any other, and of all in a capture: its number; those; when it ended; the
+seconds that its preparation took; when its values were asked for first and were there
+last, and the seconds in between that they were awaited; how many examples it drew."""
 
 
 @final
@@ -76,6 +78,8 @@ class Recorder:
         self._stale: Final[dict[str, list[int]]] = {}
         self._digested = 0.0
         self._captured: deque[PhaseSpan] | None = None
+        self.on_capture: Callable[[bool], None] = _ignore
+        """Called when a capture begins, and when it ends."""
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -158,6 +162,7 @@ class Recorder:
     def begin_capture(self, limit: int) -> None:
         """From now on spans are kept, the last ``limit`` of them."""
         self._captured = deque(maxlen=limit)
+        self.on_capture(True)
 
     def spans(self, now: float) -> list[PhaseSpan]:
         """Those that were captured since they were last asked for, in no order."""
@@ -172,6 +177,7 @@ class Recorder:
     def end_capture(self) -> None:
         """Spans are not kept any more."""
         self._captured = None
+        self.on_capture(False)
 
     # ---- in bulk -----------------------------------------------------------------
 
@@ -182,10 +188,10 @@ class Recorder:
             self._began = now
         steps = self._steps
         if steps.quick:
-            self._digest_steps(_rows(steps.quick, QUICK), now)
+            self._digest_quick(_rows(steps.quick, QUICK), now)
             steps.quick.clear()
         if steps.full:
-            self._digest_steps(_rows(steps.full, FULL), now)
+            self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
@@ -203,21 +209,26 @@ class Recorder:
                 windowed.add_many(found, now)
                 found.clear()
 
-    def _digest_steps(self, rows: np.ndarray, now: float) -> None:
-        number, received, prepared, ran, ended = rows.T[:QUICK]
+    def _digest_quick(self, rows: np.ndarray, now: float) -> None:
+        received, prepared, ran = rows.T
         self.count("steps", len(rows), now)
-        drew: Any = 0.0
-        if rows.shape[1] == FULL:
-            drew, asked, arrived, pulled, examples = rows.T[QUICK:]
-            self._shares.add("draw", float(drew.sum()), now)
-            self.count("examples", float(examples.sum()), now)
-            self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
-            pulls = pulled > 0
-            self._captures(Phase.PULL, number, asked, arrived, pulls)
-            self._phases[Phase.PULL].add_many(pulled[pulls], now)
+        self._shares.add("compute", float(ran.sum()), now)
+        self._phases[Phase.WAIT].add_many(prepared - received, now)
+        self._phases[Phase.COMPUTE].add_many(ran, now)
+
+    def _digest_full(self, rows: np.ndarray, now: float) -> None:
+        number, received, prepared, ran, ended = rows.T[:5]
+        drew, asked, arrived, pulled, examples = rows.T[5:]
+        self.count("steps", len(rows), now)
+        self.count("examples", float(examples.sum()), now)
+        self._shares.add("draw", float(drew.sum()), now)
         self._shares.add("compute", float(ran.sum()), now)
         self._took(Phase.WAIT, number, received, prepared - drew, now)
+        self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
         self._took(Phase.COMPUTE, number, ended - ran, ended, now)
+        pulls = pulled > 0
+        self._captures(Phase.PULL, number, asked, arrived, pulls)
+        self._phases[Phase.PULL].add_many(pulled[pulls], now)
 
     def _took(
         self,
@@ -252,3 +263,16 @@ class Recorder:
 def _rows(numbers: list[float], width: int) -> np.ndarray:
     """[n, width] float64. By way of `array`, which takes a third less time."""
     return np.frombuffer(array("d", numbers), np.float64).reshape(-1, width)
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")

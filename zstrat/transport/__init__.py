@@ -34,4 +34,4 @@ from ._socket import Happening as Happening
 from ._socket import Sockets as Sockets
 from ._socket import ZeroMQSockets as ZeroMQSockets
 from ._traffic import lanes as lanes
-from ._traffic import moved as moved
+from ._traffic import moved_bytes as moved_bytes

@@ -122,6 +122,7 @@ class WorkerSession:
             listen: Says who hears what the process prints.
         """
         self._executor, self.runner, self._listen = executor, runner, listen
+        self.recorder.on_capture = runner.capture
         executor.tell(partial(executor.work_for, runner))
         # With the runner: what runs until then is another session's.
         output = self._output
