@@ -277,7 +277,7 @@ def _torn(folder):
 
 def _of_tomorrow(folder):
     file = folder / "ps-0.json"
-    text = json.loads(file.read_text())["state"].replace('"version": 1', '"version": 2')
+    text = json.loads(file.read_text())["state"].replace('"version": 2', '"version": 3')
     digest = digest_of([text.encode()])
     file.write_text(json.dumps({"digest": digest, "state": text}))
 

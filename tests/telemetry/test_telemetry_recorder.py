@@ -103,15 +103,13 @@ def test_a_rate_is_that_of_the_last_ten_seconds():
 def test_a_capture_keeps_the_last_spans_with_their_steps():
     recorder = Recorder(WORKER_PHASES)
     recorder.ran(StepTimes(full=[*full(1)]), 10.0)
-    recorder.digest(10.0)
     told = []
     recorder.on_capture = told.append
-    recorder.begin_capture(100)
-    assert recorder.spans(10.0) == []
+    recorder.begin_capture(100, 10.0, 99.0)
     quick = (3, 1.0, 2.0, 3.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0)
     recorder.ran(StepTimes(full=[*full(2), *quick]), 10.1)
     recorder.spent(Phase.PUSH, 2, 10.0, 12.0)
-    assert sorted(recorder.spans(12.0)) == [
+    assert sorted(recorder.end_capture(12.0)) == [
         PhaseSpan(2, Phase.COMPUTE, 6.0, 10.0),
         PhaseSpan(2, Phase.DRAW, 1.0, 3.0),
         PhaseSpan(2, Phase.PULL, 3.0, 6.0),
@@ -120,14 +118,24 @@ def test_a_capture_keeps_the_last_spans_with_their_steps():
         PhaseSpan(3, Phase.COMPUTE, 2.0, 5.0),
         PhaseSpan(3, Phase.WAIT, 1.0, 2.0),
     ]
-    assert recorder.spans(12.0) == [], "each span is given out once"
-    recorder.begin_capture(2)
+    assert not recorder.is_cut
+    recorder.begin_capture(2, 12.0, 99.0)
     recorder.ran(StepTimes(full=[*full(4)]), 20.0)
-    assert len(recorder.spans(20.0)) == 2
-    recorder.end_capture()
-    recorder.ran(StepTimes(full=[*full(5)]), 30.0)
-    assert recorder.spans(30.0) == []
-    assert told == [True, True, False], "those who give numbers are told to"
+    assert len(recorder.end_capture(20.0)) == 2
+    assert recorder.is_cut
+    assert told == [True, False] * 2, "those who give numbers are told to"
+
+
+def test_a_capture_that_nobody_ends_costs_nothing_for_long():
+    recorder = Recorder(WORKER_PHASES)
+    told = []
+    recorder.on_capture = told.append
+    recorder.begin_capture(100, 10.0, 15.0)
+    recorder.spent(Phase.PUSH, 1, 14.0, 14.5)
+    recorder.spent(Phase.PUSH, 2, 16.0, 16.5)
+    recorder.digest(17.0)
+    assert told == [True, False]
+    assert recorder.end_capture(30.0) == [PhaseSpan(1, Phase.PUSH, 14.0, 14.5)]
 
 
 def test_a_parameter_server_is_as_busy_as_it_applies():

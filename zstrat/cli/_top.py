@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zstrat.errors import ZstratError
-from zstrat.launch import Observer, observed
-from zstrat.telemetry import WORKER_PHASES, limits
+from zstrat.launch import Observer, told_by
+from zstrat.telemetry import WORKER_PHASES, limits, report
 from zstrat.transport import run as run_loop
 
 from ._options import cluster_options, fail, settings, spec
@@ -100,6 +100,11 @@ def watch(
         return run_loop(interruptible(looking()))
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
+
+
+def observed(seen: Iterable[TaskStatus]) -> dict[str, Any]:
+    """What `coordinator.metrics()` says of these tasks."""
+    return report({status.task: told_by(status) for status in seen})
 
 
 # ---- what is shown ---------------------------------------------------------------

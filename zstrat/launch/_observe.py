@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zstrat.errors import ZstratError
-from zstrat.telemetry import TaskTold, report
 from zstrat.transport import Link, Security, hello, new_incarnation
 from zstrat.wire import Inspect, Job, Statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from zstrat.cluster import ClusterSpec
@@ -128,23 +127,3 @@ async def observe(
     """One look at all tasks of a cluster; who does not answer in time is named."""
     async with Observer(spec, settings) as observer:
         return await observer.look(timeout)
-
-
-def observed(seen: Iterable[TaskStatus]) -> dict[str, PlainTree]:
-    """The run as `ClusterCoordinator.metrics` has it, as far as the tasks know: without
-    the program's counters, its scalars and its logs. A task that nobody holds is
-    ``free``."""
-    return {
-        **report({status.task: _told(status) for status in seen}),
-        "scalars": {},
-        "logs": [],
-    }
-
-
-def _told(status: TaskStatus) -> TaskTold:
-    if status.problem:
-        return TaskTold("lost", status.address, status.problem)
-    state = "open" if status.number("service", "session") else "free"
-    if status.number("service", "draining"):
-        state = "leaving"
-    return TaskTold(state, status.address, "", status.values)

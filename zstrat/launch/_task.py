@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from zstrat.ps import (
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
+
+from ._imports import kept_for_good
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -259,11 +262,11 @@ class Task:
             return None, None
         handover = Handover(folder, index, f"/job:ps/task:{index}")
         largest = self._settings.limits.body
-        return handover, handover.take(_load_code, largest=largest)
+        return handover, handover.take(self._load_code, largest=largest)
 
     def _make_ps(self) -> Served:
         self._ps = service = PsService(
-            load_code=_load_code,
+            load_code=self._load_code,
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
@@ -271,14 +274,15 @@ class Task:
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
+            is_host=lambda: hosted.is_host,
             handover=self._handover,
             inherited=self._inherited,
         )
         hosted = self._hosted = HostedStores(
             service,
-            self.place.index,
+            self.hello,
             self.place.bind,
-            load_code=_load_code,
+            load_code=self._load_code,
             settings=self._settings,
             security=self._security,
         )
@@ -318,6 +322,13 @@ class Task:
             security=self._security,
             expect=(Job.PS, index),
         )
+
+    def _load_code(self, code: bytes) -> object:
+        """Loads what a coordinator shipped; brings jax with it."""
+        is_first = self._is_alone and "jax" not in sys.modules
+        with kept_for_good() if is_first else contextlib.nullcontext():
+            from zstrat.program import load
+        return load(code)
 
     def _crashed(self, error: BaseException) -> None:
         if not self._end.done():
@@ -360,10 +371,3 @@ async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
 
 async def _nothing() -> None:
     pass
-
-
-def _load_code(code: bytes) -> object:
-    """Loads what a coordinator shipped; brings jax with it."""
-    from zstrat.program import load
-
-    return load(code)

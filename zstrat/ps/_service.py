@@ -18,16 +18,23 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.telemetry import PS_PHASES, Recorder, resident_bytes
-from zstrat.transport import TelemetryNotices, lanes, moved_bytes
+from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     AppliedParts,
+    AskClock,
     AskParts,
     AttachBackup,
+    BeginCapture,
+    Captured,
+    ClockTold,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DetachBackup,
     Done,
+    EndCapture,
     Exchange,
     Fence,
     Fenced,
@@ -79,6 +86,11 @@ _LARGE: Final = 2**20
 """Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
 """
 
+_STATELESS: Final = (
+    "with a state folder (--state-dir, ZSTRAT_STATE) the next one would go on with them"
+)
+_HOSTED: Final = "strategy.parameter_servers.drain would have moved them before"
+
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -94,6 +106,7 @@ class PsService:
         backup_of: Session and view of which this is the backup, until it is made the
             primary.
         on_cleared: Called when a session is over, and all that it had.
+        is_host: Whether its process serves other stores, too.
         make_thread: Makes the threads that do what would hold up the loop.
         tells: It tells its coordinator how it is, about once a second.
         handover: Where what is here is left for the next process; None: nowhere.
@@ -114,6 +127,7 @@ class PsService:
         connect: Connect | None = None,
         backup_of: tuple[int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
+        is_host: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
         tells: bool = False,
@@ -164,6 +178,9 @@ class PsService:
             self._standing.following = Following(
                 task, self._store, self._thread, *backup_of, self._promoted
             )
+        self._is_hosted = backup_of is not None
+        self._is_host = is_host
+        self._replicas = 0
         self._draining = False
         self._failed = 0
         self._tells = tells
@@ -226,6 +243,9 @@ class PsService:
                     return Done()
                 case Inspect():
                     return Statistics(self.statistics())
+                case AskClock() | BeginCapture() | EndCapture():
+                    self._ownership.check(message.session)
+                    return self._capture(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
                 case _:
@@ -267,6 +287,18 @@ class PsService:
         self._ownership.check(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
+
+    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+        now, recorder = self._clock(), self.recorder
+        match message:
+            case AskClock():
+                return ClockTold(now)
+            case BeginCapture(spans=spans, seconds=seconds):
+                recorder.begin_capture(spans, now, now + seconds)
+                return Done()
+            case EndCapture():
+                phases, columns = columns_of(recorder.end_capture(now))
+                return Captured(phases, recorder.is_cut, "", "", tuple(columns))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         if self._silence is not None:
@@ -324,18 +356,28 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         owner = self._ownership.owner
-        if self._handover is None or owner is None or self._is_replicated:
-            if self._is_replicated:
+        if (
+            self._handover is None
+            or owner is None
+            or self._is_replicated
+            or self._is_host()
+        ):
+            if self._handover is not None and self._is_host():
+                # Its incarnation would stand for those, too, which are not in it.
+                log.warning(
+                    "leaves no state, as it serves stores that came from others: "
+                    "strategy.parameter_servers.drain moves all of them before"
+                )
+            elif self._is_replicated:
                 # A state would not know which of the copies is the newest later.
                 log.info("leaves no state, as its session has second copies")
             elif owner is not None and len(self._store):
                 log.warning(
-                    "the %d variables of session %#x of %s end with this process: with "
-                    "a state folder (--state-dir, ZSTRAT_STATE) the next one would go "
-                    "on with them",
+                    "the %d variables of session %#x of %s end with this process: %s",
                     len(self._store),
                     owner.session,
                     owner,
+                    _HOSTED if self._is_hosted else _STATELESS,
                 )
             return await self._finish()
         self._silence = asyncio.get_running_loop().create_future()
@@ -356,7 +398,9 @@ class PsService:
 
     @property
     def _is_replicated(self) -> bool:
-        return self._is_aside or self._standing.view > 0
+        standing = self._standing
+        copied = standing.has_backup or (standing.view > 0 and self._replicas > 0)
+        return self._is_aside or copied
 
     async def _finish(self) -> bool:
         self._draining = True
@@ -436,6 +480,7 @@ class PsService:
         )
         if new:
             self._clear()
+        self._replicas = max(self._replicas, asked.replicas)
         self._standing.remind()
         self._joining.look()
         return self._opened(resumed=not new)
@@ -465,7 +510,7 @@ class PsService:
 
     def _clear(self) -> None:
         self._standing.end(StaleSessionError(f"{self._task}: the session ended"))
-        self._is_aside = False
+        self._is_aside, self._replicas = False, 0
         self._snapshots.clear()
         self._store.clear()
         self._serving.recorder = Recorder(PS_PHASES)
@@ -483,6 +528,11 @@ class PsService:
         self._standing.give_up(view)
         self._snapshots.clear()
         self._store.clear()
+
+    def found(self, remote: Caller, view: int) -> None:
+        """It is the primary of a store that is new, from the beginning, for who asks
+        that."""
+        self._promoted(remote, view)
 
     def _set_aside(self, aside: bool) -> None:
         self._is_aside = aside

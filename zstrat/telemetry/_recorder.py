@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
+from zstrat.errors import NotFoundError
+
 from ._histogram import Unit, Windowed
 from ._phases import Phase, PhaseSpan
 from ._throughput import Rate, TimeShares
@@ -80,6 +82,9 @@ class Recorder:
         self._captured: deque[PhaseSpan] | None = None
         self.on_capture: Callable[[bool], None] = _ignore
         """Called when a capture begins, and when it ends."""
+        self._until = 0.0
+        self.is_cut = False
+        """Spans of the present capture, or of the last one, had to be forgotten."""
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -159,25 +164,26 @@ class Recorder:
 
     # ---- a capture ---------------------------------------------------------------
 
-    def begin_capture(self, limit: int) -> None:
-        """From now on spans are kept, the last ``limit`` of them."""
-        self._captured = deque(maxlen=limit)
+    def begin_capture(self, limit: int, now: float, until: float) -> None:
+        """From now on spans are kept, the last ``limit`` of them, and none that begins
+        after ``until``: who asked may be gone."""
+        self.digest(now)
+        self._captured, self._until = deque(maxlen=limit), until
+        self.is_cut = False
         self.on_capture(True)
 
-    def spans(self, now: float) -> list[PhaseSpan]:
-        """Those that were captured since they were last asked for, in no order."""
-        self.digest(now)
-        captured = self._captured
-        if captured is None:
-            return []
-        found = list(captured)
-        captured.clear()
-        return found
+    def end_capture(self, now: float) -> list[PhaseSpan]:
+        """Spans are not kept any more; those that were, in no order.
 
-    def end_capture(self) -> None:
-        """Spans are not kept any more."""
-        self._captured = None
+        Raises:
+            NotFoundError: There was no capture.
+        """
+        self.digest(now)
+        captured, self._captured = self._captured, None
         self.on_capture(False)
+        if captured is None:
+            raise NotFoundError("no capture is under way: the session began anew")
+        return list(captured)
 
     # ---- in bulk -----------------------------------------------------------------
 
@@ -186,6 +192,8 @@ class Recorder:
         self._digested = now
         if self._began is None:
             self._began = now
+        if self._captured is not None and now > self._until:
+            self.on_capture(False)
         steps = self._steps
         if steps.quick:
             self._digest_quick(_rows(steps.quick, QUICK), now)
@@ -251,13 +259,16 @@ class Recorder:
         ended: np.ndarray,
         which: np.ndarray | None,
     ) -> None:
-        if self._captured is None:
+        captured = self._captured
+        if captured is None:
             return
         columns = [number, began, ended]
         if which is not None:
             columns = [column[which] for column in columns]
         for step, start, end in zip(*[each.tolist() for each in columns], strict=True):
-            self._captured.append(PhaseSpan(int(step), phase, start, end))
+            if start <= self._until:
+                self.is_cut |= len(captured) == captured.maxlen
+                captured.append(PhaseSpan(int(step), phase, start, end))
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:

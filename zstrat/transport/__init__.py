@@ -2,15 +2,19 @@
 
 from ._address import check_address as check_address
 from ._address import parse as parse
+from ._address import reached_as as reached_as
 from ._curve import Security as Security
-from ._curve import generate_keys as generate_keys
-from ._curve import key_names as key_names
 from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
 from ._handling import Handler as Handler
 from ._identity import hello as hello
 from ._identity import new_incarnation as new_incarnation
+from ._keys import NEXT as NEXT
+from ._keys import PREVIOUS as PREVIOUS
+from ._keys import generate_keys as generate_keys
+from ._keys import key_names as key_names
+from ._keys import rotate_keys as rotate_keys
 from ._link import Link as Link
 from ._loop import Bell as Bell
 from ._loop import LoopBell as LoopBell
@@ -20,7 +24,6 @@ from ._loop import close_portals as close_portals
 from ._loop import new_event_loop as new_event_loop
 from ._loop import outcome as outcome
 from ._loop import run as run
-from ._notices import TelemetryNotices as TelemetryNotices
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending

@@ -106,8 +106,19 @@ class CopyLedger:
 
 
 @message
+class CopyTree:
+    """A tree of an optimizer, in one array of uint8, and the keys of the variables that
+    it binds ([n] of int64): others, that are here under its keys, came later."""
+
+    kind: ClassVar = 96
+    optimizer: int
+    arrays: Arrays
+
+
+@message
 class CopyWhole:
-    """Nothing is missing any more: a backup that has this may become the primary."""
+    """Nothing is missing any more: a backup that has this may become the primary. It
+    says the same as soon as nothing of the copy waits to be made."""
 
     kind: ClassVar = 94
 

@@ -27,7 +27,8 @@ from zstrat.errors import (
     WorkerLostError,
 )
 from zstrat.telemetry import resident_bytes
-from zstrat.transport import TelemetryNotices, lanes, moved_bytes
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     CloseSession,
     Done,
@@ -212,7 +213,13 @@ class WorkerService:
     ) -> WorkerSession:
         """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
-        servers = ServerLinks(self._make_link, message.ps, message.views, timeouts)
+        servers = ServerLinks(
+            self._make_link,
+            message.ps,
+            message.views,
+            timeouts,
+            replicas=message.replicas,
+        )
         output = None
         if message.listens and self._listen is not None:
             output = StepOutput(message.session, remote)

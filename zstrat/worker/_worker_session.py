@@ -19,6 +19,8 @@ from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
+    AskClock,
+    BeginCapture,
     BuildResource,
     CancelSteps,
     Dispatch,
@@ -26,6 +28,7 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
+    EndCapture,
     Failure,
     Fetch,
     Fetched,
@@ -37,6 +40,7 @@ from zstrat.wire import (
 )
 
 from . import _closure
+from ._capture import SessionCapture
 from ._reports import Reports, Results
 
 if TYPE_CHECKING:
@@ -46,7 +50,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps import Clocks, PsUpdate
-    from zstrat.transport import Remote, TelemetryNotices
+    from zstrat.transport import Remote
+    from zstrat.transport.health import TelemetryNotices
     from zstrat.wire import Batch
 
     from ._closure import Ending, Post, SharedPull
@@ -72,6 +77,9 @@ Owned = (
     | BuildResource
     | DropResources
     | MoveServer
+    | AskClock
+    | BeginCapture
+    | EndCapture
 )
 """Messages that belong to the open session. Their senders were checked."""
 
@@ -123,6 +131,7 @@ class WorkerSession:
         """
         self._executor, self.runner, self._listen = executor, runner, listen
         self.recorder.on_capture = runner.capture
+        self._capture = SessionCapture(self.recorder, executor, self._clock)
         executor.tell(partial(executor.work_for, runner))
         # With the runner: what runs until then is another session's.
         output = self._output
@@ -175,6 +184,8 @@ class WorkerSession:
                 return self._servers.move(message)
             case BuildResource():
                 return executor.submit(partial(_build, self.runner, message))
+            case AskClock() | BeginCapture() | EndCapture():
+                return self._capture.serve(message)
             case _:
                 assert_never(message)
         return Done()
@@ -345,6 +356,7 @@ class WorkerSession:
         if self.notices is not None:
             self.notices.close()
         self._reports.close()
+        self._capture.close()
         if self._output is not None:
             self._output.close()
         self._executor.tell(partial(self._executor.work_for, None))

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from zstrat.ps.snapshots._snapshot_write import Turn
 
+    from ._state_files import StateReader
+
 log = logging.getLogger("zstrat.ps")
 
 
@@ -133,12 +135,11 @@ class Handover:
             OSError: It cannot be removed.
         """
         try:
-            found = self._files.read()
-            if found is None:
-                self._files.remove()  # what somebody has left who was killed
-                return None
-            facts, arrays = found
-            return self._inherited(facts, arrays, load_code, largest)
+            with self._files.open() as state:
+                if state is not None:
+                    return self._inherited(state, load_code, largest)
+            self._files.remove()  # what somebody has left who was killed
+            return None
         except Exception as error:  # goes to the log: nobody else can do anything
             log.error(
                 "what the process before has left in %s is not used, and this one "
@@ -159,14 +160,11 @@ class Handover:
         self._files.remove()
 
     def _inherited(
-        self,
-        facts: Any,
-        arrays: list[Any],
-        load_code: Callable[[bytes], object],
-        largest: int,
+        self, state: StateReader, load_code: Callable[[bytes], object], largest: int
     ) -> Inherited:
         store = Store(OptimizerEngine(load_code), task=self._task, largest=largest)
-        restore(store, facts["store"], arrays)
+        facts = state.facts
+        restore(store, facts["store"], state)
         owner, incarnation = _owner(facts["owner"]), int(facts["incarnation"])
         log.info(
             "goes on with what the process before has left: %d variables of session "

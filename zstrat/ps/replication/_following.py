@@ -85,6 +85,9 @@ class Following:
         self.session, self.view = session, view
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
+        self.is_made = False
+        """All of the copy was made, and what came meanwhile: if it becomes the primary,
+        it serves at once."""
         self.trouble = ""
         """How it differs from its primary."""
         self._task, self._store, self._thread = task, store, thread
@@ -94,6 +97,8 @@ class Following:
         self._queue: deque[Message] = deque()
         self._nbytes = 0
         self._received = self._told = 0
+        self._goal: int | None = None
+        """So many changes are made when `is_made` is true."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
 
     def statistics(self) -> dict[str, str | int | bool]:
@@ -146,6 +151,8 @@ class Following:
             raise StaleSessionError(f"{self._task} has another primary by now")
         self._primary, self.view = remote, opening.view
         self._told = self._received
+        if self.is_made:
+            self._tell(CopyWhole())  # it may not have heard it
         return LogTaken(self._received)
 
     def _take(self, change: Message) -> None:
@@ -224,7 +231,14 @@ class Following:
             self._go_on()
 
     def _made(self) -> None:
-        self._nbytes -= nbytes_of(self._queue.popleft())
+        change = self._queue.popleft()
+        self._nbytes -= nbytes_of(change)
+        if isinstance(change, CopyWhole):
+            self._goal = self._received
+        made = self._received - len(self._queue)
+        if not self.is_made and self._goal is not None and made >= self._goal:
+            self.is_made = True
+            self._tell(CopyWhole())
         if self._told < self._received:
             self._speak()
         if not self._queue:

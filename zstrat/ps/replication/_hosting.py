@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableError
 from zstrat.ps._service import PsService
-from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
 from zstrat.wire import Done, DropStore, HostStore, Job, Message, StoreHosted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
     from zstrat.errors import PeerLostError
-    from zstrat.transport import Remote, Security
+    from zstrat.transport import Remote, Security, Sockets
     from zstrat.wire import Hello, PlainTree
 
     from ._forwarding import Connect
@@ -55,28 +55,40 @@ class HostedStores:
     """The copies that the process of a parameter server keeps for others.
 
     Args:
-        own: The service of the process itself, and its index.
+        own: The service of the process itself, and the HELLO of that.
         bind: The address of the process; copies get others of the same interface.
+        make_service: Makes the service of a copy.
+        draw: Draws an incarnation.
+        sockets: Where those of the copies come from.
     """
 
     def __init__(
         self,
         own: PsService,
-        index: int,
+        me: Hello,
         bind: str,
         *,
         load_code: Callable[[bytes], object],
         settings: Settings,
         security: Security | None,
+        make_service: Callable[..., PsService] = PsService,
+        draw: Callable[[], int] = new_incarnation,
+        sockets: Sockets = ZEROMQ,
     ) -> None:
-        self._own, self._index, self._bind = own, index, bind
-        self._task = f"/job:ps/task:{index}"
-        self._load_code = load_code
+        self._own, self._me, self._bind = own, me, bind
+        self._task = f"/job:ps/task:{me.index}"
+        self._load_code, self._make_service = load_code, make_service
         self._settings, self._security = settings, security
+        self._draw, self._sockets = draw, sockets
         self._copies: dict[int, _HostedCopy] = {}
         self._changing = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_over = False
+
+    @property
+    def is_host(self) -> bool:
+        """Whether one of them serves its store."""
+        return any(not copy.service.is_backup for copy in self._copies.values())
 
     def statistics(self) -> list[PlainTree]:
         return [
@@ -107,8 +119,8 @@ class HostedStores:
         async with self._changing:
             self._require(message)
             if isinstance(message, HostStore):
-                return await self._host(message)
-            if message.store == self._index:
+                return await self._host(remote, message)
+            if message.store == self._me.index:
                 self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
@@ -159,23 +171,24 @@ class HostedStores:
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
-                "another task: replicas=1 needs keys of roles, as `zstrat keygen` "
+                "another task: replicas=1, stores_per_ps= and stores that move need "
+                "keys of roles, as `zstrat keygen` "
                 "makes them without --per-task"
             )
 
-    async def _host(self, message: HostStore) -> StoreHosted:
+    async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
         store, copy = message.store, self._copies.get(message.store)
         if copy is not None:
             if (copy.session, copy.view) == (message.session, message.view):
                 return copy.hosted
             await self._drop(store, "an empty one takes its place")
-        me = hello(Job.PS, store, new_incarnation())
-        service = PsService(
+        me = replace(self._me, index=store, incarnation=self._draw())
+        service = self._make_service(
             load_code=self._load_code,
             settings=self._settings,
             task=f"/job:ps/task:{store}",
             incarnation=me.incarnation,
-            connect=backup_links(me, self._settings, self._security),
+            connect=backup_links(me, self._settings, self._security, self._sockets),
             backup_of=(message.session, message.view),
             on_cleared=self.look,
             tells=True,
@@ -187,8 +200,11 @@ class HostedStores:
             absorb=service.absorb,
             on_lost=service.lost,
             security=self._security,
+            sockets=self._sockets,
         )
         address = await endpoint.bind(_beside(self._bind, store, me.incarnation))
+        if message.serves:
+            service.found(remote, message.view)
         hosted = StoreHosted(address, me.incarnation)
         self._copies[store] = _HostedCopy(
             message.session, message.view, hosted, service, endpoint
@@ -208,7 +224,12 @@ class HostedStores:
                 await self._drop(store, "its session is over")
 
 
-def backup_links(me: Hello, settings: Settings, security: Security | None) -> Connect:
+def backup_links(
+    me: Hello,
+    settings: Settings,
+    security: Security | None,
+    sockets: Sockets = ZEROMQ,
+) -> Connect:
     """How the task ``me`` reaches a backup of its store, which has the same name."""
 
     def connect(
@@ -227,6 +248,7 @@ def backup_links(me: Hello, settings: Settings, security: Security | None) -> Co
             on_open=on_open,
             on_lost=on_lost,
             security=security,
+            sockets=sockets,
             expect=(me.job, me.index),
         )
 
