@@ -17,7 +17,7 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
-from zstrat.telemetry import PS_PHASES, Recorder, resident_bytes
+from zstrat.telemetry import PS_PHASES, Phase, Recorder, resident_bytes
 from zstrat.telemetry.timeline import columns_of
 from zstrat.transport import lanes, moved_bytes
 from zstrat.transport.health import TelemetryNotices
@@ -65,6 +65,7 @@ from .replication._standing import ReplicationRequest, Standing, tell_owner
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
+from .store._ledger import UNNAMED
 from .store._lookups import row_bytes
 from .store._store import Store
 
@@ -454,6 +455,10 @@ class PsService:
         }
         told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
         return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    def waited(self, began: float, ended: float) -> None:
+        """An answer had to wait for its way, or for its reader."""
+        self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
 
     @property
     def recorder(self) -> Recorder:
