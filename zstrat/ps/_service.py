@@ -17,9 +17,10 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
-from zstrat.telemetry import PS_PHASES, Recorder, SpanCapture, resident_bytes
+from zstrat.telemetry import PS_PHASES, Phase, Recorder, SpanCapture, resident_bytes
 from zstrat.telemetry.timeline import columns_of
-from zstrat.transport import TelemetryNotices, lanes, moved
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     AppliedParts,
     AskClock,
@@ -64,6 +65,7 @@ from .replication._standing import ReplicationRequest, Standing, tell_owner
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
+from .store._ledger import UNNAMED
 from .store._lookups import row_bytes
 from .store._store import Store
 
@@ -293,7 +295,7 @@ class PsService:
             case AskClock():
                 return ClockTold(now)
             case BeginCapture(spans=spans, seconds=seconds):
-                capture = SpanCapture(spans, now + seconds, moved)
+                capture = SpanCapture(spans, now + seconds, moved_bytes)
                 recorder.begin_capture(capture, now)
                 return Done()
             case EndCapture():
@@ -447,7 +449,7 @@ class PsService:
         now, recorder, counts = self._clock(), self.recorder, self._store.counts
         recorder.reach("pulls", counts.pulls, now)
         recorder.reach("pushes", counts.pushes, now)
-        recorder.traffic(*moved(), now)
+        recorder.traffic(*moved_bytes(), now)
         gauges: dict[str, PlainTree] = {
             "memory": resident_bytes(),
             "waiting": len(self._serving),
@@ -455,6 +457,10 @@ class PsService:
         }
         told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
         return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    def waited(self, began: float, ended: float) -> None:
+        """An answer had to wait for its way, or for its reader."""
+        self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
 
     @property
     def recorder(self) -> Recorder:
