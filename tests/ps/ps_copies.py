@@ -97,7 +97,7 @@ class Copies:
 
     def host(self, view=1):
         """Another empty backup."""
-        self.backup = self.service(backup_of=(SESSION, view))
+        self.backup = self.service(backup_of=(self.primary.owner, view))
         self.incarnation = FakeRemote(Job.PS).hello.incarnation
 
     @property

@@ -126,6 +126,7 @@ class Replication:
                 self,
                 one_life=True,
                 turn=timeouts.turn,
+                moves=True,
             )
             for index, address in enumerate(addresses)
         ]
@@ -398,9 +399,13 @@ class Replication:
             task.move(self.addresses[order.store], is_empty=True)
             self._tell(order)
         else:
-            # As for a server without a copy: a line may be cut for so long.
-            loop, grace = asyncio.get_running_loop(), self._timeouts.reconnect
-            self._telling[order.store] = loop.call_later(grace, self._tell, order)
+            # As for a server without a copy: a line may be cut for so long, and a
+            # process says for how long it is away.
+            loop = asyncio.get_running_loop()
+            asked = (*self.processes, *self._cluster.ps)
+            until = [process.back_by for process in asked]
+            until.append(loop.time() + self._timeouts.reconnect)
+            self._telling[order.store] = loop.call_at(max(until), self._tell, order)
 
     def _tell(self, order: Lose) -> None:
         self._telling.pop(order.store, None)

@@ -95,6 +95,10 @@ class Following:
         self._nbytes = 0
         self._received = self._told = 0
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
+        self._is_inherited = False
+        self._made_all = asyncio.Event()
+        """Set when nothing waits here."""
+        self._made_all.set()
 
     def statistics(self) -> dict[str, str | int | bool]:
         return {
@@ -144,6 +148,10 @@ class Following:
         self.require(opening.session, opening.view)
         if self._promotion is not None:
             raise StaleSessionError(f"{self._task} has another primary by now")
+        if self._is_inherited:
+            raise UnavailableError(
+                f"{self._task}: this copy is of a process before, and takes no changes"
+            )
         self._primary, self.view = remote, opening.view
         self._told = self._received
         return LogTaken(self._received)
@@ -155,6 +163,7 @@ class Following:
         if isinstance(change, CopyWhole):
             self.is_whole = True
         self._queue.append(change)
+        self._made_all.clear()
         self._nbytes += nbytes_of(change)
         self._speak()
         if not self._is_busy:
@@ -228,6 +237,7 @@ class Following:
         if self._told < self._received:
             self._speak()
         if not self._queue:
+            self._made_all.set()
             self._look_at_promotion()
 
     def _differ(self, change: Message, error: BaseException) -> None:
@@ -238,6 +248,20 @@ class Following:
         self._stop()
         self._tell(BackupLost(self.session, self.view, what))
 
+    def inherit(self, *, is_whole: bool) -> None:
+        """A process before has had this copy: it may take its primary's place, if it
+        has all, and cannot follow it any further."""
+        self._is_inherited, self.is_whole = True, is_whole
+
+    async def finish(self, deadline: float) -> None:
+        """Makes all that was taken, behind which nothing more may come; is not whole if
+        that is not done at the deadline (loop time)."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._made_all.wait()
+        except TimeoutError:
+            self.close()
+
     def close(self) -> None:
         """Nothing more is made here: it was dropped."""
         self.trouble, self.is_whole = self.trouble or "it was dropped", False
@@ -246,6 +270,7 @@ class Following:
 
     def _stop(self) -> None:
         self._queue.clear()
+        self._made_all.set()
         self._nbytes = 0
         self._look_at_promotion()
 

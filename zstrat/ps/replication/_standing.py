@@ -154,8 +154,8 @@ class Standing:
             await self._attach(message)
             return Done()
         self.view = message.view  # whoever is promoted here was so before
+        self._return()
         if isinstance(message, DetachBackup):
-            self._return()
             self._detach()
         return Done()
 
@@ -196,17 +196,34 @@ class Standing:
             self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
 
-    async def close(self, deadline: float) -> None:
+    def inherit(self, view: int, *, is_dropped: bool) -> None:
+        """A process before has had the store, in this view: a coordinator says whether
+        it is served here (`DetachBackup`)."""
+        self.view, self.is_dropped = view, is_dropped
+        self._step_aside()
+
+    async def close(self, deadline: float, *, quietly: bool = False) -> None:
         """Waits until what waits for the backup was answered, at the latest at the
-        deadline (loop time); then it is refused, and so is whatever comes."""
+        deadline (loop time); then it is refused, and so is whatever comes.
+
+        Args:
+            quietly: Nobody is told anything, as another process goes on with this; and
+                a backup makes all that it has taken.
+        """
         forwarding = self._forwarding
-        if self.following is not None:
+        if self.following is not None and quietly:
+            await self.following.finish(deadline)
+        elif self.following is not None:
             self.following.close()
         if forwarding is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await forwarding.settled()
-            if forwarding.is_strict:  # which serves from now on, if anybody
+            if quietly:
+                self._part()
+                forwarding.abandon()
+                self._keep(forwarding)
+            elif forwarding.is_strict:  # which serves from now on, if anybody
                 self._step_aside()
             else:
                 self.end(self.parting)
