@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import numpy as np
 import pytest
@@ -41,10 +42,10 @@ WAIT = 60
 class World(contextlib.AsyncExitStack):
     """Two parameter servers of which ``links`` of a coordinator have the session."""
 
-    def __init__(self, keys=None, bind="127.0.0.1:0"):
+    def __init__(self, keys=None, bind="127.0.0.1:0", state=None):
         super().__init__()
         timeouts = Timeouts(reconnect=0.2)
-        self.settings = Settings(timeouts=timeouts, keys=keys)
+        self.settings = Settings(timeouts=timeouts, keys=keys, state=state)
         self.binds = bind if isinstance(bind, list) else [bind] * 2
         self.notices, self.losses = asyncio.Queue(), asyncio.Queue()
 
@@ -205,3 +206,28 @@ async def test_keys_of_single_tasks_are_refused(tmp_path):
     async with World(folder(tmp_path, "per task")) as world:
         with pytest.raises(PermissionDeniedError, match="per-task"):
             await world.host()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_copies_are_where_they_were_or_nothing_is_gone_on_with(
+    tmp_path, caplog, is_taken
+):
+    tmp_path.chmod(0o700)
+    async with World(state=tmp_path) as world:
+        await world.create()
+        await world.attach(world.links[0], await world.host())
+        before = world.tasks[1].hello.incarnation
+        (kept,) = world.tasks[1].statistics()["copies"]
+    with socket.socket() as other:
+        if is_taken:
+            host, _, port = kept["address"].rpartition(":")
+            other.bind((host, int(port)))
+            other.listen()
+        async with serve(TaskPlace("ps", 1, "127.0.0.1:0"), world.settings) as task:
+            copies = task.statistics()["copies"]
+            assert (task.hello.incarnation == before) == (not is_taken)
+            assert [each["address"] for each in copies] == (
+                [] if is_taken else [kept["address"]]
+            )
+            assert not list(tmp_path.glob("ps-1*"))
+    assert ("the address of a copy that it kept is taken" in caplog.text) == is_taken

@@ -52,6 +52,11 @@ def test_nothing_is_lost_whoever_is_stopped(local):
         work.schedule(range(160, 180))
         local.restart("ps:0")
         check(work, 180)
+        # By now one process serves both, and what the other one had left is gone.
+        work.schedule(range(180, 240))
+        stopped(local, "ps:0", "ps:1")
+        local.restart("ps:0")
+        local.restart("ps:1")
+        check(work, 240)
         mine.assign_add(1.0)
         assert mine.numpy() == 3
-    print(local.log("ps:0")); print(local.log("ps:1"))
