@@ -58,6 +58,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "RemoteValue",
             "RemoteValueStatus",
             "log_scalar",
+            "profile",
         ),
         "zstrat.coordinator",
     ),
@@ -74,7 +75,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.data",
     ),
     **dict.fromkeys(
-        ("serve_http",),
+        (
+            "dashboard",
+            "serve_http",
+        ),
         "zstrat.transport.health",
     ),
     **dict.fromkeys(

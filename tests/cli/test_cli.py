@@ -7,10 +7,12 @@ import os
 import re
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,31 @@ def test_doctor_of_a_wrong_file(tmp_path):
     ran = zstrat("doctor", "--cluster", str(file))
     assert ran.exit_code == 2
     assert "cluster.ps" in ran.output
+
+
+def test_dashboard_shows_the_cluster_until_it_is_interrupted(file):
+    command = [sys.executable, "-m", "zstrat.cli", "dashboard", "--cluster", file]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        with urllib.request.urlopen(f"{serving.stdout.readline().strip()}events") as at:
+            events = (line[6:] for line in at if line.startswith(b"data: {"))
+            frames = (json.loads(event) for event in events)
+            states = (
+                [task["state"] for task in frame["metrics"].get("tasks", {}).values()]
+                for frame in frames
+            )
+            assert next(filter(None, states)) == ["open", "open"]
+            serving.send_signal(signal.SIGINT)
+            assert b"event: end\n" in at.read()
+    assert serving.returncode == 0
+
+
+def test_dashboard_that_cannot_be_served(file):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        ran = zstrat("dashboard", "--cluster", file, "--http", taken)
+    assert ran.exit_code == 2
+    assert f"HTTP at {taken}: another process has that port" in ran.output
+    assert zstrat("dashboard").exit_code == 2
 
 
 def test_keygen(tmp_path):

@@ -46,14 +46,14 @@ class StorePs(FakePs):
         self.host = host or self
         self.links, self.orders, self.copies = [], [], []
         self.serves, self.is_whole = host is None, False
-        self.refuses = ()
-        """Kinds of orders."""
+        self.refuses, self.refusal = (), UnavailableError("no memory")
+        """Kinds of orders, and what is said to them."""
 
     def handle(self, message):
         if isinstance(message, REPLICATION):
             self.orders.append(message)
             if isinstance(message, self.refuses):
-                raise UnavailableError("no memory")
+                raise self.refusal
         match message:
             case HostStore(store=store, view=view):
                 copy = StorePs(self.world, store, self)
@@ -134,7 +134,8 @@ class ReplicatedWorld(World):
 
     @property
     def numbers_of(self):
-        return self.replication.statistics()
+        counts = self.replication.statistics()
+        return {name: counts[name] for name in ("failovers", "stores_without_backup")}
 
     def paired(self):
         return self.numbers_of["stores_without_backup"] == 0
@@ -269,8 +270,9 @@ def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
     assert world.numbers_of["failovers"] == 0
 
 
-def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
-    world.ps[1].refuses = (HostStore,)
+@pytest.mark.parametrize("kind", [UnavailableError, OSError])
+def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog, kind):
+    world.ps[1].refuses, world.ps[1].refusal = (HostStore,), kind("no memory")
     timeouts = Timeouts(connect=1.0, request=20.0)
     with pytest.raises(TimeoutError, match=r"task:0: alone \(no memory\)"):
         ClusterSession.connect(
@@ -279,7 +281,8 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
             replicas=1,
             make_link=world.make_link,
         )
-    assert "task:1 keeps no backup of /job:ps/task:0: Unavailable" in caplog.text
+    said = f"task:1 keeps no backup of /job:ps/task:0: {kind.__name__}"
+    assert said in caplog.text
 
 
 def test_both_copies_lost_are_said_and_those_that_return_are_found(world):

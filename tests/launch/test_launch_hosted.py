@@ -25,6 +25,7 @@ from zstrat.wire import (
     HostStore,
     Inspect,
     Job,
+    OpenLog,
     OpenSession,
     PromoteBackup,
     Pull,
@@ -91,8 +92,11 @@ class World(contextlib.AsyncExitStack):
         values = np.zeros(3, "f4"), np.zeros((20_000, 64), "f4")
         await self.ask(self.links[0], CreateVariables(SESSION, entries, values))
 
-    async def host(self, on=1, store=0, view=1):
-        return await self.ask(self.links[on], HostStore(SESSION, store, view))
+    async def host(self, on=1, store=0, view=1, primary=None):
+        if primary is None:
+            primary = self.tasks[store].hello.incarnation
+        asked = HostStore(SESSION, store, view, primary=primary)
+        return await self.ask(self.links[on], asked)
 
     async def attach(self, primary, hosted, view=1):
         asked = AttachBackup(SESSION, view, hosted.address, hosted.incarnation)
@@ -146,7 +150,7 @@ async def test_a_store_goes_on_in_another_process(tmp_path, kind):
             await world.ask(home, push(51))
         # What was the primary keeps the next copy, beside what it does not serve.
         assert await world.ask(home, DropStore(SESSION, 0, 2)) == Done()
-        again = await world.host(on=0, view=3)
+        again = await world.host(on=0, view=3, primary=hosted.incarnation)
         await world.attach(copy, again, view=3)
         assert (await world.ask(copy, push(51))).applied
         values = (await world.ask(home, Inspect())).values
@@ -200,6 +204,17 @@ async def test_who_may_not_have_a_copy_kept():
         emptied = await world.host(view=3)
         assert emptied.incarnation != hosted.incarnation
         assert await world.ask(other, DropStore(SESSION, 5, 1)) == Done()
+
+
+async def test_a_copy_takes_changes_from_the_process_that_was_named_alone():
+    """Another one with the key of a server knows session, view and address."""
+    async with World() as world:
+        hosted = await world.host()
+        other = await world.link(hosted.address, 0, role="ps")
+        with pytest.raises(PermissionDeniedError, match="as its coordinator has said"):
+            await world.ask(other, OpenLog(SESSION, 1))
+        await other.close()
+        await world.attach(world.links[0], hosted)
 
 
 async def test_keys_of_single_tasks_are_refused(tmp_path):

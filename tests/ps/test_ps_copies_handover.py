@@ -40,7 +40,7 @@ class Process:
         self.handover.took()
         self.role = left.own.role
         is_backup = self.role in (StoreRole.BACKUP, StoreRole.NOTHING)
-        options = {"backup_of": (left.owner, left.own.view)} if is_backup else {}
+        options = {"backup_of": (left.owner, left.own.view, 0)} if is_backup else {}
         service = self.copies.service(
             connect=self.copies.connect, inherited=left.own, **options
         )
@@ -100,12 +100,12 @@ async def test_a_backup_that_comes_back_may_take_its_place_and_follows_nobody(
     service = await handed_over(process, copies.backup)
     assert process.role is StoreRole.BACKUP
     with pytest.raises(UnavailableError, match="of a process before"):
-        await copies.ask(OpenLog(SESSION, 1), service, FakeRemote(Job.PS))
+        await copies.ask(OpenLog(SESSION, 1), service, FakeRemote(Job.PS, 0))
     assert await copies.ask(PromoteBackup(SESSION, 2), service) == Done()
     assert not (await copies.ask(push(1), service)).applied
     assert (await copies.ask(pull(0), service)).versions == [1 + JUMP]
     service = await handed_over(process, service)
-    assert process.role is StoreRole.PRIMARY
+    assert process.role is StoreRole.ALONE
     # Nobody had heard its answer: it is asked again.
     assert await copies.ask(PromoteBackup(SESSION, 2), service) == Done()
     assert (await copies.ask(pull(0), service)).versions == [1 + JUMP]

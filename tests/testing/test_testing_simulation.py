@@ -116,6 +116,16 @@ def test_a_checkpoint_ends_though_a_lost_step_comes_back_while_all_rests():
     assert verdict.failure is None
 
 
+def test_what_is_sent_to_a_server_without_copies_fails_as_a_lost_server():
+    """Two copies were lost while variables were created: the program heard that a link
+    was closed, as if it had closed one itself."""
+    lost = Fault(3.746968, "power", "ps0", "chief0", 0.40036079975929856)
+    changes = {"steps": 22, "pace": 0.2, "delay": 0.02, "in_flight": 1, "capacity": 30}
+    changes |= {"reads_ahead": True, "chunk": 100, "fails": frozenset({21})}
+    verdict = run_scenario(scenario(211, lost, replicas=1, **changes))
+    assert verdict.failure is None
+
+
 def test_a_scenario_can_be_larger():
     assert run_scenario(scenario_of(5, workers=6, servers=5)).failure is None
 

@@ -17,6 +17,9 @@ from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
 from .membership._workers import Workers as Workers
+from .moving._store_servers import StoreServers as StoreServers
+from .profiling._profile import Profile as Profile
+from .profiling._profile import profile as profile
 from .recovery._inventory import RestorePoint as RestorePoint
 from .recovery._recovery import PS_WAIT as PS_WAIT
 

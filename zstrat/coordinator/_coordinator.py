@@ -19,10 +19,13 @@ from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._on_worker import coordinator_on_worker
 from ._values import AsyncRemoteValue, PerWorkerValues, RemoteValue
+from .profiling import MAX_BYTES, SECONDS, Profile
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
+    from typing import SupportsIndex
 
     from zstrat.wire import PlainTree
 
@@ -222,6 +225,19 @@ class ClusterCoordinator:
         """
         return self._core.metrics()
 
+    def profile(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: SupportsIndex | None = None,
+        seconds: float = SECONDS,
+        max_bytes: SupportsIndex = MAX_BYTES,
+        jax_profile: bool = False,
+    ) -> Profile:
+        """The time line of all tasks while a block runs; see `zstrat.profile`, which
+        finds the coordinator by itself. For ``with`` and ``async with``."""
+        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
+
     def shutdown(self, cluster: bool = False) -> None:
         """Cancels what waits and runs, and lets the workers go. Idempotent.
 
@@ -389,6 +405,19 @@ class AsyncClusterCoordinator:
     def metrics(self) -> dict[str, PlainTree]:
         """See `ClusterCoordinator.metrics`."""
         return self._core.metrics()
+
+    def profile(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: SupportsIndex | None = None,
+        seconds: float = SECONDS,
+        max_bytes: SupportsIndex = MAX_BYTES,
+        jax_profile: bool = False,
+    ) -> Profile:
+        """The time line of all tasks while a block runs; see `zstrat.profile`, which
+        finds the coordinator by itself. For ``async with``."""
+        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
 
     async def shutdown(self, cluster: bool = False) -> None:
         """See `ClusterCoordinator.shutdown`.

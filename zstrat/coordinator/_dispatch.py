@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
@@ -363,8 +364,7 @@ class Dispatcher:
         try:
             unsent = self._ship(channel, closures)
             while unsent:
-                channel.dispatch(unsent[:PER_MESSAGE], low_water)
-                self.dispatches += 1
+                self._send(channel, unsent[:PER_MESSAGE], low_water)
                 unsent = unsent[PER_MESSAGE:]
         except BusyError:  # it does not read: somebody else may
             with self.engine.lock:
@@ -379,6 +379,17 @@ class Dispatcher:
             self.lost(channel.task, str(error))
         except Exception as error:  # goes to the closures, which would wait for ever
             self._end(channel, [Ended(closure, error) for closure in unsent])
+
+    def _send(
+        self, channel: WorkerChannel, closures: list[Closure], low_water: int
+    ) -> None:
+        notes = self.engine.notes
+        began = 0.0 if notes is None else time.monotonic()
+        channel.dispatch(closures, low_water)
+        self.dispatches += 1
+        if notes is not None:
+            name = short(channel.task.name)
+            notes.dispatch(name, len(closures), began, time.monotonic())
 
     def _ship(self, channel: WorkerChannel, closures: list[Closure]) -> list[Closure]:
         """Ships what the closures need; ends those that cannot have it."""

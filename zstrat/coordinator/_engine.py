@@ -26,6 +26,8 @@ from ._values import AsyncRemoteValue, Kept, RemoteValue, RemoteValueStatus
 if TYPE_CHECKING:
     import numpy as np
 
+    from zstrat.telemetry.timeline import ProgramNotes
+
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
 
@@ -54,6 +56,8 @@ class ClosureEngine:
         """What the workers print; shown at the latest when a wait for them ends."""
         self.fetches = 0
         """How often a value was fetched."""
+        self.notes: ProgramNotes | None = None
+        """Where what happens is noted while a time line is taken."""
         self.lock = threading.Lock()
         self.queue = queue
         self.broken: ZstratError | None = None
@@ -75,23 +79,29 @@ class ClosureEngine:
 
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
         """Queues the call; blocks while the queue is full or an error is drained."""
+        began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            if self.broken is None and self._enqueue(closure):
-                return value
-        self._block(partial(self._try_put, closure), None, "schedule")
+            queued = self.broken is None and self._enqueue(closure)
+        if not queued:
+            self._block(partial(self._try_put, closure), None, "schedule")
+        if began:
+            self._note_put(closure, began)
         return value
 
     async def put_async(
         self, call: ScheduledCall, inputs: bytes, site: CallSite | None
     ) -> AsyncRemoteValue:
+        began = 0.0 if self.notes is None else time.monotonic()
         value = AsyncRemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            if self.broken is None and self._enqueue(closure):
-                return value
-        await self._await(partial(self._try_put, closure))
+            queued = self.broken is None and self._enqueue(closure)
+        if not queued:
+            await self._await(partial(self._try_put, closure))
+        if began:
+            self._note_put(closure, began)
         return value
 
     def join(self, timeout: float | None) -> None:
@@ -164,11 +174,12 @@ class ClosureEngine:
                 return
             bell = ThreadBell()
             value._listen(bell)
-        rang = False
+        rang, began = False, time.monotonic()
         self.echo.place = copy_context()
         try:
             rang = bell.wait(timeout)
         finally:
+            self._note_fetch(began)
             if not rang:  # who rings forgets the bell, and holds the lock just now
                 with self.lock:
                     value._unlisten(bell)
@@ -195,13 +206,22 @@ class ClosureEngine:
                 return
             bell = LoopBell()
             value._listen(bell)
-        self.echo.place = copy_context()
+        self.echo.place, began = copy_context(), time.monotonic()
         try:
             await bell.future
         finally:
+            self._note_fetch(began)
             with self.lock:
                 value._unlisten(bell)
             self.show()
+
+    def _note_put(self, closure: Closure, began: float) -> None:
+        if (notes := self.notes) is not None:
+            notes.schedule(closure.step, began, time.monotonic())
+
+    def _note_fetch(self, began: float) -> None:
+        if (notes := self.notes) is not None:
+            notes.fetch(began, time.monotonic())
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
         """Waits for something that a worker does; pending errors win."""

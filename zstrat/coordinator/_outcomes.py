@@ -14,6 +14,7 @@ a short time, from all workers, do.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -152,7 +153,10 @@ class Outcomes:
                 self._failed(channel, closure, completion, error, now)
             self._members.ended(member, ended, now)
             self._engine.notify()
-            return queue.queued > 0
+            more = queue.queued > 0
+        if (notes := self._engine.notes) is not None:
+            notes.end(ended, time.monotonic())
+        return more
 
     def _failed(
         self,

@@ -103,6 +103,7 @@ class SeenRun:
         }
         lines: list[PlainTree] = [list(line) for line in tuple(self._lines)]
         return {
+            "seconds": time.monotonic() - self._since,
             **report(tasks),
             "scalars": SCALARS.plain(self._since),
             "logs": lines,

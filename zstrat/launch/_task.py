@@ -326,7 +326,7 @@ class Task:
         )
         hosted = self._hosted = HostedStores(
             service,
-            self.place.index,
+            self.hello,
             self.place.bind,
             load_code=_load_code,
             settings=self._settings,

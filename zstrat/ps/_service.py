@@ -89,8 +89,8 @@ class PsService:
         task: Names this server in errors: ``"/job:ps/task:0"``.
         on_exit: Called once, on the loop, when the coordinator ends the process.
         connect: Makes a link to a backup; None: there cannot be one.
-        backup_of: Whose session, and the view in it, of which this is the backup, until
-            it is made the primary.
+        backup_of: Whose session, the view in it, and the incarnation of the primary, of
+            which this is the backup until it is made the primary itself.
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
         leaves: What is here when it ends is left for another process (`left`).
@@ -106,7 +106,7 @@ class PsService:
         incarnation: int = 0,
         on_exit: Callable[[], None] | None = None,
         connect: Connect | None = None,
-        backup_of: tuple[Owner, int] | None = None,
+        backup_of: tuple[Owner, int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
@@ -136,7 +136,6 @@ class PsService:
         self._snapshots = SnapshotService(
             task, self._store, self._serving.turn, check, self._thread, make_thread
         )
-        self._joining = Joining(task, self._ownership, self._store)
         self._standing = Standing(
             task,
             self._store,
@@ -146,14 +145,22 @@ class PsService:
             connect=connect,
             patience=settings.timeouts.connect,
         )
+        admit = self._standing.require_alone
+        self._joining = Joining(task, self._ownership, self._store, admit)
         self._is_aside = backup_of is not None
         """It does not serve its store."""
         self._host = None if backup_of is None else backup_of[0]
         """Who has the process that keeps this copy."""
         if backup_of is not None:
-            owner, view = backup_of
+            owner, view, named = backup_of
             self._standing.following = Following(
-                task, self._store, self._thread, owner.session, view, self._promoted
+                task,
+                self._store,
+                self._thread,
+                owner.session,
+                view,
+                named,
+                self._promoted,
             )
         if inherited is not None:
             self._go_on(inherited)
@@ -204,7 +211,6 @@ class PsService:
                     return self._open(message, remote)
                 case JoinSession():
                     self._require_open()
-                    self._standing.require_alone()
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
@@ -330,13 +336,13 @@ class PsService:
         """What is here of the store ``number`` behind `drain`, if that was done in
         time."""
         following, standing = self._standing.following, self._standing
-        role, store = StoreRole.NOTHING, None
-        if following is None and not standing.is_dropped:
-            role = StoreRole.PRIMARY if standing.view else StoreRole.ALONE
-        elif following is not None and following.is_whole:
+        role = StoreRole.NOTHING
+        if following is not None and following.is_whole:
             role = StoreRole.BACKUP
-        if role is not StoreRole.NOTHING:
-            store = self._store
+        elif following is None and not standing.is_dropped:
+            # Who has no backup that has all, and was not replaced, is the only one.
+            role = StoreRole.PRIMARY if standing.is_replaced else StoreRole.ALONE
+        store = None if role is StoreRole.NOTHING else self._store
         return LeftStore(number, role, self.view, store)
 
     @property
@@ -401,6 +407,7 @@ class PsService:
         )
         if new:
             self._clear()
+        self._standing.is_to_have_backup |= asked.replicas > 0
         self._standing.remind()
         self._joining.look()
         return self._opened(resumed=not new)
@@ -441,9 +448,10 @@ class PsService:
         following = self._standing.following
         if following is not None:
             following.inherit(is_whole=inherited.role is StoreRole.BACKUP)
-        elif inherited.role is not StoreRole.ALONE:
-            is_dropped = inherited.role is StoreRole.NOTHING
-            self._standing.inherit(inherited.view, is_dropped=is_dropped)
+            return
+        self._standing.view = inherited.view
+        if inherited.role is not StoreRole.ALONE:
+            self._standing.step_aside(is_dropped=inherited.role is StoreRole.NOTHING)
 
     def give_up(self, view: int) -> None:
         """Another process serves the store since this view: drops what is here of it.
@@ -454,6 +462,11 @@ class PsService:
         self._standing.give_up(view)
         self._snapshots.clear()
         self._store.clear()
+
+    def found(self, remote: Caller, view: int) -> None:
+        """It is the primary of a store that is new, from the beginning, for who asks
+        that."""
+        self._promoted(remote, view)
 
     def _set_aside(self, aside: bool) -> None:
         self._is_aside = aside
@@ -487,16 +500,15 @@ class PsService:
 
     def _promoted(self, remote: Primary, view: int) -> None:
         """Is the primary from now on."""
-        following, self._standing.following = self._standing.following, None
-        self._standing.view, self._is_aside = view, False
-        session, host = self.session, self._host
-        if following is not None:
-            session = following.session
+        standing, host, session = self._standing, self._host, self.session
+        if standing.following is not None:
+            session = standing.following.session
         assert session is not None
         name, origin = ("", 0) if host is None else (host.name, host.origin)
         self._ownership.open(
             session, remote, remote.hello, time.time(), name=name, origin=origin
         )
+        standing.following, standing.view, self._is_aside = None, view, False
 
     def _tell_owner(self, message: Message) -> None:
         owner = self._ownership.owner

@@ -8,6 +8,7 @@ from ._histogram import Windowed as Windowed
 from ._histogram import merged as merged
 from ._limits import Limit as Limit
 from ._limits import limits as limits
+from ._period import over as over
 from ._phases import PS_PHASES as PS_PHASES
 from ._phases import WORKER_PHASES as WORKER_PHASES
 from ._phases import Phase as Phase

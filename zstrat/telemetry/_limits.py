@@ -22,6 +22,8 @@ UNEQUAL: Final = 1.5
 """Bytes of a server, as times the mean of all, from which on it has too many."""
 LEAST_BYTES: Final = 1e6
 """Bytes per second, over all servers, below which nobody waits for them."""
+SMALL: Final = 64 * 1024
+"""Bytes of an answer that is over sooner than its way there and back."""
 OLD: Final = 2.0
 """Median staleness, as times what so many workers make by themselves."""
 SLOWER: Final = 0.8
@@ -32,14 +34,15 @@ SLOWER: Final = 0.8
 class Limit:
     """Something that holds the run up.
 
-    ``share`` is that of the task's time, 0 to 1, by which limits are compared; of
-    staleness and imbalance it says how far they are from what would be well.
+    ``share`` is that of the task's time, 0 to 1, by which limits are compared; of an
+    imbalance that of the workers' which it explains, of staleness how far it is from
+    what would be well.
     """
 
     task: str
     what: str
-    """``compute``, ``pull``, ``push``, ``draw``, ``queue``, ``stale``, ``imbalance``.
-    """
+    """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``push``,
+    ``draw``, ``queue``, ``stale``, ``imbalance``."""
     share: float
     words: str
     advice: str
@@ -57,10 +60,10 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     servers = _of_job(tasks, "ps")
     found: list[Limit] = []
     for name, worker in workers.items():
-        found += _of_worker(name, worker, servers)
+        found += _of_worker(name, worker, servers, metrics.get("queued_closures", 0))
     for name, server in servers.items():
         found += _of_server(name, server)
-    found += _imbalance(servers)
+    found += _imbalance(servers, workers)
     found += _stale(metrics.get("staleness", {}), len(workers))
     return sorted(found, key=lambda limit: -limit.share)
 
@@ -116,85 +119,108 @@ def _of_job(tasks: Mapping[str, Any], job: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _of_worker(
-    name: str, worker: Mapping[str, Any], servers: Mapping[str, Mapping[str, Any]]
+    name: str,
+    worker: Mapping[str, Any],
+    servers: Mapping[str, Mapping[str, Any]],
+    queued: int = 0,
 ) -> list[Limit]:
     time: Mapping[str, float] = worker.get("time", {})
-    phases = worker.get("phases", {})
+    shares = {
+        what: min(1.0, time.get(what, 0.0))
+        for what in ("draw", "compute", "pull", "idle")
+    }
     found = []
-    for what, about in (
-        ("draw", _draw),
-        ("compute", _compute),
-        ("pull", _pull),
-        ("idle", _queue),
-    ):
-        share = min(1.0, time.get(what, 0.0))
-        if share >= NOTABLE:
-            words, advice, numbers = about(share, phases, worker, servers)
-            kind = "queue" if what == "idle" else what
-            found.append(Limit(name, kind, share, words, advice, numbers))
+    for what, share in shares.items():
+        if share < NOTABLE:
+            continue
+        match what:
+            case "draw":
+                found.append(_draw(name, share, worker))
+            case "compute":
+                found.append(_compute(name, share, worker))
+            case "pull":
+                found.append(_pull(name, share, worker, servers))
+            case _:
+                found.append(_queue(name, share, worker, queued))
     return found
 
 
-_Said = tuple[str, str, dict[str, float]]
-
-
-def _draw(
-    share: float, phases: Mapping[str, Any], worker: Mapping[str, Any], servers: Any
-) -> _Said:
-    del worker, servers
-    return (
+def _draw(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name,
+        "draw",
+        share,
         f"waits for its dataset: draw is {share:.0%} of its time",
         "let the dataset read ahead and map in parallel: dataset.map(f, "
         "num_parallel_calls=zs.data.AUTOTUNE).prefetch(zs.data.AUTOTUNE), or cache it",
-        _numbers("draw", phases),
+        _numbers("draw", worker),
     )
 
 
-def _compute(
-    share: float, phases: Mapping[str, Any], worker: Mapping[str, Any], servers: Any
-) -> _Said:
-    del worker, servers
-    return (
+def _compute(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name,
+        "compute",
+        share,
         f"computes: the step itself is {share:.0%} of its time",
         "that is what a worker is for: add workers, or make the step cheaper",
-        _numbers("compute", phases),
+        _numbers("compute", worker),
     )
 
 
 def _pull(
+    name: str,
     share: float,
-    phases: Mapping[str, Any],
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
-) -> _Said:
+) -> Limit:
     blamed = _last_to_answer(worker) or _busiest(servers)
-    numbers = _numbers("pull", phases)
+    numbers = _numbers("pull", worker)
     words = f"waits for values: pull is {share:.0%} of its time"
     if not blamed:
-        return words, "pull less, or fetch ahead: ZSTRAT_PREFETCH", numbers
+        advice = "pull less, or fetch ahead: ZSTRAT_PREFETCH"
+        return Limit(name, "pull", share, words, advice, numbers)
     server = servers.get(blamed, {})
-    busy = server.get("busy", 0.0)
-    out = server.get("bytes_out_per_s", 0.0)
-    numbers |= {"busy": busy, "bytes_out_per_s": out}
+    busy, out = server.get("busy", 0.0), server.get("bytes_out_per_s", 0.0)
+    pulls = server.get("pulls_per_s", 0.0)
+    numbers |= {"busy": busy, "bytes_out_per_s": out, "pulls_per_s": pulls}
     words = (
         f"waits for values of {blamed}: pull is {share:.0%} of its time "
         f"({blamed} sends {_size(out)}/s)"
     )
-    advice = "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
     if busy >= BUSY:
         words += f", and applies updates for {busy:.0%} of its"
-    return words, advice, numbers
+        advice = (
+            "spread its variables over more parameter servers: a partitioner cuts "
+            "large ones"
+        )
+    elif pulls and out < SMALL * pulls:
+        words += f"; an answer has {_size(out / pulls)}, so it is the way that takes"
+        advice = (
+            "fetch ahead (ZSTRAT_PREFETCH), read more in one step, or bring workers "
+            "and parameter servers closer together"
+        )
+    else:
+        advice = (
+            "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
+        )
+    return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
 
 
-def _queue(
-    share: float, phases: Mapping[str, Any], worker: Mapping[str, Any], servers: Any
-) -> _Said:
-    del servers
-    return (
-        f"has nothing to do for {share:.0%} of its time",
-        "schedule more steps before you join or fetch; fewer workers would do",
-        _numbers("wait", phases) | {"waiting": worker.get("waiting", 0)},
-    )
+def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> Limit:
+    words = f"has nothing to do for {share:.0%} of its time"
+    advice = "schedule more steps before you join or fetch; fewer workers would do"
+    if queued:
+        words += f", though {queued} closures wait in the program"
+        advice = (
+            "let workers hold more: ClusterCoordinator(closures_in_flight=...) is too "
+            "low, or left out better; or the program's process is short of a core"
+        )
+    numbers = _numbers("wait", worker) | {
+        "waiting": float(worker.get("waiting", 0)),
+        "queued_closures": float(queued),
+    }
+    return Limit(name, "queue", share, words, advice, numbers)
 
 
 def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
@@ -213,7 +239,9 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
     )
 
 
-def _imbalance(servers: Mapping[str, Mapping[str, Any]]) -> Iterable[Limit]:
+def _imbalance(
+    servers: Mapping[str, Mapping[str, Any]], workers: Mapping[str, Mapping[str, Any]]
+) -> Iterable[Limit]:
     moved = {
         name: server.get("bytes_in_per_s", 0.0) + server.get("bytes_out_per_s", 0.0)
         for name, server in servers.items()
@@ -225,10 +253,11 @@ def _imbalance(servers: Mapping[str, Mapping[str, Any]]) -> Iterable[Limit]:
     name = max(moved, key=lambda each: (moved[each], each))
     if moved[name] < UNEQUAL * mean:
         return
+    waiting = [each.get("time", {}).get("pull", 0.0) for each in workers.values()]
     yield Limit(
         name,
         "imbalance",
-        min(1.0, moved[name] / whole),
+        min(1.0, max(waiting, default=0.0)) * moved[name] / whole,
         f"moves {moved[name] / whole:.0%} of the bytes of all {len(moved)} parameter "
         f"servers ({_size(moved[name])}/s)",
         "cut its large variables: ParameterServerStrategy(variable_partitioner=...)",
@@ -266,8 +295,8 @@ def _busiest(servers: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _numbers(phase: str, phases: Mapping[str, Any]) -> dict[str, float]:
-    summary = phases.get(phase, {})
+def _numbers(phase: str, worker: Mapping[str, Any]) -> dict[str, float]:
+    summary = worker.get("phases", {}).get(phase, {})
     return {
         f"{phase}_{name}": float(summary.get(name, 0.0))
         for name in ("p50", "p90", "p99")

@@ -72,6 +72,9 @@ class Recorder:
         self._stale: Final[dict[str, list[int]]] = {}
         self._digested = 0.0
         self._captured: deque[PhaseSpan] | None = None
+        self._until = 0.0
+        self.is_cut = False
+        """Spans of the present capture, or of the last one, had to be forgotten."""
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -144,9 +147,12 @@ class Recorder:
 
     # ---- a capture ---------------------------------------------------------------
 
-    def begin_capture(self, limit: int) -> None:
-        """From now on spans are kept, the last ``limit`` of them."""
-        self._captured = deque(maxlen=limit)
+    def begin_capture(self, limit: int, now: float, until: float) -> None:
+        """From now on spans are kept, the last ``limit`` of them, and none that begins
+        after ``until``: who asked may be gone."""
+        self.digest(now)
+        self._captured, self._until = deque(maxlen=limit), until
+        self.is_cut = False
 
     def spans(self, now: float) -> list[PhaseSpan]:
         """Those that were captured since they were last asked for, in no order."""
@@ -231,13 +237,16 @@ class Recorder:
         ended: np.ndarray,
         which: np.ndarray | None,
     ) -> None:
-        if self._captured is None:
+        captured = self._captured
+        if captured is None:
             return
         columns = [number, began, ended]
         if which is not None:
             columns = [column[which] for column in columns]
         for step, start, end in zip(*[each.tolist() for each in columns], strict=True):
-            self._captured.append(PhaseSpan(int(step), phase, start, end))
+            if start <= self._until:
+                self.is_cut |= len(captured) == captured.maxlen
+                captured.append(PhaseSpan(int(step), phase, start, end))
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:

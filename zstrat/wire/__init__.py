@@ -17,6 +17,7 @@ from ._messages import Again as Again
 from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
+from ._messages import AskClock as AskClock
 from ._messages import AskParts as AskParts
 from ._messages import AttachBackup as AttachBackup
 from ._messages import Awaited as Awaited
@@ -24,11 +25,14 @@ from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import BackupLost as BackupLost
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
+from ._messages import BeginCapture as BeginCapture
 from ._messages import BindOptimizer as BindOptimizer
 from ._messages import BuildResource as BuildResource
 from ._messages import CallState as CallState
 from ._messages import CancelSteps as CancelSteps
+from ._messages import Captured as Captured
 from ._messages import Chunk as Chunk
+from ._messages import ClockTold as ClockTold
 from ._messages import CloseSession as CloseSession
 from ._messages import Completion as Completion
 from ._messages import Completions as Completions
@@ -52,6 +56,7 @@ from ._messages import DropArguments as DropArguments
 from ._messages import DropResources as DropResources
 from ._messages import DropResults as DropResults
 from ._messages import DropStore as DropStore
+from ._messages import EndCapture as EndCapture
 from ._messages import Exchange as Exchange
 from ._messages import Exchanged as Exchanged
 from ._messages import Failure as Failure

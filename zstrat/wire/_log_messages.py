@@ -117,7 +117,8 @@ class CopyTree:
 
 @message
 class CopyWhole:
-    """Nothing is missing any more: a backup that has this may become the primary."""
+    """Nothing is missing any more: a backup that has this may become the primary. It
+    says the same as soon as nothing of the copy waits to be made."""
 
     kind: ClassVar = 94
 

@@ -87,10 +87,15 @@ from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._task_messages import AskClock as AskClock
 from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
+from ._task_messages import BeginCapture as BeginCapture
+from ._task_messages import Captured as Captured
+from ._task_messages import ClockTold as ClockTold
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
+from ._task_messages import EndCapture as EndCapture
 from ._task_messages import Failure as Failure
 from ._task_messages import Inspect as Inspect
 from ._task_messages import JoinSession as JoinSession
@@ -210,5 +215,10 @@ Message = (
     | AskCall
     | CallState
     | LeaveGroup
+    | AskClock
+    | ClockTold
+    | BeginCapture
+    | EndCapture
+    | Captured
 )
 """Everything that a header can announce."""

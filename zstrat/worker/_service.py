@@ -209,7 +209,13 @@ class WorkerService:
     ) -> WorkerSession:
         """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
-        servers = ServerLinks(self._make_link, message.ps, message.views, timeouts)
+        servers = ServerLinks(
+            self._make_link,
+            message.ps,
+            message.views,
+            timeouts,
+            replicas=message.replicas,
+        )
         output = None
         if message.listens and self._listen is not None:
             output = StepOutput(message.session, remote)

@@ -51,15 +51,18 @@ def prefetch_of(settings: Settings, workers: Mapping[int, str]) -> int:
     return 1 if len(workers) > 1 else 0
 
 
-def check_replicas(replicas: int, ps: int, settings: Settings) -> None:
+def check_replicas(
+    replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
+) -> None:
     """
     Args:
         ps: How many parameter servers there are.
+        stores_per_ps: Logical servers of each of them.
 
     Raises:
-        ValueError: There cannot be so many copies; says why.
+        ValueError: There cannot be so many copies, or stores; says why.
     """
-    if not replicas:
+    if not replicas and stores_per_ps == 1:
         return
     if ps <= replicas:
         raise ValueError(
@@ -69,9 +72,9 @@ def check_replicas(replicas: int, ps: int, settings: Settings) -> None:
     keys = settings.keys
     if keys is not None and any(name.startswith("ps-") for name in key_names(keys)):
         raise ValueError(
-            f"replicas={replicas}: the copy of one parameter server has the key of "
-            f"another one, and {keys} has a key for each: make keys for the roles, "
-            "`zstrat keygen` without --per-task"
+            f"replicas={replicas}, stores_per_ps={stores_per_ps}: what one parameter "
+            f"server hosts has the key of another one, and {keys} has a key for each: "
+            "make keys for the roles, `zstrat keygen` without --per-task"
         )
 
 

@@ -159,8 +159,6 @@ class ServerLine:
         error = None if lost.cancelled() else lost.exception()
         if not isinstance(error, LOST) or not (self._waits or self._loss):
             return None
-        if isinstance(error, ClosedError) and not self._waits:
-            return None
         repeated = _repeated(message) if sent else message
         if isinstance(error, NotPrimaryError):
             self._pause()
@@ -219,7 +217,7 @@ class ServerLine:
     def close(self, error: Exception) -> None:
         """Nobody waits any more; the error says why."""
         self._stop_retry()
-        self._waits = False
+        self._flows, self._waits, self._loss = True, False, None  # as the link says
         for each in self._take():
             self._end(each, type(error)(*error.args))
 
@@ -306,7 +304,7 @@ class ServerLine:
             else:
                 self._keep(repeated, held.deadline, outcome, sent=True)
         else:
-            lost = self._loss if isinstance(error, PeerLostError) else None
+            lost = self._loss if isinstance(error, LOST) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
     def _late(self, held: _Held) -> None:

@@ -51,9 +51,10 @@ class StoreRole(enum.Enum):
     """What a process was to a store."""
 
     ALONE = "alone"
-    """No other process had a copy of it: who comes next serves it."""
+    """No other process had a copy of it with all that was acknowledged: who comes next
+    serves it."""
     PRIMARY = "primary"
-    """It served it, or had been replaced: who comes next waits for `DetachBackup`."""
+    """Another one had, and may serve it: who comes next waits for `DetachBackup`."""
     BACKUP = "backup"
     """It had a copy with all that was acknowledged: who comes next may be promoted."""
     NOTHING = "nothing"

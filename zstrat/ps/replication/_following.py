@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final, get_args
 from zstrat.errors import (
     NotPrimaryError,
     PeerLostError,
+    PermissionDeniedError,
     StaleSessionError,
     UnavailableError,
 )
@@ -69,6 +70,7 @@ class Following:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
+        named: The incarnation of its primary, as the coordinator has said.
         on_promoted: Called once, when all is done that the old primary told, with who
             asked for it.
     """
@@ -80,11 +82,15 @@ class Following:
         thread: JobThread,
         session: int,
         view: int,
+        named: int,
         on_promoted: Callable[[Primary, int], None],
     ) -> None:
-        self.session, self.view = session, view
+        self.session, self.view, self._named = session, view, named
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
+        self.is_made = False
+        """All of the copy was made, and what came meanwhile: if it becomes the primary,
+        it serves at once."""
         self.trouble = ""
         """How it differs from its primary."""
         self._task, self._store, self._thread = task, store, thread
@@ -94,6 +100,8 @@ class Following:
         self._queue: deque[Message] = deque()
         self._nbytes = 0
         self._received = self._told = 0
+        self._goal: int | None = None
+        """So many changes are made when `is_made` is true."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
         self._is_inherited = False
         self._made_all = asyncio.Event()
@@ -116,10 +124,13 @@ class Following:
 
         Raises:
             NotPrimaryError: It serves nobody yet.
+            PermissionDeniedError: Somebody else says that it is the primary.
             StaleSessionError: The view, or the session, is over.
+            UnavailableError: It cannot follow, or take its primary's place.
         """
         if type(message) in _CHANGES and remote is self._primary:
-            self._take(message)
+            if self._promotion is None:
+                self._take(message)
             return None
         if remote.role is Job.PS and isinstance(message, OpenLog):
             return self._open(remote, message)
@@ -144,17 +155,33 @@ class Following:
 
     # ---- changes -----------------------------------------------------------------
 
-    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken:
+    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
         self.require(opening.session, opening.view)
+        if remote.hello.incarnation != self._named:
+            raise PermissionDeniedError(
+                f"{self._task}: this copy takes changes from incarnation "
+                f"{self._named:x} of it, as its coordinator has said, and "
+                f"{remote.name} is {remote.hello.incarnation:x}: two processes serve "
+                "one store, or a key is where it should not be"
+            )
         if self._promotion is not None:
-            raise StaleSessionError(f"{self._task} has another primary by now")
+            return self._succeeded(self._promotion)
         if self._is_inherited:
             raise UnavailableError(
                 f"{self._task}: this copy is of a process before, and takes no changes"
             )
         self._primary, self.view = remote, opening.view
         self._told = self._received
+        if self.is_made:
+            self._tell(CopyWhole())  # it may not have heard it
         return LogTaken(self._received)
+
+    async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
+        """For the primary, when it is known what becomes of it. Always raises."""
+        await asyncio.shield(promotion)
+        if self.trouble:
+            raise UnavailableError(f"{self._task}: {self.trouble}")
+        raise StaleSessionError(f"{self._task} has another primary by now")
 
     def _take(self, change: Message) -> None:
         self._received += 1
@@ -233,7 +260,14 @@ class Following:
             self._go_on()
 
     def _made(self) -> None:
-        self._nbytes -= nbytes_of(self._queue.popleft())
+        change = self._queue.popleft()
+        self._nbytes -= nbytes_of(change)
+        if isinstance(change, CopyWhole):
+            self._goal = self._received
+        made = self._received - len(self._queue)
+        if not self.is_made and self._goal is not None and made >= self._goal:
+            self.is_made = True
+            self._tell(CopyWhole())
         if self._told < self._received:
             self._speak()
         if not self._queue:
@@ -277,13 +311,13 @@ class Following:
     # ---- promotion ---------------------------------------------------------------
 
     async def _promote(self, remote: Primary, view: int) -> Message:
+        """Nothing more is taken from now on. The primary is told when all is made that
+        was: that it is replaced, or that this copy is of no use."""
         if not self.is_whole:
             why = self.trouble or "it has not everything yet"
             raise UnavailableError(f"{self._task} cannot become the primary: {why}")
         self.view = view
         if self._promotion is None:
-            self._tell(PromoteBackup(self.session, view))
-            self._primary = None
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
                 self._look_at_promotion()
@@ -301,4 +335,6 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            self._tell(PromoteBackup(self.session, self.view))
+            self._primary = None
         promotion.set_result(None)

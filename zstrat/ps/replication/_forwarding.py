@@ -125,7 +125,7 @@ class Forwarding:
         self._answers: deque[_Answer] = deque()
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
         self._news = asyncio.Event()
-        self._flows = self._is_over = self._is_spoilt = False
+        self._flows = self._is_over = self._is_spoilt = self._is_made = False
         self.ending: asyncio.Task[None] | None = None
         """Closes the link, after `release`, `refuse` or `abandon`. Whoever calls these
         keeps it."""
@@ -276,6 +276,9 @@ class Forwarding:
                 if self._flows:
                     self._acknowledged(number)
                     self._send()
+            case CopyWhole():
+                self._is_made = True
+                self._news.set()
             case BackupLost(reason=reason):
                 self.spoil(reason)
             case PromoteBackup():
@@ -324,7 +327,7 @@ class Forwarding:
     # ---- the copy ----------------------------------------------------------------
 
     async def copy(self, deadline: float) -> None:
-        """Makes the backup whole.
+        """Makes the backup whole, and waits until it has made what it was told.
 
         Args:
             deadline: Loop time until which the backup has to be there.
@@ -350,7 +353,7 @@ class Forwarding:
             copy.release()
         self._become_strict()
         head = self._log.head
-        await self._until(lambda: self._log.taken >= head)
+        await self._until(lambda: self._log.taken >= head and self._is_made)
 
     def _become_strict(self) -> None:
         self._require_wanted()

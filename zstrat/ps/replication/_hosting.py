@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, final
 from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableError
 from zstrat.ps._service import PsService
 from zstrat.ps.handover._handover import StoreRole
-from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
 from zstrat.wire import Done, DropStore, HostStore, Job, Message, StoreHosted
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.errors import PeerLostError
     from zstrat.ps.handover import LeftStore
-    from zstrat.transport import Handler, Remote, Security
+    from zstrat.transport import Handler, Remote, Security, Sockets
     from zstrat.wire import Hello, Owner, PlainTree
 
     from ._forwarding import Connect
@@ -65,27 +65,33 @@ class HostedStores:
     """The copies that the process of a parameter server keeps for others.
 
     Args:
-        own: The service of the process itself, and its index.
+        own: The service of the process itself, and the HELLO of that.
         bind: The address of the process; copies get others of the same interface.
+        make_service: Makes the service of a copy.
+        draw: Draws an incarnation.
+        sockets: Where those of the copies come from.
         leaves: They are left for another process, when this one ends.
     """
 
     def __init__(
         self,
         own: PsService,
-        index: int,
+        me: Hello,
         bind: str,
         *,
         load_code: Callable[[bytes], object],
         settings: Settings,
         security: Security | None,
+        make_service: Callable[..., PsService] = PsService,
+        draw: Callable[[], int] = new_incarnation,
+        sockets: Sockets = ZEROMQ,
         leaves: bool = False,
     ) -> None:
-        self._leaves = leaves
-        self._own, self._index, self._bind = own, index, bind
-        self._task = f"/job:ps/task:{index}"
-        self._load_code = load_code
+        self._own, self._me, self._bind = own, me, bind
+        self._task = f"/job:ps/task:{me.index}"
+        self._load_code, self._make_service = load_code, make_service
         self._settings, self._security = settings, security
+        self._draw, self._sockets, self._leaves = draw, sockets, leaves
         self._copies: dict[int, _HostedCopy] = {}
         self._changing = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
@@ -121,8 +127,8 @@ class HostedStores:
         async with self._changing:
             self._require(message)
             if isinstance(message, HostStore):
-                return await self._host(message)
-            if message.store == self._index:
+                return await self._host(remote, message)
+            if message.store == self._me.index:
                 self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
@@ -208,11 +214,12 @@ class HostedStores:
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
-                "another task: replicas=1 needs keys of roles, as `zstrat keygen` "
+                "another task: replicas=1, stores_per_ps= and stores that move need "
+                "keys of roles, as `zstrat keygen` "
                 "makes them without --per-task"
             )
 
-    async def _host(self, message: HostStore) -> StoreHosted:
+    async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
         store, copy = message.store, self._copies.get(message.store)
         if copy is not None:
             if (copy.session, copy.view) == (message.session, message.view):
@@ -220,20 +227,22 @@ class HostedStores:
             await self._drop(store, "an empty one takes its place")
         owner = self._own.owner
         assert owner is not None, "it has the session of the message"
-        me = hello(Job.PS, store, new_incarnation())
-        service = self._service(me, (owner, message.view), None)
+        me = replace(self._me, index=store, incarnation=self._draw())
+        service = self._service(me, (owner, message.view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
         hosted = await self._serve(me, service, where, message.session, message.view)
+        if message.serves:
+            service.found(remote, message.view)
         _LOG.info(
             "%s keeps a copy of store %d at %s", self._task, store, hosted.address
         )
         return hosted
 
     async def _inherit(self, owner: Owner, left: LeftStore) -> None:
-        me, number = hello(Job.PS, left.number, left.incarnation), left.number
+        number, where = left.number, left.address
+        me = replace(self._me, index=number, incarnation=left.incarnation)
         is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
-        service = self._service(me, (owner, left.view) if is_backup else None, left)
-        where = left.address
+        service = self._service(me, (owner, left.view, 0) if is_backup else None, left)
         later = partial(self._later, service)
         await self._serve(me, service, where, owner.session, left.view, later)
         if not is_backup:
@@ -243,14 +252,17 @@ class HostedStores:
         )
 
     def _service(
-        self, me: Hello, backup_of: tuple[Owner, int] | None, left: LeftStore | None
+        self,
+        me: Hello,
+        backup_of: tuple[Owner, int, int] | None,
+        left: LeftStore | None,
     ) -> PsService:
-        return PsService(
+        return self._make_service(
             load_code=self._load_code,
             settings=self._settings,
             task=f"/job:ps/task:{me.index}",
             incarnation=me.incarnation,
-            connect=backup_links(me, self._settings, self._security),
+            connect=backup_links(me, self._settings, self._security, self._sockets),
             backup_of=backup_of,
             on_cleared=self.look,
             leaves=self._leaves,
@@ -282,6 +294,7 @@ class HostedStores:
             absorb=service.absorb,
             on_lost=service.lost,
             security=self._security,
+            sockets=self._sockets,
         )
         hosted = StoreHosted(await endpoint.bind(where), me.incarnation)
         copy = _HostedCopy(session, view, hosted, service, endpoint)
@@ -300,7 +313,12 @@ class HostedStores:
                 await self._drop(store, "its session is over")
 
 
-def backup_links(me: Hello, settings: Settings, security: Security | None) -> Connect:
+def backup_links(
+    me: Hello,
+    settings: Settings,
+    security: Security | None,
+    sockets: Sockets = ZEROMQ,
+) -> Connect:
     """How the task ``me`` reaches a backup of its store, which has the same name."""
 
     def connect(
@@ -319,6 +337,7 @@ def backup_links(me: Hello, settings: Settings, security: Security | None) -> Co
             on_open=on_open,
             on_lost=on_lost,
             security=security,
+            sockets=sockets,
             expect=(me.job, me.index),
         )
 

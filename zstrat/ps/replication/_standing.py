@@ -74,6 +74,8 @@ class Standing:
         self.is_replaced = self.is_dropped = False
         """Another process serves the store; and what was here of it is gone."""
         self.view = 0
+        self.is_to_have_backup = False
+        """As the session was opened, or is that of a process before."""
         self._task, self._store, self._turn = task, store, turn
         self._tell, self._set_aside = tell, set_aside
         self._connect, self._patience = connect, patience
@@ -105,10 +107,10 @@ class Standing:
     def require_alone(self) -> None:
         """
         Raises:
-            InvalidArgumentError: There is a backup, or was, and programs of workers
-                cannot follow from one to the other.
+            InvalidArgumentError: There is a backup, or was, or will be, and programs of
+                workers cannot follow from one to the other.
         """
-        if self.view:
+        if self.view or self.is_to_have_backup:
             raise InvalidArgumentError(
                 f"{self._task}: workers that are programs of their own cannot use "
                 "servers with second copies: leave out replicas=1"
@@ -195,11 +197,12 @@ class Standing:
             forwarding.refuse(error)
             self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
+        self.is_to_have_backup = False
 
-    def inherit(self, view: int, *, is_dropped: bool) -> None:
-        """A process before has had the store, in this view: a coordinator says whether
-        it is served here (`DetachBackup`)."""
-        self.view, self.is_dropped = view, is_dropped
+    def step_aside(self, *, is_dropped: bool) -> None:
+        """Another process may serve the store: a coordinator says whether this one does
+        (`DetachBackup`)."""
+        self.is_dropped = is_dropped
         self._step_aside()
 
     async def close(self, deadline: float, *, quietly: bool = False) -> None:
@@ -220,6 +223,7 @@ class Standing:
                 async with asyncio.timeout_at(deadline):
                     await forwarding.settled()
             if quietly:
+                self.is_replaced |= forwarding.is_strict  # as it may be
                 self._part()
                 forwarding.abandon()
                 self._keep(forwarding)

@@ -27,7 +27,6 @@ from zstrat.wire import StoreEntry, UpdateOp
 
 from ._contract import Saved, Scheduled, Training
 from ._script import DENSE, ScriptedFunction, one_hot
-from ._world import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,6 +87,7 @@ class TrainingProgram:
 
     Args:
         over: Called when all is done that was to be done.
+        healed_at: When no fault will be left, as far as is known.
     """
 
     def __init__(
@@ -97,13 +97,16 @@ class TrainingProgram:
         scripts: Scripts,
         readers: Readers,
         addresses: tuple[Sequence[str], Sequence[str]],
+        *,
         over: Callable[[], object],
+        healed_at: Callable[[], float],
     ) -> None:
         self._around, self._scenario = around, scenario
         self._scripts, self._readers = scripts, readers
         self._ps, self._workers = addresses
-        self._over = over
+        self._over, self.healed_at = over, healed_at
         self.trainings: list[Training] = []
+        self._coordinator: LoopCoordinator | None = None
 
     async def main(self, loop: Any, link: Callable[[int], Any]) -> None:
         """What the process does."""
@@ -116,10 +119,15 @@ class TrainingProgram:
                 self._around.settings,
                 link(number),
                 prefetch=self._scenario.prefetch,
+                replicas=self._scenario.replicas,
                 draw=self._around.draw,
             )
+            self._coordinator = coordinator
             training = Training(
-                len(self.trainings) + 1, self._around.world, len(self._ps)
+                len(self.trainings) + 1,
+                self._around.world,
+                len(self._ps),
+                has_copies=bool(self._scenario.replicas),
             )
             self.trainings.append(training)
             self._readers.training = training
@@ -129,6 +137,8 @@ class TrainingProgram:
             except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
                 if "filling it again failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
+                if self._scenario.is_guarded:
+                    training.broken(f"one server was lost, and there was {error!r}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.close()
                 await asyncio.sleep(self._around.world.random.random())
@@ -136,6 +146,18 @@ class TrainingProgram:
             await coordinator.close()
             self._over()
             return
+
+    def copies(self) -> list[str] | None:
+        """The processes that have copies of stores, if each store has two."""
+        coordinator = self._coordinator
+        replication = None if coordinator is None else coordinator.cluster.replication
+        if replication is None or not replication.is_started:
+            return None
+        placement = replication.placement
+        if placement.without_backup:
+            return None
+        copies = [(each.primary, each.backup) for each in placement.stores]
+        return [f"ps{copy.process}" for pair in copies for copy in pair if copy]
 
     @property
     def scenario(self) -> Scenario:
@@ -257,6 +279,7 @@ class TrainingSession:
     async def _told(self, error: Exception) -> None:
         """The error of some step, or of the cluster, was raised; nothing runs now."""
         if isinstance(error, PSUnavailableError):
+            self._look_at(error)
             if error.lost:
                 raise error
             await asyncio.sleep(1.0)
@@ -278,6 +301,11 @@ class TrainingSession:
         values = await self._steadily(self._read)
         self._training.freeze(values[: self._training.servers])
 
+    def _look_at(self, error: ZstratError) -> None:
+        """What may never be heard of where one server at a time is lost."""
+        if self._scenario.is_guarded:
+            self._training.broken(f"one server was lost, and there was {error!r}")
+
     # ---- the program's own requests
 
     def _update_soon(self) -> None:
@@ -297,7 +325,8 @@ class TrainingSession:
         ]
         try:
             await self._coordinator.servers.update(updates)
-        except ZstratError:  # it may have been applied, and may not
+        except ZstratError as error:  # it may have been applied, and may not
+            self._look_at(error)
             training.own[place] = "perhaps"
         else:
             same = training.fills == fills and not training.is_filling
@@ -383,8 +412,9 @@ class TrainingSession:
             await task
         await self._settle()
         loop = asyncio.get_running_loop()
-        left = START + self._scenario.healed_at - loop.time()
-        await asyncio.sleep(max(0.0, left) + QUIET)
+        while (left := self._program.healed_at() - loop.time()) > 0.0:
+            await asyncio.sleep(left)
+        await asyncio.sleep(QUIET)
         await self._settle()
 
     async def _settle(self) -> None:

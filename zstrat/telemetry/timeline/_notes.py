@@ -1,0 +1,151 @@
+"""What a program and its tasks note while a time line is taken, and how that travels.
+
+In the program whichever thread has something to say appends to a list, which needs no
+lock; beyond its bound nothing is noted, and that is told. A task's spans travel in
+columns: a quarter of the bytes that a record for each would be, and no work for a loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+import numpy as np
+
+from zstrat.telemetry._phases import Phase, PhaseSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._clock import ClockLine
+
+
+class Dispatched(NamedTuple):
+    """Closures that were sent to a worker in one message, and when that was made."""
+
+    worker: str
+    closures: int
+    began: float
+    ended: float
+
+
+@final
+class ProgramNotes:
+    """Of one time line. Times are those of `time.monotonic`.
+
+    Args:
+        waiting, running: Closures, when it begins.
+        limit: Notes of each kind that are kept.
+        steps: After so many closures ``done`` is called, once, by whoever tells of the
+            last one; None: never.
+    """
+
+    def __init__(
+        self,
+        began: float,
+        waiting: int,
+        running: int,
+        limit: int,
+        *,
+        steps: int | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        self._goal, self._done = steps, done
+        self.began: Final = began
+        self.waiting: Final = waiting
+        self.running: Final = running
+        self._limit: Final = limit
+        self.scheduled: Final[list[tuple[int, float, float]]] = []
+        """Step, and the begin and end of the call that has put it into the queue."""
+        self.dispatched: Final[list[Dispatched]] = []
+        self.ended: Final[list[tuple[int, float]]] = []
+        """How many closures a worker has reported as ended, and when."""
+        self.fetched: Final[list[tuple[float, float]]] = []
+        """When somebody began to wait for a value, and had it."""
+        self.steps = 0
+        """Closures that have ended since."""
+        self.is_full = False
+        """Something was not noted any more."""
+
+    def schedule(self, step: int, began: float, ended: float) -> None:
+        """A call has put a closure into the queue."""
+        if self._has_room(len(self.scheduled)):
+            self.scheduled.append((step, began, ended))
+
+    def dispatch(self, worker: str, closures: int, began: float, ended: float) -> None:
+        """Closures were sent to a worker."""
+        if self._has_room(len(self.dispatched)):
+            self.dispatched.append(Dispatched(worker, closures, began, ended))
+
+    def end(self, closures: int, now: float) -> None:
+        """A worker has reported so many as ended."""
+        self.steps += closures
+        if self._goal is not None and self.steps >= self._goal:
+            done, self._done = self._done, None
+            if done is not None:
+                done()
+        if self._has_room(len(self.ended)):
+            self.ended.append((closures, now))
+
+    def fetch(self, began: float, ended: float) -> None:
+        """Somebody has waited for a value."""
+        if self._has_room(len(self.fetched)):
+            self.fetched.append((began, ended))
+
+    def _has_room(self, count: int) -> bool:
+        if count < self._limit:
+            return True
+        self.is_full = True
+        return False
+
+
+@dataclass(slots=True)
+class TaskNotes:
+    """What one task has noted, or why it is not known.
+
+    ``name``: "worker:0". ``clock``: None if the task did not say what its clock says;
+    nothing that it has noted can be placed then. ``problem``: what is missing, in
+    words; "" if nothing. ``profile``: where jax's own profile of it lies.
+    """
+
+    name: str
+    clock: ClockLine | None = None
+    spans: Sequence[PhaseSpan] = ()
+    is_cut: bool = False
+    problem: str = ""
+    profile: str = ""
+
+
+def columns_of(spans: Sequence[PhaseSpan]) -> tuple[list[str], list[np.ndarray]]:
+    """The names of phases; and steps (int64 [n]), places among these names (uint8 [n]),
+    begins and ends (float64 [2, n])."""
+    names = list(Phase)
+    place = {name: number for number, name in enumerate(names)}
+    steps = np.array([span.step for span in spans], np.int64)
+    phases = np.array([place[span.phase] for span in spans], np.uint8)
+    times = np.array([(span.began, span.ended) for span in spans], np.float64)
+    return [str(name) for name in names], [steps, phases, times.reshape(-1, 2).T]
+
+
+def spans_of(names: Sequence[str], columns: Sequence[np.ndarray]) -> list[PhaseSpan]:
+    """What `columns_of` was given.
+
+    Raises:
+        ValueError: These are no such columns.
+    """
+    try:
+        steps, phases, times = columns
+        begins, ends = times
+        called = [Phase(name) for name in names]
+        return [
+            PhaseSpan(step, called[phase], began, ended)
+            for step, phase, began, ended in zip(
+                steps.tolist(),
+                phases.tolist(),
+                begins.tolist(),
+                ends.tolist(),
+                strict=True,
+            )
+        ]
+    except (ValueError, IndexError, TypeError) as error:
+        raise ValueError(f"no columns of spans: {error}") from None
