@@ -118,6 +118,34 @@ def test_doctor(file):
     assert "WRONG" not in ran.output
 
 
+def test_doctor_of_a_run_that_does_not_train(file):
+    ran = zstrat("doctor", "--run", "--cluster", file, "--seconds", "0.01")
+    assert ran.exit_code == 0, ran.output
+    first, second = ran.output.splitlines()
+    assert first.endswith("0.0 steps/s on 1 workers, with 1 parameter servers")
+    assert second.startswith("no step has ended in this time")
+
+
+def test_doctor_of_a_run_names_who_does_not_answer(cluster, tmp_path):
+    spec = cluster.spec.as_dict()
+    spec["worker"].append("127.0.0.1:9")
+    file = tmp_path / "cluster.toml"
+    file.write_text(toml(ClusterSpec(spec)))
+    looks = ("--run", "--json", "--seconds", "0.01", "--timeout", "0.5")
+    ran = zstrat("doctor", *looks, "--cluster", str(file))
+    assert ran.exit_code == 1
+    found = json.loads(ran.output)
+    assert set(found["problems"]) == {"worker:1"}
+    assert set(found["metrics"]["tasks"]) == {"ps:0", "worker:0", "worker:1"}
+    assert found["limits"] == []
+
+
+def test_doctor_of_a_run_needs_some_time_and_json_needs_a_run(file):
+    for wrong in (("--run", "--seconds", "0"), ("--json",)):
+        ran = zstrat("doctor", "--cluster", file, *wrong)
+        assert ran.exit_code == 2, ran.output
+
+
 def test_doctor_of_a_wrong_file(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text("[cluster]\nps = 7\n")

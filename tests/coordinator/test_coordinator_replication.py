@@ -5,32 +5,24 @@ import asyncio
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coordinator_fakes import FakePs, World
+from coordinator_stores import StoresWorld
 
 import zstrat.program as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import ClusterSession
-from zstrat.errors import NotPrimaryError, PSUnavailableError, UnavailableError
+from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
     CloseSession,
     DetachBackup,
-    Done,
     DropStore,
     HostStore,
-    Inspect,
-    MoveServer,
     OpenSession,
     PromoteBackup,
-    Push,
-    Statistics,
-    StoreHosted,
     UpdateOp,
 )
-
-REPLICATION = HostStore, DropStore, AttachBackup, DetachBackup, PromoteBackup
 
 
 @zs.function
@@ -38,132 +30,11 @@ def good():
     return jnp.float32(1)
 
 
-class StorePs(FakePs):
-    """A process, or one of the copies that it keeps (``host``)."""
-
-    def __init__(self, world, index, host=None):
-        super().__init__(world, index)
-        self.host = host or self
-        self.links, self.orders, self.copies = [], [], []
-        self.serves, self.is_whole = host is None, False
-        self.refuses, self.refusal = (), UnavailableError("no memory")
-        """Kinds of orders, and what is said to them."""
-
-    def handle(self, message):
-        if isinstance(message, REPLICATION):
-            self.orders.append(message)
-            if isinstance(message, self.refuses):
-                raise self.refusal
-        match message:
-            case HostStore(store=store, view=view):
-                copy = StorePs(self.world, store, self)
-                address = f"ps{self.index}.{store}.{view}:1"
-                self.world.tasks[address] = copy
-                self.copies.append(copy)
-                return StoreHosted(address, copy.hello.incarnation)
-            case AttachBackup(address=address):
-                self.world.tasks[address].is_whole = True
-                return Done()
-            case PromoteBackup():
-                if not self.is_whole:
-                    raise UnavailableError("not whole")
-                self.serves, self.session = True, message.session
-                return Done()
-            case DropStore() | DetachBackup():
-                return Done()
-            case Inspect():
-                return Statistics({})
-            case Push() if not self.serves:
-                raise NotPrimaryError("another process serves")
-        return super().handle(message)
-
-    def kill(self, reason="killed", returns=0.0):
-        """With all that its process keeps for others; it may say that it comes back."""
-        self.alive = False
-        for link in self.links:
-            link.cut(reason, left=bool(returns), returns=returns)
-        for copy in self.copies:
-            copy.kill(reason, returns)
-
-    def come_back(self, *, same=False):
-        if not same:
-            self.born()
-            self.copies = []
-        self.alive = True
-        for each in (self, *self.copies):
-            each.alive = True
-            for link in each.links:
-                if not link.is_closed and link.is_started:
-                    link.connect(each.hello)
-
-
-class ReplicatedWorld(World):
-    def __init__(self, ps=2, workers=1):
-        super().__init__(ps, workers)
-        self.ps = [StorePs(self, index) for index in range(ps)]
-        for task in self.ps:
-            self.tasks[f"ps{task.index}:1"] = task
-
-    def make_link(self, address, **options):
-        link = super().make_link(address, **options)
-        task = self.tasks[address]
-        if isinstance(task, StorePs):
-            task.links.append(link)
-        return link
-
-    def connect(self, **options):
-        timeouts = Timeouts(connect=30.0, request=20.0, reconnect=0.0)
-        self.session = ClusterSession.connect(
-            self.spec,
-            Settings(timeouts=timeouts, **options),
-            replicas=1,
-            make_link=self.make_link,
-        )
-        return self.session
-
-    def changed(self, turns=8):
-        """What follows on the loop is looked at, too."""
-        super().changed()
-        if turns:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self.changed, turns - 1)
-
-    @property
-    def replication(self):
-        return self.session.cluster.replication
-
-    @property
-    def numbers_of(self):
-        counts = self.replication.statistics()
-        return {name: counts[name] for name in ("failovers", "stores_without_backup")}
-
-    def paired(self):
-        return self.numbers_of["stores_without_backup"] == 0
-
-    def moves(self, worker=0):
-        sent = self.workers[worker].moves
-        return [(m.index, m.address) for m in sent]
-
-
 @pytest.fixture
 def world():
-    made = ReplicatedWorld()
-    for worker in made.workers:
-        _hear_moves(worker)
+    made = StoresWorld()
     yield made
     made.close()
-
-
-def _hear_moves(worker):
-    worker.moves, handle = [], worker.handle
-
-    def heard(message):
-        if isinstance(message, MoveServer):
-            worker.moves.append(message)
-            return Done()
-        return handle(message)
-
-    worker.handle = heard
 
 
 def _spec(ps):
@@ -343,11 +214,11 @@ def _noting(task, ends):
 
 
 def test_what_cannot_have_copies_is_refused(tmp_path):
-    lonely = ReplicatedWorld(ps=1)
+    lonely = StoresWorld(ps=1)
     with pytest.raises(ValueError, match=r"and the cluster has 1: give it 2 ps"):
         lonely.connect()
     (tmp_path / "ps-0.public").write_text("x")
-    world = ReplicatedWorld()
+    world = StoresWorld()
     with pytest.raises(ValueError, match="has a key for each"):
         world.connect(keys=tmp_path)
     assert not any(isinstance(m, OpenSession) for t in world.ps for m in t.orders)

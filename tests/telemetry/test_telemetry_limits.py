@@ -40,7 +40,7 @@ def test_a_run_that_nothing_holds_up_has_no_limit():
 def test_compute():
     found = worst(worker_0=worker(compute=0.97), ps_0=server())
     assert (found.task, found.what, found.share) == ("worker:0", "compute", 0.97)
-    assert "97% of its time" in found.words
+    assert "97 % of its time" in found.words
     assert "add workers" in found.advice
 
 
@@ -70,7 +70,7 @@ def test_a_parameter_server_that_is_busy_applying():
     push, pull = limits(metrics)
     assert (push.task, push.what, push.share) == ("ps:0", "push", 0.9)
     assert pull.what == "pull of ps:0"
-    assert "applies updates for 90%" in pull.words
+    assert "applies updates for 90 %" in pull.words
     assert "partitioner" in pull.advice
 
 
@@ -84,7 +84,7 @@ def test_the_dataset_of_one_of_four_workers():
         ps_0=server(),
     )
     assert (found.task, found.what, found.share) == ("worker:3", "draw", 0.81)
-    assert "draw is 81% of its time" in found.words
+    assert "draw is 81 % of its time" in found.words
     assert "prefetch" in found.advice
     assert found.numbers["draw_p50"] == 0.2
 
@@ -92,7 +92,7 @@ def test_the_dataset_of_one_of_four_workers():
 def test_a_program_that_does_not_schedule_enough():
     found = worst(worker_0=worker(idle=0.7, compute=0.2), ps_0=server())
     assert (found.task, found.what, found.share) == ("worker:0", "queue", 0.7)
-    assert "has nothing to do for 70%" in found.words
+    assert "has nothing to do for 70 %" in found.words
     assert "schedule more steps" in found.advice
 
 
@@ -105,12 +105,12 @@ def test_workers_that_get_too_little_of_what_waits():
 
 def test_steps_that_compute_from_old_values():
     four = {f"worker_{n}": worker(compute=0.2) for n in range(4)}
-    usual = {"p50": 3.0, "p99": 9.0}
+    usual = {"p50": 7.0, "p99": 9.0}
     assert worst(staleness=usual, ps_0=server(), **four) is None
-    found = worst(staleness={"p50": 12.0, "p99": 40.0}, ps_0=server(), **four)
+    found = worst(staleness={"p50": 28.0, "p99": 40.0}, ps_0=server(), **four)
     assert (found.what, found.share) == ("stale", 0.75)
-    assert "12 versions old" in found.words
-    assert "4 workers make about 3 by themselves" in found.words
+    assert "28 versions old" in found.words
+    assert "4 workers make about 7 by themselves" in found.words
 
 
 def test_bytes_that_lie_on_one_of_two_parameter_servers():
@@ -126,7 +126,7 @@ def test_bytes_that_lie_on_one_of_two_parameter_servers():
     assert pull.what == "pull of ps:1"
     assert (imbalance.task, imbalance.what) == ("ps:1", "imbalance")
     assert imbalance.share == pytest.approx(0.8 * 0.99)
-    assert "99% of the bytes of all 2" in imbalance.words
+    assert "99 % of the bytes of all 2" in imbalance.words
     assert "variable_partitioner" in imbalance.advice
 
 

@@ -61,7 +61,7 @@ def rows(status: TaskStatus) -> list[list[str]]:
 def _hosted(copy: TaskStatus) -> list[str]:
     number = copy.number
     return [
-        f"ps:{number('store'):.0f}/copy",
+        f"ps:{number('store'):.0f}/{_kind(copy)}",
         copy.text("address"),
         f"{int(number('incarnation')):016x}"[:8],
         span(number("uptime")),
@@ -70,6 +70,11 @@ def _hosted(copy: TaskStatus) -> list[str]:
         size(number("bytes") + number("slot_bytes")),
         _copy(copy),
     ]
+
+
+def _kind(hosted: TaskStatus) -> str:
+    is_backup = hosted.text("replication", "role") == "backup"
+    return "copy" if is_backup else "store"
 
 
 def _copy(status: TaskStatus, *at: str) -> str:

@@ -221,7 +221,9 @@ class ClusterCoordinator:
         were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
         or with an error, and are not in the values any more. With ``replicas=1``
         ``failovers`` is how often a second copy took a parameter server's place, and
-        ``stores_without_backup`` of how many there is only one copy now.
+        ``stores_without_backup`` of how many there is only one copy now. ``stores`` has
+        a dict for each store: ``process`` (the task that serves it), ``address``,
+        ``backup`` and ``state``; ``stores_moved`` says how often one was moved.
         """
         return self._core.metrics()
 

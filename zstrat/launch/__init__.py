@@ -18,6 +18,7 @@ from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies
 from ._doctor import Finding as Finding
 from ._doctor import examine as examine
+from ._imports import kept_for_good as kept_for_good
 from ._local import LocalCluster as LocalCluster
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from zstrat.telemetry import RECENT, Limit, TaskTold, limits, over, report
 
 from ._observe import Observer
+from ._observed_run import told_by
 
 if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
-
-    from ._observe import TaskStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +66,6 @@ async def examine_run(
             if enough.is_set() or loop.time() >= began + seconds:
                 break
     return findings(looks, loop.time() - began)
-
-
-def told_by(status: TaskStatus) -> TaskTold:
-    """What a task said of itself, or why it said nothing."""
-    state = "lost" if status.problem else "open"
-    return TaskTold(state, status.address, status.problem, status.values)
 
 
 def findings(looks: dict[str, list[TaskTold]], seconds: float) -> RunFindings:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from zstrat.ps import (
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
+
+from ._imports import kept_for_good
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -74,6 +77,7 @@ class Service(Protocol):
     def lost(self, remote: Remote, reason: str) -> None: ...
     async def drain(self) -> bool: ...
     def statistics(self) -> dict[str, PlainTree]: ...
+    def telemetry(self) -> dict[str, PlainTree]: ...
 
 
 Served = tuple[Service, Callable[[], Awaitable[None]], "Absorber | None"]
@@ -230,6 +234,7 @@ class Task:
             # Counts and names only, though its type does not say so.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
             "service": self._service.statistics(),
+            **self._service.telemetry(),
             "groups": dict(self._node.statistics()),
             "copies": hosted,
         }
@@ -262,7 +267,7 @@ class Task:
             return None, None
         handover = Handover(folder, index, f"/job:ps/task:{index}")
         largest = self._settings.limits.body
-        return handover, handover.take(_load_code, largest=largest)
+        return handover, handover.take(self._load_code, largest=largest)
 
     async def _inherit_copies(self) -> None:
         """Where they were, or nothing of what was left is taken: whoever knows this
@@ -314,10 +319,11 @@ class Task:
     def _make_ps(self) -> Served:
         left = self._inherited
         self._ps = service = PsService(
-            load_code=_load_code,
+            load_code=self._load_code,
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
+            tells=True,
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
@@ -328,7 +334,7 @@ class Task:
             service,
             self.hello,
             self.place.bind,
-            load_code=_load_code,
+            load_code=self._load_code,
             settings=self._settings,
             security=self._security,
             leaves=self._handover is not None,
@@ -346,6 +352,7 @@ class Task:
             on_crash=self._crashed,
             is_alone=self._is_alone,
             listen=self._listen,
+            tells=True,
         )
         return service, service.close, None
 
@@ -368,6 +375,13 @@ class Task:
             security=self._security,
             expect=(Job.PS, index),
         )
+
+    def _load_code(self, code: bytes) -> object:
+        """Loads what a coordinator shipped; brings jax with it."""
+        is_first = self._is_alone and "jax" not in sys.modules
+        with kept_for_good() if is_first else contextlib.nullcontext():
+            from zstrat.program import load
+        return load(code)
 
     def _crashed(self, error: BaseException) -> None:
         if not self._end.done():
@@ -410,10 +424,3 @@ async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
 
 async def _nothing() -> None:
     pass
-
-
-def _load_code(code: bytes) -> object:
-    """Loads what a coordinator shipped; brings jax with it."""
-    from zstrat.program import load
-
-    return load(code)

@@ -5,6 +5,7 @@ from ._thread import JobThread as JobThread
 from .client._client import PsClient as PsClient
 from .client._line import ServerLine as ServerLine
 from .client._pushing import PsUpdate as PsUpdate
+from .client._reading import Clocks as Clocks
 from .client._reading import Ref as Ref
 from .client._reading import RowsRef as RowsRef
 from .client._snapshot_client import PinnedTensor as PinnedTensor

@@ -17,15 +17,23 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
+from zstrat.telemetry import PS_PHASES, Recorder, SpanCapture, resident_bytes
+from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import TelemetryNotices, lanes, moved
 from zstrat.wire import (
     AppliedParts,
+    AskClock,
     AskParts,
     AttachBackup,
+    BeginCapture,
+    Captured,
+    ClockTold,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DetachBackup,
     Done,
+    EndCapture,
     Exchange,
     Fence,
     Fenced,
@@ -77,6 +85,7 @@ _LARGE: Final = 2**20
 """Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
 """
 
+
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -94,6 +103,7 @@ class PsService:
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
         leaves: What is here when it ends is left for another process (`left`).
+        tells: It tells its coordinator how it is, about once a second.
         inherited: What the process before has left.
     """
 
@@ -111,6 +121,7 @@ class PsService:
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
         leaves: bool = False,
+        tells: bool = False,
         inherited: LeftStore | None = None,
     ) -> None:
         self._settings = settings
@@ -131,7 +142,12 @@ class PsService:
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
-            task, self._store, self._thread, check=check, admit=self._require_open
+            task,
+            self._store,
+            self._thread,
+            check=check,
+            admit=self._require_open,
+            clock=clock,
         )
         self._snapshots = SnapshotService(
             task, self._store, self._serving.turn, check, self._thread, make_thread
@@ -166,6 +182,8 @@ class PsService:
             self._go_on(inherited)
         self._draining = False
         self._failed = 0
+        self._tells = tells
+        self._notices: TelemetryNotices | None = None
 
     @property
     def session(self) -> int | None:
@@ -228,6 +246,9 @@ class PsService:
                     return Done()
                 case Inspect():
                     return Statistics(self.statistics())
+                case AskClock() | BeginCapture() | EndCapture():
+                    self._ownership.check(message.session)
+                    return self._capture(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
                 case _:
@@ -248,6 +269,8 @@ class PsService:
             remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
+        if self._notices is not None:
+            self._notices.touch()
         served = self._serving.take(message)
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
@@ -267,6 +290,20 @@ class PsService:
         self._ownership.check(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
+
+    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+        now, recorder = self._clock(), self.recorder
+        match message:
+            case AskClock():
+                return ClockTold(now)
+            case BeginCapture(spans=spans, seconds=seconds):
+                capture = SpanCapture(spans, now + seconds, moved)
+                recorder.begin_capture(capture, now)
+                return Done()
+            case EndCapture():
+                capture = recorder.end_capture(now)
+                phases, columns = columns_of(capture)
+                return Captured(phases, capture.is_cut, "", "", tuple(columns))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         if self._silence is not None:
@@ -325,7 +362,8 @@ class PsService:
             log.warning(
                 "the %d variables of session %#x of %s end with this process: with a "
                 "state folder (--state-dir, ZSTRAT_STATE) the next one would go on "
-                "with them",
+                "with them, and strategy.parameter_servers.drain would have moved "
+                "them before",
                 len(self._store),
                 owner.session,
                 owner,
@@ -347,11 +385,13 @@ class PsService:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether another process may have a copy of the store."""
-        return self._is_aside or self._standing.view > 0
+        """Whether another process has a copy of the store, or is to have one."""
+        return self._is_aside or self._standing.is_to_have_backup
 
     async def _finish(self) -> bool:
         self._draining = True
+        if self._notices is not None:
+            self._notices.close()
         self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
             self._joining.close(self._standing.parting)
@@ -386,6 +426,26 @@ class PsService:
         values.update(self._store.statistics())
         values.update(self._snapshots.statistics())
         return values
+
+    def telemetry(self) -> dict[str, PlainTree]:
+        """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
+        but for lanes and gauges, which are those of the process."""
+        now, recorder, counts = self._clock(), self.recorder, self._store.counts
+        recorder.reach("pulls", counts.pulls, now)
+        recorder.reach("pushes", counts.pushes, now)
+        recorder.traffic(*moved(), now)
+        gauges: dict[str, PlainTree] = {
+            "memory": resident_bytes(),
+            "waiting": len(self._serving),
+            "programs": self._engine.programs,
+        }
+        told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
+        return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    @property
+    def recorder(self) -> Recorder:
+        """Of the present session."""
+        return self._serving.recorder
 
     # ---- sessions ----------------------------------------------------------------
 
@@ -422,6 +482,8 @@ class PsService:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
+        if self._tells and self._notices is None:
+            self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
@@ -438,6 +500,7 @@ class PsService:
         self._is_aside = False
         self._snapshots.clear()
         self._store.clear()
+        self._serving.recorder = Recorder(PS_PHASES)
         if self._on_cleared is not None:
             self._on_cleared()
 

@@ -1,5 +1,7 @@
 """What a run tells of itself: how long, how often, how stale, and what holds it up."""
 
+from ._capture import SpanCapture as SpanCapture
+from ._capture import TrafficPoint as TrafficPoint
 from ._histogram import EDGES as EDGES
 from ._histogram import RECENT as RECENT
 from ._histogram import Histogram as Histogram
@@ -8,6 +10,7 @@ from ._histogram import Windowed as Windowed
 from ._histogram import merged as merged
 from ._limits import Limit as Limit
 from ._limits import limits as limits
+from ._memory import resident_bytes as resident_bytes
 from ._period import over as over
 from ._phases import PS_PHASES as PS_PHASES
 from ._phases import WORKER_PHASES as WORKER_PHASES

@@ -150,7 +150,7 @@ def _draw(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
         name,
         "draw",
         share,
-        f"waits for its dataset: draw is {share:.0%} of its time",
+        f"waits for its dataset: draw is {_percent(share)} of its time",
         "let the dataset read ahead and map in parallel: dataset.map(f, "
         "num_parallel_calls=zs.data.AUTOTUNE).prefetch(zs.data.AUTOTUNE), or cache it",
         _numbers("draw", worker),
@@ -162,7 +162,7 @@ def _compute(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
         name,
         "compute",
         share,
-        f"computes: the step itself is {share:.0%} of its time",
+        f"computes: the step itself is {_percent(share)} of its time",
         "that is what a worker is for: add workers, or make the step cheaper",
         _numbers("compute", worker),
     )
@@ -176,7 +176,7 @@ def _pull(
 ) -> Limit:
     blamed = _last_to_answer(worker) or _busiest(servers)
     numbers = _numbers("pull", worker)
-    words = f"waits for values: pull is {share:.0%} of its time"
+    words = f"waits for values: pull is {_percent(share)} of its time"
     if not blamed:
         advice = "pull less, or fetch ahead: ZSTRAT_PREFETCH"
         return Limit(name, "pull", share, words, advice, numbers)
@@ -185,11 +185,11 @@ def _pull(
     pulls = server.get("pulls_per_s", 0.0)
     numbers |= {"busy": busy, "bytes_out_per_s": out, "pulls_per_s": pulls}
     words = (
-        f"waits for values of {blamed}: pull is {share:.0%} of its time "
+        f"waits for values of {blamed}: pull is {_percent(share)} of its time "
         f"({blamed} sends {_size(out)}/s)"
     )
     if busy >= BUSY:
-        words += f", and applies updates for {busy:.0%} of its"
+        words += f", and applies updates for {_percent(busy)} of its"
         advice = (
             "spread its variables over more parameter servers: a partitioner cuts "
             "large ones"
@@ -208,7 +208,7 @@ def _pull(
 
 
 def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> Limit:
-    words = f"has nothing to do for {share:.0%} of its time"
+    words = f"has nothing to do for {_percent(share)} of its time"
     advice = "schedule more steps before you join or fetch; fewer workers would do"
     if queued:
         words += f", though {queued} closures wait in the program"
@@ -232,7 +232,7 @@ def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
         name,
         "push",
         busy,
-        f"applies updates for {busy:.0%} of its time",
+        f"applies updates for {_percent(busy)} of its time",
         "spread the variables over more parameter servers (a partitioner cuts large "
         "ones), or push less often",
         {"busy": busy, "p50": apply.get("p50", 0.0), "p99": apply.get("p99", 0.0)},
@@ -258,8 +258,8 @@ def _imbalance(
         name,
         "imbalance",
         min(1.0, max(waiting, default=0.0)) * moved[name] / whole,
-        f"moves {moved[name] / whole:.0%} of the bytes of all {len(moved)} parameter "
-        f"servers ({_size(moved[name])}/s)",
+        f"moves {_percent(moved[name] / whole)} of the bytes of all {len(moved)} "
+        f"parameter servers ({_size(moved[name])}/s)",
         "cut its large variables: ParameterServerStrategy(variable_partitioner=...)",
         {each: float(rate) for each, rate in moved.items()},
     )
@@ -267,7 +267,7 @@ def _imbalance(
 
 def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
-    usual = max(1, workers - 1)
+    usual = 2 * max(1, workers) - 1  # each fetches one step ahead
     if median <= OLD * usual:
         return
     yield Limit(
@@ -301,6 +301,10 @@ def _numbers(phase: str, worker: Mapping[str, Any]) -> dict[str, float]:
         f"{phase}_{name}": float(summary.get(name, 0.0))
         for name in ("p50", "p90", "p99")
     }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _size(number: float) -> str:

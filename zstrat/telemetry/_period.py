@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ._histogram import Plain
 
 _WINDOWED = {"phases": Unit.SECONDS, "staleness": Unit.COUNTS}
-_AVERAGED = ("rates", "time")
+_AVERAGED = ("rates", "time", "stalls")
 
 
 def over(looks: Sequence[TaskTold]) -> TaskTold:

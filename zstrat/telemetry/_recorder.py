@@ -10,19 +10,21 @@ by `PENDING`, spans of a capture by what it asked for.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from zstrat.errors import NotFoundError
+
 from ._histogram import Unit, Windowed
-from ._phases import Phase, PhaseSpan
-from ._throughput import Rate
+from ._phases import Phase
+from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._capture import SpanCapture
     from ._histogram import Plain
 
 EVERY: Final = 0.25
@@ -51,7 +53,9 @@ class StepTimes:
     idle: float = 0.0
     """Seconds in which there was no closure,"""
     stalled: float = 0.0
-    """and in which all waited for values."""
+    """and in which all waited for values;"""
+    stalls: dict[int, float] = field(default_factory=dict)
+    """by the server that answered last."""
 
 
 @final
@@ -66,15 +70,14 @@ class Recorder:
         self._phases: Final = {phase: Windowed() for phase in phases}
         self._staleness: Final[dict[str, Windowed]] = {}
         self._rates: Final[dict[str, Rate]] = {}
-        self._shares: Final[dict[str, Rate]] = {}
+        self._shares: Final = TimeShares()
+        self._stalls: Final = TimeShares()
+        self._began: float | None = None
         self._steps: Final = StepTimes()
         self._spans: Final[dict[Phase, list[float]]] = {}
         self._stale: Final[dict[str, list[int]]] = {}
         self._digested = 0.0
-        self._captured: deque[PhaseSpan] | None = None
-        self._until = 0.0
-        self.is_cut = False
-        """Spans of the present capture, or of the last one, had to be forgotten."""
+        self._capture: SpanCapture | None = None
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -87,7 +90,11 @@ class Recorder:
         steps.full += times.full
         steps.idle += times.idle
         steps.stalled += times.stalled
+        for server, seconds in times.stalls.items():
+            self._stalls.add(f"ps:{server}", seconds, now)
         self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(now)
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
         if many or now - self._digested > EVERY:
             self.digest(now)
@@ -99,6 +106,8 @@ class Recorder:
             spans = self._spans[phase] = []
         spans += (step, began, ended)
         self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(ended)
         if len(spans) > PENDING * 3:
             self.digest(ended)
 
@@ -113,24 +122,30 @@ class Recorder:
 
     def count(self, name: str, amount: float, now: float) -> None:
         """So many more of something of which the rate is told."""
-        self._rate(name).add(amount, now)
+        self._rate(name, now).add(amount, now)
 
     def reach(self, name: str, total: float, now: float) -> None:
         """The same, where somebody else keeps the sum."""
-        self._rate(name).reach(total, now)
+        self._rate(name, now).reach(total, now)
 
-    def _rate(self, name: str) -> Rate:
+    def traffic(self, got: int, sent: int, now: float) -> None:
+        """So many bytes came in and went out so far."""
+        self.reach("bytes_in", got, now)
+        self.reach("bytes_out", sent, now)
+
+    def _rate(self, name: str, now: float) -> Rate:
         rate = self._rates.get(name)
         if rate is None:
-            rate = self._rates[name] = Rate()
+            rate = self._rates[name] = Rate(now if self._began is None else self._began)
         return rate
 
     # ---- what is told ------------------------------------------------------------
 
     def plain(self, now: float) -> dict[str, Plain]:
         """All of it, as plain data: ``phases`` and ``staleness`` as `Windowed.plain`
-        by phase and store, ``rates`` per second, and ``time``, the shares of the time
-        of the thread that runs steps."""
+        by phase and store, ``rates`` per second, ``time``, the shares of the time of
+        the thread that runs steps (or of the loop that applies pushes), and ``stalls``:
+        those in which it waited for each server."""
         self.digest(now)
         return {
             "phases": {
@@ -140,39 +155,38 @@ class Recorder:
                 store: each.plain(now) for store, each in self._staleness.items()
             },
             "rates": {name: rate.per_second(now) for name, rate in self._rates.items()},
-            "time": {
-                name: share.per_second(now) for name, share in self._shares.items()
-            },
+            "time": self._shares.shares(now),
+            "stalls": self._stalls.shares(now),
         }
 
     # ---- a capture ---------------------------------------------------------------
 
-    def begin_capture(self, limit: int, now: float, until: float) -> None:
-        """From now on spans are kept, the last ``limit`` of them, and none that begins
-        after ``until``: who asked may be gone."""
+    def begin_capture(self, capture: SpanCapture, now: float) -> None:
+        """From now on spans, and what was moved by then, are kept there, too."""
         self.digest(now)
-        self._captured, self._until = deque(maxlen=limit), until
-        self.is_cut = False
+        self._capture = capture
+        capture.sample(now)
 
-    def spans(self, now: float) -> list[PhaseSpan]:
-        """Those that were captured since they were last asked for, in no order."""
+    def end_capture(self, now: float) -> SpanCapture:
+        """What was kept; in no order.
+
+        Raises:
+            NotFoundError: There was no capture.
+        """
         self.digest(now)
-        captured = self._captured
-        if captured is None:
-            return []
-        found = list(captured)
-        captured.clear()
-        return found
-
-    def end_capture(self) -> None:
-        """Spans are not kept any more."""
-        self._captured = None
+        capture, self._capture = self._capture, None
+        if capture is None:
+            raise NotFoundError("no capture is under way: the session began anew")
+        capture.sample(now)
+        return capture
 
     # ---- in bulk -----------------------------------------------------------------
 
     def digest(self, now: float) -> None:
         """Sorts what was noted into histograms and rates."""
         self._digested = now
+        if self._began is None:
+            self._began = now
         steps = self._steps
         if steps.quick:
             self._digest_steps(_rows(steps.quick, QUICK), now)
@@ -180,13 +194,15 @@ class Recorder:
         if steps.full:
             self._digest_steps(_rows(steps.full, FULL), now)
             steps.full.clear()
-        self._share("pull", steps.stalled, now)
-        self._share("idle", steps.idle, now)
+        self._shares.add("pull", steps.stalled, now)
+        self._shares.add("idle", steps.idle, now)
         steps.stalled = steps.idle = 0.0
         for phase, spans in self._spans.items():
             if spans:
                 number, began, ended = _rows(spans, 3).T
                 self._took(phase, number, began, ended, now)
+                if phase is Phase.APPLY:
+                    self._shares.add(str(phase), float((ended - began).sum()), now)
                 spans.clear()
         for store, found in self._stale.items():
             if found:
@@ -200,21 +216,15 @@ class Recorder:
         drew: Any = 0.0
         if rows.shape[1] == FULL:
             drew, asked, arrived, pulled, examples = rows.T[QUICK:]
-            self._share("draw", float(drew.sum()), now)
+            self._shares.add("draw", float(drew.sum()), now)
             self.count("examples", float(examples.sum()), now)
             self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
             pulls = pulled > 0
             self._captures(Phase.PULL, number, asked, arrived, pulls)
             self._phases[Phase.PULL].add_many(pulled[pulls], now)
-        self._share("compute", float(ran.sum()), now)
+        self._shares.add("compute", float(ran.sum()), now)
         self._took(Phase.WAIT, number, received, prepared - drew, now)
         self._took(Phase.COMPUTE, number, ended - ran, ended, now)
-
-    def _share(self, name: str, seconds: float, now: float) -> None:
-        share = self._shares.get(name)
-        if share is None:
-            share = self._shares[name] = Rate()
-        share.add(seconds, now)
 
     def _took(
         self,
@@ -237,16 +247,13 @@ class Recorder:
         ended: np.ndarray,
         which: np.ndarray | None,
     ) -> None:
-        captured = self._captured
-        if captured is None:
+        if self._capture is None:
             return
         columns = [number, began, ended]
         if which is not None:
             columns = [column[which] for column in columns]
-        for step, start, end in zip(*[each.tolist() for each in columns], strict=True):
-            if start <= self._until:
-                self.is_cut |= len(captured) == captured.maxlen
-                captured.append(PhaseSpan(int(step), phase, start, end))
+        spans = zip(*[each.tolist() for each in columns], strict=True)
+        self._capture.add(phase, spans)
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:

@@ -90,9 +90,7 @@ def _task(job: str, task: TaskTold) -> dict[str, Plain]:
                 for store, each in _part(told, "staleness").items()
             },
             "slow_pulls": {
-                name.removeprefix("last:"): _number(rate)
-                for name, rate in _part(told, "rates").items()
-                if name.startswith("last:")
+                name: _number(share) for name, share in _part(told, "stalls").items()
             },
             "compilations": int(_number(gauges.get("compilations"))),
             "cached_programs": int(_number(gauges.get("cached_programs"))),

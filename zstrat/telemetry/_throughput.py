@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import Final, final
 
 from ._histogram import RECENT
@@ -48,13 +48,18 @@ class Throughput:
 
 @final
 class Rate:
-    """A sum that only grows, and how much of it came per second of late."""
+    """A sum that only grows, from zero on, and how much of it came per second of late.
+
+    Args:
+        since: The time from which on it is counted.
+    """
 
     __slots__ = ("_throughput", "total")
 
-    def __init__(self) -> None:
+    def __init__(self, since: float) -> None:
         self.total = 0.0
         self._throughput = Throughput()
+        self._throughput.mark(since, 0.0)
 
     def add(self, amount: float, now: float) -> None:
         """So much came just now."""
@@ -70,6 +75,39 @@ class Rate:
         self.total = total
 
     def per_second(self, now: float) -> float:
-        """Of the last ten seconds, or since the first if that is less, but at least of
-        one second."""
+        """Of the last ten seconds, or of all if that is less, but at least of one."""
         return self._throughput.rate(now, self.total)
+
+
+@final
+class TimeShares:
+    """What a thread, or a loop, spends the last `RECENT` seconds with."""
+
+    __slots__ = ("_ring",)
+
+    def __init__(self) -> None:
+        self._ring: deque[tuple[int, Counter[str]]] = deque(maxlen=RECENT + 1)
+        """Seconds of the clock, and seconds spent that were told in each."""
+
+    def add(self, name: str, seconds: float, now: float) -> None:
+        """So much was spent with this until now."""
+        if not seconds:
+            return
+        second = math.floor(now)
+        if not self._ring or self._ring[-1][0] != second:
+            self._ring.append((second, Counter()))
+        self._ring[-1][1][name] += seconds  # type: ignore[assignment]
+
+    def shares(self, now: float) -> dict[str, float]:
+        """The parts of the time by name, together one at the most: what is not told is
+        not spent with any of them. What took long is told when it ends, and may fill
+        more than the window."""
+        since = math.floor(now) - RECENT
+        recent = [each for each in self._ring if each[0] >= since]
+        if not recent:
+            return {}
+        spent: Counter[str] = Counter()
+        for _, some in recent:
+            spent.update(some)
+        whole = max(now - recent[0][0], sum(spent.values()))
+        return {name: seconds / whole for name, seconds in spent.items()}

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 from zmq.backend import zmq_poll
 
+from ._traffic import SOCKET
+
 if TYPE_CHECKING:
     from zstrat.wire.connection import Frames, Peer
 
@@ -89,11 +91,16 @@ class Pump:
         try:
             for frame in to:
                 send(frame, _MORE)
+            nbytes = 0
             if len(frames) > 1:
                 for frame in frames[:-1]:
-                    send(frame, _MORE, len(frame) < _COPIED)
+                    size = len(frame)
+                    nbytes += size
+                    send(frame, _MORE, size < _COPIED)
             last = frames[-1]
-            send(last, _NOBLOCK, len(last) < _COPIED)
+            size = len(last)
+            send(last, _NOBLOCK, size < _COPIED)
+            SOCKET.sent += nbytes + size
         except zmq.Again:
             return Sending.BLOCKED
         except zmq.ZMQError as error:
@@ -143,10 +150,14 @@ class Pump:
             while left > 0 and not self._closed:
                 frame = recv(_NOBLOCK, False)
                 message = [frame]
+                size = nbytes = len(frame)
                 while frame.more:
                     frame = recv(_NOBLOCK, False)
                     message.append(frame)
-                left -= 1 + (len(frame) >> _UNIT)
+                    size = len(frame)
+                    nbytes += size
+                SOCKET.got += nbytes
+                left -= 1 + (size >> _UNIT)
                 if len(message) > at and len(message[at]) > _LONG_HEADER:
                     left -= len(message[at]) >> _HEADER_UNIT
                 receive(message)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, final
 
 import jax
 
+from zstrat.telemetry import SpanCapture
 from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import moved
 from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, Done, EndCapture
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class SessionCapture:
                 return ClockTold(self._clock())
             case BeginCapture(spans=spans, seconds=seconds):
                 now = self._clock()
-                self._recorder.begin_capture(spans, now, now + seconds)
+                capture = SpanCapture(spans, now + seconds, moved)
+                self._recorder.begin_capture(capture, now)
                 self._is_profiling = message.profile
                 return self._begin_profile() if message.profile else Done()
             case EndCapture():
@@ -59,7 +62,6 @@ class SessionCapture:
 
     def close(self) -> None:
         """The session is over."""
-        self._recorder.end_capture()
         if self._is_profiling:
             self._executor.tell(self._profile.stop)
 
@@ -73,12 +75,10 @@ class SessionCapture:
         return self._captured()
 
     def _captured(self) -> Captured:
-        recorder, profile = self._recorder, self._profile
-        spans = recorder.spans(self._clock())
-        is_cut = recorder.is_cut
-        recorder.end_capture()
-        phases, arrays = columns_of(spans)
-        return Captured(phases, is_cut, profile.folder, profile.problem, tuple(arrays))
+        capture, profile = self._recorder.end_capture(self._clock()), self._profile
+        phases, columns = columns_of(capture)
+        folder, problem = profile.folder, profile.problem
+        return Captured(phases, capture.is_cut, folder, problem, tuple(columns))
 
 
 @final

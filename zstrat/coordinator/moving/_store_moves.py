@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.coordinator.replication import StorePlace
+    from zstrat.wire import PlainTree
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -44,6 +45,8 @@ class MovingCluster(Protocol):
         """What the session is called, if another program may go on with it."""
         ...
 
+    @property
+    def replication(self) -> Replication | None: ...
     @property
     def ps(self) -> Sequence[TaskSession]:
         """By store."""
@@ -86,6 +89,23 @@ class StoreMoves:
     @property
     def addresses(self) -> dict[int, str]:
         return dict(sorted(self._addresses.items()))
+
+    @property
+    def metrics(self) -> dict[str, PlainTree]:
+        """Which process serves each store, and how often that changed."""
+        if (replication := self._cluster.replication) is not None:
+            return replication.statistics()
+        stores: list[PlainTree] = [
+            {
+                "store": task.index,
+                "process": task.name,
+                "address": task.address,
+                "backup": "",
+                "state": CopyPhase.ALONE.value,
+            }
+            for task in self._cluster.ps
+        ]
+        return {"stores_moved": 0, "stores": stores}
 
     # ---- the program's word ----------------------------------------------------------
 
@@ -175,9 +195,9 @@ class StoreMoves:
         """Who moves stores, with all processes there."""
         if self._cluster.name:
             raise InvalidArgumentError(
-                f"the session is called {self._cluster.name!r} (resume=), and a program "
-                "that goes on with it looks for its parameter servers where the cluster "
-                "says: leave out resume= to have them come and go"
+                f"the session is called {self._cluster.name!r} (resume=), and who goes "
+                "on with it looks for its parameter servers where the cluster says: "
+                "leave out resume= to have them come and go"
             )
         if (broken := self._cluster.broken) is not None:
             raise broken
@@ -296,10 +316,18 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:
-        """Each store has the copies that it is to have: one store at a time lacks one."""
+        """Each store has the copies that it is to have: one store at a time lacks one.
+
+        Raises:
+            PSUnavailableError: One is lost.
+        """
+        cluster, placement = self._cluster, replication.placement
         if replication.replicas:
-            placement = replication.placement
-            await replication.wait_until(lambda: not placement.without_backup)
+            await replication.wait_until(
+                lambda: not placement.without_backup or cluster.broken is not None
+            )
+            if placement.without_backup and (broken := cluster.broken) is not None:
+                raise broken
 
 
 def _present(replication: Replication) -> list[TaskSession]:

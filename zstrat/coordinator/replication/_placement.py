@@ -37,7 +37,7 @@ from ._orders import (
     CopyPhase,
     Detach,
     Drop,
-    Found,
+    Establish,
     Host,
     Lose,
     Promote,
@@ -140,7 +140,7 @@ class StorePlacement:
         for store in self.stores:
             if not self.is_own(store.number):
                 self._change(store, CopyPhase.FOUNDING, "")
-                orders.append(Found(store.number, store.view, store.home))
+                orders.append(Establish(store.number, store.view, store.home))
         return orders
 
     @property
@@ -290,7 +290,7 @@ class StorePlacement:
         return [Attach(store.number, store.view, store.backup)]
 
     def founded(
-        self, order: Found, address: str, incarnation: int
+        self, order: Establish, address: str, incarnation: int
     ) -> list[PlacementOrder]:
         """The process serves the store, empty, there."""
         store = self.stores[order.store]
@@ -316,10 +316,7 @@ class StorePlacement:
         if not self._is_of_now(order, CopyPhase.DETACHING):
             return []
         backup, store.backup = store.backup, None
-        orders: list[PlacementOrder] = []
-        if backup is not None and self._processes[backup.process].is_there:
-            orders.append(Drop(store.number, store.view, backup.process))
-        return orders + self._served(store)
+        return self._dropped(store, backup) + self._served(store)
 
     def promoted(self, order: Promote) -> list[PlacementOrder]:
         """The backup is the primary."""
@@ -332,11 +329,8 @@ class StorePlacement:
             store.home = order.backup.process
         else:
             self.failovers += 1
-        orders = self._served(store)
-        if self._processes[former.process].is_there:
-            drop = Drop(store.number, store.view, former.process)
-            orders.insert(0, drop)  # before a new backup of it is asked for
-        return orders
+        dropped = self._dropped(store, former)  # before a new backup is asked for
+        return dropped + self._served(store)
 
     def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Who was asked has said no: nothing of the order was done, nor will be."""
@@ -353,8 +347,10 @@ class StorePlacement:
                 self._refused_by_backup(store)
                 return self._detach(store, reason)
             case CopyPhase.PROMOTING:
+                backup = store.backup
                 self._forget_backup(store)
-                return self._detach_or_lose(store, reason)
+                orders = self._detach_or_lose(store, reason)
+                return [*orders, *self._dropped(store, backup)]
             case CopyPhase.DETACHING:
                 return self._promote_or_lose(store, reason)
             case _:
@@ -384,7 +380,7 @@ class StorePlacement:
     # ---- private ---------------------------------------------------------------------
 
     def _may_hear(self, order: Asked) -> bool:
-        return self._is_started or isinstance(order, Found)
+        return self._is_started or isinstance(order, Establish)
 
     def _is_of_now(self, order: Asked, phase: CopyPhase) -> bool:
         store = self.stores[order.store]
@@ -528,6 +524,11 @@ class StorePlacement:
         self._forget_backup(store)
         store.phase = CopyPhase.ALONE
         return self._seek(store)
+
+    def _dropped(self, store: StorePlace, copy: Copy | None) -> list[PlacementOrder]:
+        if copy is None or not self._processes[copy.process].is_there:
+            return []
+        return [Drop(store.number, store.view, copy.process)]
 
     def _forget_backup(self, store: StorePlace) -> None:
         """And the move that it was for."""

@@ -43,7 +43,7 @@ from ._orders import (
     CopyPhase,
     Detach,
     Drop,
-    Found,
+    Establish,
     Host,
     Lose,
     Promote,
@@ -284,10 +284,9 @@ class Replication:
         place = self.placement.stores[store]
         self._carry_out(self.placement.move(store, target))
         try:
-            await self.wait_until(lambda: place.target is None)
-        except asyncio.CancelledError:
+            await self.wait_until(lambda: place.target is None or place.is_lost)
+        finally:
             self._carry_out(self.placement.stay(store, "it is not to move any more"))
-            raise
 
     def evict(self, store: int) -> None:
         """Has the backup of the store be in another process than now."""
@@ -368,11 +367,9 @@ class Replication:
         """How often a backup became primary, how many stores have none now, and where
         stores are."""
         placement = self.placement
-        counts: dict[str, PlainTree] = {
-            "failovers": placement.failovers,
-            "stores_moved": placement.moves,
-        }
+        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self.replicas:
+            counts["failovers"] = placement.failovers
             counts["stores_without_backup"] = placement.without_backup
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
@@ -474,7 +471,7 @@ class Replication:
                 named = primary.hello.incarnation
                 host = HostStore(session, store, view, primary=named)
                 return await process.link.submit(host, deadline=deadline)
-            case Found(store, _, number):
+            case Establish(store, _, number):
                 process = self.processes[number]
                 await process.wait_ready(deadline)
                 deadline = loop.time() + self._timeouts.request
@@ -521,7 +518,7 @@ class Replication:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
                 return self._hosted(order, answer)
-            case Found():
+            case Establish():
                 assert isinstance(answer, StoreHosted), answer
                 address = reached_as(answer.address, self.addresses[order.process])
                 return placement.founded(order, address, answer.incarnation)
@@ -594,6 +591,7 @@ class Replication:
         if not task.is_ready:
             task.give_up(order.reason)
             self._cluster.store_lost(order.store, order.reason)
+        self._news.set()
 
     # ---- private ---------------------------------------------------------------------
 
@@ -632,7 +630,7 @@ class Replication:
         match order:
             case Host():
                 return f"{self.processes[order.process].name} keeps no backup of {name}"
-            case Found():
+            case Establish():
                 return f"{self.processes[order.process].name} does not host {name}"
             case Attach():
                 return f"{name} does not fill its backup"

@@ -102,10 +102,13 @@ class ServerLine:
         "_task",
         "_timeout",
         "_waits",
+        "repeats",
     )  # fmt: skip
 
     def __init__(self, link: LineLink, task: str, request_timeout: float) -> None:
         self._link, self._task, self._timeout = link, task, request_timeout
+        self.repeats = 0
+        """How often a request was sent again, or had to wait to be sent at all."""
         self._broken: list[_Held] = []
         self._later: list[_Held] = []
         self._flows = True
@@ -164,6 +167,7 @@ class ServerLine:
             self._pause()
         elif repeated is None and isinstance(error, PeerLostError):
             return None
+        self.repeats += 1
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))

@@ -113,7 +113,7 @@ class Standing:
         if self.view or self.is_to_have_backup:
             raise InvalidArgumentError(
                 f"{self._task}: workers that are programs of their own cannot use "
-                "servers with second copies: leave out replicas=1"
+                "servers with second copies, or stores that move: leave out replicas=1"
             )
 
     def statistics(self) -> dict[str, PlainTree]:
