@@ -17,7 +17,7 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
-from zstrat.telemetry import PS_PHASES, Recorder, resident_bytes
+from zstrat.telemetry import PS_PHASES, Recorder, SpanCapture, resident_bytes
 from zstrat.telemetry.timeline import columns_of
 from zstrat.transport import TelemetryNotices, lanes, moved
 from zstrat.wire import (
@@ -293,11 +293,13 @@ class PsService:
             case AskClock():
                 return ClockTold(now)
             case BeginCapture(spans=spans, seconds=seconds):
-                recorder.begin_capture(spans, now, now + seconds)
+                capture = SpanCapture(spans, now + seconds, moved)
+                recorder.begin_capture(capture, now)
                 return Done()
             case EndCapture():
-                phases, columns = columns_of(recorder.end_capture(now))
-                return Captured(phases, recorder.is_cut, "", "", tuple(columns))
+                capture = recorder.end_capture(now)
+                phases, columns = columns_of(capture)
+                return Captured(phases, capture.is_cut, "", "", tuple(columns))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         if self._silence is not None:

@@ -10,7 +10,6 @@ by `PENDING`, spans of a capture by what it asked for.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -19,12 +18,13 @@ import numpy as np
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed
-from ._phases import Phase, PhaseSpan
+from ._phases import Phase
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ._capture import SpanCapture
     from ._histogram import Plain
 
 EVERY: Final = 0.25
@@ -77,10 +77,7 @@ class Recorder:
         self._spans: Final[dict[Phase, list[float]]] = {}
         self._stale: Final[dict[str, list[int]]] = {}
         self._digested = 0.0
-        self._captured: deque[PhaseSpan] | None = None
-        self._until = 0.0
-        self.is_cut = False
-        """Spans of the present capture, or of the last one, had to be forgotten."""
+        self._capture: SpanCapture | None = None
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -96,6 +93,8 @@ class Recorder:
         for server, seconds in times.stalls.items():
             self._stalls.add(f"ps:{server}", seconds, now)
         self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(now)
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
         if many or now - self._digested > EVERY:
             self.digest(now)
@@ -107,6 +106,8 @@ class Recorder:
             spans = self._spans[phase] = []
         spans += (step, began, ended)
         self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(ended)
         if len(spans) > PENDING * 3:
             self.digest(ended)
 
@@ -160,24 +161,24 @@ class Recorder:
 
     # ---- a capture ---------------------------------------------------------------
 
-    def begin_capture(self, limit: int, now: float, until: float) -> None:
-        """From now on spans are kept, the last ``limit`` of them, and none that begins
-        after ``until``: who asked may be gone."""
+    def begin_capture(self, capture: SpanCapture, now: float) -> None:
+        """From now on spans, and what was moved by then, are kept there, too."""
         self.digest(now)
-        self._captured, self._until = deque(maxlen=limit), until
-        self.is_cut = False
+        self._capture = capture
+        capture.sample(now)
 
-    def end_capture(self, now: float) -> list[PhaseSpan]:
-        """Spans are not kept any more; those that were, in no order.
+    def end_capture(self, now: float) -> SpanCapture:
+        """What was kept; in no order.
 
         Raises:
             NotFoundError: There was no capture.
         """
         self.digest(now)
-        captured, self._captured = self._captured, None
-        if captured is None:
+        capture, self._capture = self._capture, None
+        if capture is None:
             raise NotFoundError("no capture is under way: the session began anew")
-        return list(captured)
+        capture.sample(now)
+        return capture
 
     # ---- in bulk -----------------------------------------------------------------
 
@@ -246,16 +247,13 @@ class Recorder:
         ended: np.ndarray,
         which: np.ndarray | None,
     ) -> None:
-        captured = self._captured
-        if captured is None:
+        if self._capture is None:
             return
         columns = [number, began, ended]
         if which is not None:
             columns = [column[which] for column in columns]
-        for step, start, end in zip(*[each.tolist() for each in columns], strict=True):
-            if start <= self._until:
-                self.is_cut |= len(captured) == captured.maxlen
-                captured.append(PhaseSpan(int(step), phase, start, end))
+        spans = zip(*[each.tolist() for each in columns], strict=True)
+        self._capture.add(phase, spans)
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:

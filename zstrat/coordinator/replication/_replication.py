@@ -43,7 +43,7 @@ from ._orders import (
     CopyPhase,
     Detach,
     Drop,
-    Found,
+    Establish,
     Host,
     Lose,
     Promote,
@@ -467,7 +467,7 @@ class Replication:
                 deadline = loop.time() + self._timeouts.request
                 host = HostStore(session, store, view)
                 return await process.link.submit(host, deadline=deadline)
-            case Found(store, _, number):
+            case Establish(store, _, number):
                 process = self.processes[number]
                 await process.wait_ready(deadline)
                 deadline = loop.time() + self._timeouts.request
@@ -514,7 +514,7 @@ class Replication:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
                 return self._hosted(order, answer)
-            case Found():
+            case Establish():
                 assert isinstance(answer, StoreHosted), answer
                 address = reached_as(answer.address, self.addresses[order.process])
                 return placement.founded(order, address, answer.incarnation)
@@ -622,7 +622,7 @@ class Replication:
         match order:
             case Host():
                 return f"{self.processes[order.process].name} keeps no backup of {name}"
-            case Found():
+            case Establish():
                 return f"{self.processes[order.process].name} does not host {name}"
             case Attach():
                 return f"{name} does not fill its backup"

@@ -126,6 +126,7 @@ _OF_A_PROGRAM: Final = (
     _counter("coordinator.steps_lost", "steps_lost", "With lost servers."),
     _counter("coordinator.failovers", "failovers", "Backups that took over."),
     _gauge("coordinator.stores_without_backup", "stores_without_backup", "Of ps."),
+    _counter("coordinator.stores_moved", "stores_moved", "To other processes."),
     _counter("coordinator.workers_added", "workers_added", "Came while it ran."),
     _counter("coordinator.workers_moved", "workers_moved", "To other addresses."),
     _counter("coordinator.workers_removed", "workers_removed", "Went."),
