@@ -1,10 +1,10 @@
 """A time line as OpenTelemetry's spans, in the JSON of its protocol (OTLP).
 
 What a collector takes at ``/v1/traces``, and what its receiver of files reads. A task
-is a resource, a span a span. What follows from a call that scheduled a step is one trace:
-an arrow makes the span that it leads from the parent, and a second arrow to the same
-span becomes a link. Times are those of the day, by the clock of the program. There are
-no curves in it: OTLP has these as metrics, which are told as they are.
+is a resource, a span a span. What follows from a call that scheduled a step is one
+trace: an arrow makes the span that it leads from the parent, and a second arrow to the
+same span becomes a link. Times are those of the day, by the clock of the program. There
+are no curves in it: OTLP has these as metrics, which are told as they are.
 """
 
 from __future__ import annotations
