@@ -4,17 +4,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from killed_program import Counting
+from system_worlds import all_running
 
 import zstrat as zs
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture
-def local(tmp_path):
-    tmp_path.chmod(0o700)
-    with zs.LocalCluster(2, 1, env={"ZSTRAT_STATE": str(tmp_path)}) as cluster:
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("state")
+    folder.chmod(0o700)
+    with zs.LocalCluster(2, 1, env={"ZSTRAT_STATE": str(folder)}) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def local(cluster):
+    return all_running(cluster)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Looked at behind all tests: what one has started again may stay for the next."""
 
 
 def stopped(local, *tasks):
@@ -60,3 +72,14 @@ def test_nothing_is_lost_whoever_is_stopped(local):
         check(work, 240)
         mine.assign_add(1.0)
         assert mine.numpy() == 3
+
+
+def test_a_server_leaves_all_its_stores(local):
+    with zs.ParameterServerStrategy(local.resolver, stores_per_ps=2) as strategy:
+        work = Counting(strategy)
+        work.schedule(range(60))[5].fetch()
+        stopped(local, "ps:0")
+        local.restart("ps:0")
+        work.schedule(range(60, 80))
+        check(work, 80)
+        assert len(set(strategy.session.cluster.ps)) == 4

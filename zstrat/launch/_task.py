@@ -145,6 +145,7 @@ class Task:
             absorb=absorb,
             on_lost=self._lost,
             security=self._security,
+            on_waited=None if self._ps is None else self._ps.waited,
         )
 
     async def start(self) -> None:

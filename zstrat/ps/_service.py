@@ -17,9 +17,10 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
-from zstrat.telemetry import PS_PHASES, Recorder, SpanCapture, resident_bytes
+from zstrat.telemetry import PS_PHASES, Phase, Recorder, SpanCapture, resident_bytes
 from zstrat.telemetry.timeline import columns_of
-from zstrat.transport import TelemetryNotices, lanes, moved
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     AppliedParts,
     AskClock,
@@ -65,6 +66,7 @@ from .replication._standing import ReplicationRequest, Standing, tell_owner
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
+from .store._ledger import UNNAMED
 from .store._lookups import row_bytes
 from .store._store import Store
 
@@ -85,6 +87,7 @@ _LARGE: Final = 2**20
 """Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
 """
 
+
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -101,8 +104,8 @@ class PsService:
             which this is the backup until it is made the primary itself.
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
-        tells: It tells its coordinator how it is, about once a second.
         leaves: What is here when it ends is left for another process (`left`).
+        tells: It tells its coordinator how it is, about once a second.
         inherited: What the process before has left.
     """
 
@@ -119,8 +122,8 @@ class PsService:
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
-        tells: bool = False,
         leaves: bool = False,
+        tells: bool = False,
         inherited: LeftStore | None = None,
     ) -> None:
         self._settings = settings
@@ -296,7 +299,7 @@ class PsService:
             case AskClock():
                 return ClockTold(now)
             case BeginCapture(spans=spans, seconds=seconds):
-                capture = SpanCapture(spans, now + seconds, moved)
+                capture = SpanCapture(spans, now + seconds, moved_bytes)
                 recorder.begin_capture(capture, now)
                 return Done()
             case EndCapture():
@@ -361,7 +364,8 @@ class PsService:
             log.warning(
                 "the %d variables of session %#x of %s end with this process: with a "
                 "state folder (--state-dir, ZSTRAT_STATE) the next one would go on "
-                "with them",
+                "with them, and strategy.parameter_servers.drain would have moved "
+                "them before",
                 len(self._store),
                 owner.session,
                 owner,
@@ -383,8 +387,8 @@ class PsService:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether another process may have a copy of the store."""
-        return self._is_aside or self._standing.view > 0
+        """Whether another process has a copy of the store, or is to have one."""
+        return self._is_aside or self._standing.is_to_have_backup
 
     async def _finish(self) -> bool:
         self._draining = True
@@ -431,7 +435,7 @@ class PsService:
         now, recorder, counts = self._clock(), self.recorder, self._store.counts
         recorder.reach("pulls", counts.pulls, now)
         recorder.reach("pushes", counts.pushes, now)
-        recorder.traffic(*moved(), now)
+        recorder.traffic(*moved_bytes(), now)
         gauges: dict[str, PlainTree] = {
             "memory": resident_bytes(),
             "waiting": len(self._serving),
@@ -439,6 +443,10 @@ class PsService:
         }
         told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
         return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    def waited(self, began: float, ended: float) -> None:
+        """An answer had to wait for its way, or for its reader."""
+        self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
 
     @property
     def recorder(self) -> Recorder:

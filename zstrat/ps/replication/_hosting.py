@@ -265,9 +265,9 @@ class HostedStores:
             connect=backup_links(me, self._settings, self._security, self._sockets),
             backup_of=backup_of,
             on_cleared=self.look,
-            tells=True,
             leaves=self._leaves,
             inherited=left,
+            tells=True,
         )
 
     async def _later(
