@@ -191,7 +191,6 @@ class HostedStores:
             connect=backup_links(me, self._settings, self._security, self._sockets),
             backup_of=(message.session, message.view),
             on_cleared=self.look,
-            tells=True,
         )
         endpoint = Endpoint(
             me,
