@@ -112,6 +112,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "CheckpointManager",
             "CheckpointWarning",
             "JsonLines",
+            "MetricsExport",
             "MetricsWriter",
             "PreemptionCheckpointHandler",
             "PreemptionHandler",

@@ -22,6 +22,7 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.program import StepIterator, Structure, fill_inputs, load
+from zstrat.telemetry import SpanCapture
 from zstrat.telemetry.timeline import columns_of
 from zstrat.testing import FakeLink
 from zstrat.wire import (
@@ -102,7 +103,9 @@ class FakeTask:
                 self.capturing.append(message)
                 return Done()
             case EndCapture():
-                phases, columns = columns_of(self.spans)
+                capture = SpanCapture(1000, self.now, lambda: (0, 0))
+                capture.spans.extend(self.spans)
+                phases, columns = columns_of(capture)
                 return Captured(phases, False, "", "", tuple(columns))
             case OpenSession():
                 if self.busy:

@@ -369,7 +369,8 @@ OFTEN = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestThreeProcesses, TestTwoProcesses = Stores.TestCase, TwoProcesses.TestCase
-TestMoves, TestMovesOfOneCopy = MovingStores.TestCase, MovingBareStores.TestCase
+TestMoves = MovingStores.TestCase
+TestMovesOfOneCopy = MovingBareStores.TestCase
 TestThreeProcesses.settings = TestTwoProcesses.settings = OFTEN
 TestMoves.settings = TestMovesOfOneCopy.settings = OFTEN
 

@@ -12,6 +12,7 @@ from zstrat.telemetry import (
     PhaseSpan,
     Rate,
     Recorder,
+    SpanCapture,
     StepTimes,
     TimeShares,
 )
@@ -100,16 +101,16 @@ def test_a_rate_is_that_of_the_last_ten_seconds():
     assert rate.total == 3 * 199
 
 
-def test_a_capture_keeps_the_last_spans_with_their_steps():
+def test_a_capture_has_each_phase_of_the_steps_behind_its_begin():
     recorder = Recorder(WORKER_PHASES)
     recorder.ran(StepTimes(full=[*full(1)]), 10.0)
     told = []
     recorder.on_capture = told.append
-    recorder.begin_capture(100, 10.0, 99.0)
+    recorder.begin_capture(SpanCapture(100, 100.0, lambda: (0, 0)), 10.0)
     quick = (3, 1.0, 2.0, 3.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0)
     recorder.ran(StepTimes(full=[*full(2), *quick]), 10.1)
     recorder.spent(Phase.PUSH, 2, 10.0, 12.0)
-    assert sorted(recorder.end_capture(12.0)) == [
+    assert sorted(recorder.end_capture(12.0).spans) == [
         PhaseSpan(2, Phase.COMPUTE, 6.0, 10.0),
         PhaseSpan(2, Phase.DRAW, 1.0, 3.0),
         PhaseSpan(2, Phase.PULL, 3.0, 6.0),
@@ -118,24 +119,20 @@ def test_a_capture_keeps_the_last_spans_with_their_steps():
         PhaseSpan(3, Phase.COMPUTE, 2.0, 5.0),
         PhaseSpan(3, Phase.WAIT, 1.0, 2.0),
     ]
-    assert not recorder.is_cut
-    recorder.begin_capture(2, 12.0, 99.0)
-    recorder.ran(StepTimes(full=[*full(4)]), 20.0)
-    assert len(recorder.end_capture(20.0)) == 2
-    assert recorder.is_cut
-    assert told == [True, False] * 2, "those who give numbers are told to"
+    assert told == [True, False], "those who give numbers are told to"
 
 
 def test_a_capture_that_nobody_ends_costs_nothing_for_long():
     recorder = Recorder(WORKER_PHASES)
     told = []
     recorder.on_capture = told.append
-    recorder.begin_capture(100, 10.0, 15.0)
+    recorder.begin_capture(SpanCapture(100, 15.0, lambda: (0, 0)), 10.0)
     recorder.spent(Phase.PUSH, 1, 14.0, 14.5)
     recorder.spent(Phase.PUSH, 2, 16.0, 16.5)
     recorder.digest(17.0)
     assert told == [True, False]
-    assert recorder.end_capture(30.0) == [PhaseSpan(1, Phase.PUSH, 14.0, 14.5)]
+    kept = recorder.end_capture(30.0).spans
+    assert list(kept) == [PhaseSpan(1, Phase.PUSH, 14.0, 14.5)]
 
 
 def test_a_parameter_server_is_as_busy_as_it_applies():
@@ -144,3 +141,14 @@ def test_a_parameter_server_is_as_busy_as_it_applies():
         recorder.spent(Phase.APPLY, second, second, second + 0.5)
         recorder.digest(second + 0.5)
     assert recorder.plain(11.6)["time"]["apply"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_pushes_that_wait_for_one_thread_keep_it_busy_once():
+    recorder = Recorder(PS_PHASES)
+    for began, ended in ((0.0, 2.0), (1.0, 2.0), (0.5, 3.0), (4.0, 5.0)):
+        recorder.spent(Phase.APPLY, 1, began, ended)
+    recorder.digest(5.0)
+    recorder.spent(Phase.APPLY, 1, 4.5, 6.0)
+    recorder.digest(9.0)
+    # Busy from 0 to 3 and from 4 to 6; the window begins with the second 5.
+    assert recorder.plain(15.0)["time"]["apply"] == pytest.approx(0.5)

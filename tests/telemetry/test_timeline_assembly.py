@@ -1,8 +1,11 @@
 """What tasks have noted, each by its own clock, becomes one picture."""
 
+import itertools
+
 import pytest
 
-from zstrat.telemetry import Phase, PhaseSpan
+from zstrat.errors import NotFoundError
+from zstrat.telemetry import Phase, PhaseSpan, Recorder, SpanCapture, TrafficPoint
 from zstrat.telemetry.timeline import (
     ClockLine,
     ClockReading,
@@ -10,7 +13,7 @@ from zstrat.telemetry.timeline import (
     TaskNotes,
     assemble,
     columns_of,
-    spans_of,
+    from_columns,
 )
 
 AHEAD = ClockLine(ClockReading(1100.0, 1000.0, 0.001))
@@ -135,21 +138,71 @@ def test_after_so_many_steps_it_is_enough_once():
     assert called == [4]
 
 
-def test_spans_travel_in_columns():
-    spans = [
-        PhaseSpan(step, phase, step + 0.25, step + 0.5)
-        for step, phase in enumerate(Phase)
-    ] + [PhaseSpan(-1, Phase.SEND, 1e9, 1e9 + 1e-6)]
-    names, columns = columns_of(spans)
-    assert spans_of(names, columns) == spans
-    assert spans_of(*columns_of([])) == []
-    assert sum(column.nbytes for column in columns) == 25 * len(spans)
+def test_what_a_task_has_moved_is_a_curve_from_zero():
+    points = [
+        TrafficPoint(1101.0, 5000, 70),
+        TrafficPoint(1102.0, 6000, 70),
+        TrafficPoint(1103.5, 9000, 80),
+    ]
+    timeline = assemble(notes(), [TaskNotes("ps:0", AHEAD, traffic=points)], 103.0, {})
+    assert [(c.name, c.unit, c.points) for c in timeline.tasks[1].curves] == [
+        ("received", "bytes", [(101.0, 0), (102.0, 1000)]),
+        ("sent", "bytes", [(101.0, 0), (102.0, 0)]),
+    ]
 
 
-@pytest.mark.parametrize("broken", [lambda c: c[:2], lambda c: [c[0][:1], *c[1:]]])
+def captured(limit=100, until=50.0):
+    """A recorder that notes a push a second, of which 10 bytes came and 1 went."""
+    count = itertools.count(1)
+
+    def moved():
+        seconds = next(count)
+        return 10 * seconds, seconds
+
+    recorder = Recorder([Phase.APPLY])
+    recorder.spent(Phase.APPLY, 99, -2.0, -1.0)  # before anybody asked
+    recorder.begin_capture(SpanCapture(limit, until, moved), now=0.0)
+    for step in range(5):
+        recorder.spent(Phase.APPLY, step, step + 0.25, step + 0.75)
+    return recorder.end_capture(now=6.0)
+
+
+def test_what_a_recorder_captures_travels_in_columns():
+    capture = captured()
+    spans = [PhaseSpan(n, Phase.APPLY, n + 0.25, n + 0.75) for n in range(5)]
+    times = [0.0, 0.75, 1.75, 2.75, 3.75, 4.75, 6.0]
+    points = [TrafficPoint(at, 10 * n, n) for n, at in enumerate(times, 1)]
+    assert not capture.is_cut
+    names, columns = columns_of(capture)
+    assert from_columns(names, columns) == (spans, points)
+    assert sum(column.nbytes for column in columns) == 25 * 5 + 24 * 7
+
+
+def test_a_capture_keeps_the_last_and_says_that_there_was_more():
+    capture = captured(limit=2)
+    assert capture.is_cut
+    assert [span.step for span in capture.spans] == [3, 4]
+
+
+def test_nothing_is_kept_for_somebody_who_does_not_come_back():
+    capture = captured(until=2.5)
+    assert not capture.is_cut
+    assert [span.step for span in capture.spans] == [0, 1, 2]
+    assert [point.at for point in capture.traffic] == [0.0, 0.75, 1.75]
+
+
+def test_a_capture_that_was_not_begun_is_none():
+    with pytest.raises(NotFoundError, match="session began anew"):
+        Recorder([Phase.APPLY]).end_capture(0.0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lambda c: c[:2], lambda c: [c[0][:1], *c[1:]], lambda c: [*c[:3], c[3][:2]]],
+)
 def test_columns_that_are_none_are_refused(broken):
-    names, columns = columns_of([PhaseSpan(1, Phase.PULL, 0.0, 1.0)] * 2)
+    names, columns = columns_of(captured())
     with pytest.raises(ValueError, match="no columns of spans"):
-        spans_of(names, broken(columns))
+        from_columns(names, broken(columns))
     with pytest.raises(ValueError, match="no columns of spans"):
-        spans_of(["nap"], columns)
+        from_columns(["nap"], columns)

@@ -1,5 +1,7 @@
 """What a run tells of itself: how long, how often, how stale, and what holds it up."""
 
+from ._capture import SpanCapture as SpanCapture
+from ._capture import TrafficPoint as TrafficPoint
 from ._histogram import EDGES as EDGES
 from ._histogram import RECENT as RECENT
 from ._histogram import Histogram as Histogram

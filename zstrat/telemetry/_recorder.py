@@ -9,9 +9,9 @@ by `PENDING`, spans of a capture by what it asked for.
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
@@ -21,12 +21,13 @@ import numpy as np
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed
-from ._phases import Phase, PhaseSpan
+from ._phases import Phase
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ._capture import SpanCapture
     from ._histogram import Plain
 
 EVERY: Final = 0.25
@@ -75,16 +76,14 @@ class Recorder:
         self._shares: Final = TimeShares()
         self._stalls: Final = TimeShares()
         self._began: float | None = None
+        self._busy_until = -math.inf
         self._steps: Final = StepTimes()
         self._spans: Final[dict[Phase, list[float]]] = {}
         self._stale: Final[dict[str, list[int]]] = {}
         self._digested = 0.0
-        self._captured: deque[PhaseSpan] | None = None
+        self._capture: SpanCapture | None = None
         self.on_capture: Callable[[bool], None] = _ignore
         """Called when a capture begins, and when it ends."""
-        self._until = 0.0
-        self.is_cut = False
-        """Spans of the present capture, or of the last one, had to be forgotten."""
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -100,6 +99,8 @@ class Recorder:
         for server, seconds in times.stalls.items():
             self._stalls.add(f"ps:{server}", seconds, now)
         self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(now)
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
         if many or now - self._digested > EVERY:
             self.digest(now)
@@ -111,6 +112,8 @@ class Recorder:
             spans = self._spans[phase] = []
         spans += (step, began, ended)
         self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(ended)
         if len(spans) > PENDING * 3:
             self.digest(ended)
 
@@ -164,26 +167,26 @@ class Recorder:
 
     # ---- a capture ---------------------------------------------------------------
 
-    def begin_capture(self, limit: int, now: float, until: float) -> None:
-        """From now on spans are kept, the last ``limit`` of them, and none that begins
-        after ``until``: who asked may be gone."""
+    def begin_capture(self, capture: SpanCapture, now: float) -> None:
+        """From now on spans, and what was moved by then, are kept there, too."""
         self.digest(now)
-        self._captured, self._until = deque(maxlen=limit), until
-        self.is_cut = False
+        self._capture = capture
+        capture.sample(now)
         self.on_capture(True)
 
-    def end_capture(self, now: float) -> list[PhaseSpan]:
-        """Spans are not kept any more; those that were, in no order.
+    def end_capture(self, now: float) -> SpanCapture:
+        """What was kept; in no order.
 
         Raises:
             NotFoundError: There was no capture.
         """
         self.digest(now)
-        captured, self._captured = self._captured, None
+        capture, self._capture = self._capture, None
         self.on_capture(False)
-        if captured is None:
+        if capture is None:
             raise NotFoundError("no capture is under way: the session began anew")
-        return list(captured)
+        capture.sample(now)
+        return capture
 
     # ---- in bulk -----------------------------------------------------------------
 
@@ -192,7 +195,7 @@ class Recorder:
         self._digested = now
         if self._began is None:
             self._began = now
-        if self._captured is not None and now > self._until:
+        if self._capture is not None and now > self._capture.until:
             self.on_capture(False)
         steps = self._steps
         if steps.quick:
@@ -209,13 +212,23 @@ class Recorder:
                 number, began, ended = _rows(spans, 3).T
                 self._took(phase, number, began, ended, now)
                 if phase is Phase.APPLY:
-                    self._shares.add(str(phase), float((ended - began).sum()), now)
+                    self._shares.add(str(phase), self._busy(began, ended), now)
                 spans.clear()
         for store, found in self._stale.items():
             if found:
                 windowed = self._staleness.setdefault(store, Windowed(Unit.COUNTS))
                 windowed.add_many(found, now)
                 found.clear()
+
+    def _busy(self, began: np.ndarray, ended: np.ndarray) -> float:
+        """Seconds that the spans cover, and none before has covered: some wait for the
+        same thread."""
+        order = np.argsort(began)
+        began, ended = began[order], np.maximum.accumulate(ended[order])
+        before = np.concatenate(([self._busy_until], ended[:-1]))
+        before = np.maximum(before, self._busy_until)
+        self._busy_until = max(self._busy_until, float(ended[-1]))
+        return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
         received, prepared, ran = rows.T
@@ -259,16 +272,13 @@ class Recorder:
         ended: np.ndarray,
         which: np.ndarray | None,
     ) -> None:
-        captured = self._captured
-        if captured is None:
+        if self._capture is None:
             return
         columns = [number, began, ended]
         if which is not None:
             columns = [column[which] for column in columns]
-        for step, start, end in zip(*[each.tolist() for each in columns], strict=True):
-            if start <= self._until:
-                self.is_cut |= len(captured) == captured.maxlen
-                captured.append(PhaseSpan(int(step), phase, start, end))
+        spans = zip(*[each.tolist() for each in columns], strict=True)
+        self._capture.add(phase, spans)
 
 
 def _rows(numbers: list[float], width: int) -> np.ndarray:

@@ -180,8 +180,10 @@ class EndCapture:
 @message
 class Captured:
     """The spans: steps (int64 [n]), places in ``phases`` (uint8 [n]), begins and ends
-    (float64 [2, n], seconds by the clock of `ClockTold`). ``is_cut``: there were more.
-    ``profile``: the folder that jax's profile is in; ``problem``: why there is none."""
+    (float64 [2, n], seconds by the clock of `ClockTold`); and times, bytes that the
+    process has got and has sent by then (float64 [3, m]). ``is_cut``: there were more
+    spans. ``profile``: the folder that jax's profile is in; ``problem``: why there is
+    none."""
 
     kind: ClassVar = 110
     phases: list[str]

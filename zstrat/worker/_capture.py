@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, final
 
 import jax
 
+from zstrat.telemetry import SpanCapture
 from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import moved_bytes
 from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, Done, EndCapture
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class SessionCapture:
                 return ClockTold(self._clock())
             case BeginCapture(spans=spans, seconds=seconds):
                 now = self._clock()
-                self._recorder.begin_capture(spans, now, now + seconds)
+                capture = SpanCapture(spans, now + seconds, moved_bytes)
+                self._recorder.begin_capture(capture, now)
                 self._is_profiling = message.profile
                 return self._begin_profile() if message.profile else Done()
             case EndCapture():
@@ -72,10 +75,10 @@ class SessionCapture:
         return self._captured()
 
     def _captured(self) -> Captured:
-        recorder, profile = self._recorder, self._profile
-        phases, columns = columns_of(recorder.end_capture(self._clock()))
+        capture, profile = self._recorder.end_capture(self._clock()), self._profile
+        phases, columns = columns_of(capture)
         folder, problem = profile.folder, profile.problem
-        return Captured(phases, recorder.is_cut, folder, problem, tuple(columns))
+        return Captured(phases, capture.is_cut, folder, problem, tuple(columns))
 
 
 @final

@@ -16,8 +16,8 @@ from zstrat.telemetry.timeline import (
     ClockReading,
     RoundTrip,
     TaskNotes,
+    from_columns,
     read_clock,
-    spans_of,
 )
 from zstrat.wire import AskClock, Captured, ClockTold, EndCapture
 
@@ -68,7 +68,7 @@ class CapturedTask:
             end = EndCapture(self.session)
             told = await self.task.link.submit(end, deadline=deadline)
             assert isinstance(told, Captured), told
-            notes.spans = spans_of(told.phases, told.arrays)
+            notes.spans, notes.traffic = from_columns(told.phases, told.arrays)
             notes.is_cut = told.is_cut
             notes.profile, notes.problem = told.profile, told.problem
             notes.clock = ClockLine(self._first, await self._clock(deadline))

@@ -29,7 +29,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Establish:
     """The process is to serve the store, which is empty."""
 
     store: int
@@ -90,7 +90,7 @@ class Lose:
     gone: bool = False
 
 
-Asked = Host | Found | Attach | Detach | Promote
+Asked = Host | Establish | Attach | Detach | Promote
 """Orders that are answered, one at a time for each store: a later one replaces it."""
 PlacementOrder = Asked | Drop | Serve | Lose
 

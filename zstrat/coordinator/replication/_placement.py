@@ -37,7 +37,7 @@ from ._orders import (
     CopyPhase,
     Detach,
     Drop,
-    Found,
+    Establish,
     Host,
     Lose,
     Promote,
@@ -140,7 +140,7 @@ class StorePlacement:
         for store in self.stores:
             if not self.is_own(store.number):
                 self._change(store, CopyPhase.FOUNDING, "")
-                orders.append(Found(store.number, store.view, store.home))
+                orders.append(Establish(store.number, store.view, store.home))
         return orders
 
     @property
@@ -290,7 +290,7 @@ class StorePlacement:
         return [Attach(store.number, store.view, store.backup)]
 
     def founded(
-        self, order: Found, address: str, incarnation: int
+        self, order: Establish, address: str, incarnation: int
     ) -> list[PlacementOrder]:
         """The process serves the store, empty, there."""
         store = self.stores[order.store]
@@ -380,7 +380,7 @@ class StorePlacement:
     # ---- private ---------------------------------------------------------------------
 
     def _may_hear(self, order: Asked) -> bool:
-        return self._is_started or isinstance(order, Found)
+        return self._is_started or isinstance(order, Establish)
 
     def _is_of_now(self, order: Asked, phase: CopyPhase) -> bool:
         store = self.stores[order.store]

@@ -12,7 +12,7 @@ from ._file import write_timeline as write_timeline
 from ._notes import ProgramNotes as ProgramNotes
 from ._notes import TaskNotes as TaskNotes
 from ._notes import columns_of as columns_of
-from ._notes import spans_of as spans_of
+from ._notes import from_columns as from_columns
 from ._picture import PictureValue as PictureValue
 from ._picture import Timeline as Timeline
 from ._picture import TimelineCurve as TimelineCurve

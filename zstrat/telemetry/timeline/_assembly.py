@@ -22,8 +22,9 @@ from ._picture import (
 from ._rows import ROWS, without_overlaps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from zstrat.telemetry._capture import TrafficPoint
     from zstrat.telemetry._phases import PhaseSpan
 
     from ._clock import ClockLine
@@ -103,6 +104,7 @@ class _Assembly:
         task = TimelineTask(notes.name, label)
         if notes.clock is not None:
             self._draw(task, self._placed(notes.spans, notes.clock))
+            task.curves = self._traffic(notes.traffic, notes.clock)
         return task
 
     def _placed(
@@ -116,6 +118,19 @@ class _Assembly:
                 details: dict[str, PictureValue] = {"step": step} if step >= 0 else {}
                 kinds[phase].append(TimelineSpan(phase, began, ended, details))
         return kinds
+
+    def _traffic(
+        self, points: Sequence[TrafficPoint], clock: ClockLine
+    ) -> list[TimelineCurve]:
+        """What the process got and sent, all connections together, since the begin."""
+        got = TimelineCurve("received", "bytes")
+        sent = TimelineCurve("sent", "bytes")
+        for at, total_got, total_sent in sorted(points):
+            moment = clock.ours(at)
+            if self.began <= moment <= self.ended:
+                got.points.append((moment, total_got - points[0].got))
+                sent.points.append((moment, total_sent - points[0].sent))
+        return [got, sent]
 
     def _draw(
         self, task: TimelineTask, kinds: Mapping[str, Iterable[TimelineSpan]]

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
+from zstrat.telemetry._capture import TrafficPoint
 from zstrat.telemetry._phases import Phase, PhaseSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from zstrat.telemetry._capture import SpanCapture
 
     from ._clock import ClockLine
 
@@ -111,41 +114,45 @@ class TaskNotes:
     name: str
     clock: ClockLine | None = None
     spans: Sequence[PhaseSpan] = ()
+    traffic: Sequence[TrafficPoint] = ()
     is_cut: bool = False
     problem: str = ""
     profile: str = ""
 
 
-def columns_of(spans: Sequence[PhaseSpan]) -> tuple[list[str], list[np.ndarray]]:
+def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
     """The names of phases; and steps (int64 [n]), places among these names (uint8 [n]),
-    begins and ends (float64 [2, n])."""
-    names = list(Phase)
+    begins and ends (float64 [2, n]), and times, bytes got and bytes sent by then
+    (float64 [3, m])."""
+    names, spans = list(Phase), capture.spans
     place = {name: number for number, name in enumerate(names)}
     steps = np.array([span.step for span in spans], np.int64)
     phases = np.array([place[span.phase] for span in spans], np.uint8)
     times = np.array([(span.began, span.ended) for span in spans], np.float64)
-    return [str(name) for name in names], [steps, phases, times.reshape(-1, 2).T]
+    traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)
+    columns: list[np.ndarray] = [steps, phases, times.reshape(-1, 2).T, traffic.T]
+    return [str(name) for name in names], columns
 
 
-def spans_of(names: Sequence[str], columns: Sequence[np.ndarray]) -> list[PhaseSpan]:
+def from_columns(
+    names: Sequence[str], columns: Sequence[np.ndarray]
+) -> tuple[list[PhaseSpan], list[TrafficPoint]]:
     """What `columns_of` was given.
 
     Raises:
         ValueError: These are no such columns.
     """
     try:
-        steps, phases, times = columns
-        begins, ends = times
+        steps, phases, times, traffic = [column.tolist() for column in columns]
         called = [Phase(name) for name in names]
-        return [
+        spans = [
             PhaseSpan(step, called[phase], began, ended)
-            for step, phase, began, ended in zip(
-                steps.tolist(),
-                phases.tolist(),
-                begins.tolist(),
-                ends.tolist(),
-                strict=True,
-            )
+            for step, phase, began, ended in zip(steps, phases, *times, strict=True)
+        ]
+        points = [
+            TrafficPoint(at, int(got), int(sent))
+            for at, got, sent in zip(*traffic, strict=True)
         ]
     except (ValueError, IndexError, TypeError) as error:
         raise ValueError(f"no columns of spans: {error}") from None
+    return spans, points

@@ -189,7 +189,6 @@ class ServerProcess(Daemon):
             clock=loop.time,
             make_thread=lambda _: VirtualThread(loop, around.quick),
         )
-        hosted: HostedStores
         service = make_service(
             load_code=load,
             settings=around.settings,
@@ -197,7 +196,6 @@ class ServerProcess(Daemon):
             incarnation=me.incarnation,
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
-            is_host=lambda: hosted.is_host,
         )
         hosted = HostedStores(
             service,

@@ -98,6 +98,7 @@ _OF_A_WORKER: Final = (
     _gauge("service.devices", "worker_devices", "It computes on."),
     _gauge("service.functions", "worker_functions", "It was sent."),
     _gauge("service.layouts", "worker_layouts", "Arrangements of arguments."),
+    _gauge("service.programs", "worker_programs", "Compiled steps."),
     _counter("service.done", "worker_done", "Closures done."),
     _counter("service.failed", "worker_failed", "Closures that raised."),
     _counter("service.cancelled", "worker_cancelled", "Closures cancelled."),
@@ -126,6 +127,7 @@ _OF_A_PROGRAM: Final = (
     _counter("coordinator.steps_lost", "steps_lost", "With lost servers."),
     _counter("coordinator.failovers", "failovers", "Backups that took over."),
     _gauge("coordinator.stores_without_backup", "stores_without_backup", "Of ps."),
+    _counter("coordinator.stores_moved", "stores_moved", "To other processes."),
     _counter("coordinator.workers_added", "workers_added", "Came while it ran."),
     _counter("coordinator.workers_moved", "workers_moved", "To other addresses."),
     _counter("coordinator.workers_removed", "workers_removed", "Went."),
@@ -263,6 +265,7 @@ class _Collector:
             families[metric.name].add_metric(list(labels.values()), value)
 
         yield from self._histograms()
+        yield self._lanes()
         for task, values in self._told:
             for metric in METRICS.get(task.partition(":")[0], ()):
                 add(metric, number_at(values, metric.path), task=task)
@@ -288,6 +291,21 @@ class _Collector:
                         family.add_metric([task, name], *found)
             if family.samples:
                 yield family
+
+    def _lanes(self) -> Any:
+        from prometheus_client import core
+
+        family = core.CounterMetricFamily(
+            "zstrat_lane_bytes",
+            "Of messages, by the way they take.",
+            labels=["task", "lane", "direction"],
+        )
+        for task, values in self._told:
+            for lane in (lanes := _dict(values, "lanes")):
+                for direction, amount in _dict(lanes, lane).items():
+                    if isinstance(amount, int | float):
+                        family.add_metric([task, lane, direction], float(amount))
+        return family
 
     def _scalars(self) -> Any:
         """The last points of what `log_scalar` was given."""

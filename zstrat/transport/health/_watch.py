@@ -147,6 +147,9 @@ class RunWatch:
         if not present:
             return RunLook()
         programs = [each for each in present if each.name.startswith(PROGRAMS)]
+        was_program = self._shown is not None and self._shown.name.startswith(PROGRAMS)
+        if was_program and not programs:
+            return RunLook()  # it has ended, although tasks of it may be here yet
         shown = (programs or present)[-1]
         if shown is not self._shown:
             self._shown, self._run = shown, self._run + 1

@@ -244,7 +244,9 @@ function columns(list, pairs) {
   const most = Math.max(...pairs.map(([, count]) => count), 1);
   keyed(list, pairs, ([label]) => label, () => make("li", {}, make("data"), make("i"), make("span")), (node, [label, count]) => {
     const [words, bar, below] = node.children;
-    setText(words, count ? scaled(count, 1000, ["", "k", "M", "G"]).trim() : "");
+    // Between many narrow columns there is room for what is said of the high ones.
+    const isSaid = count && (pairs.length <= 10 || count > most / 12);
+    setText(words, isSaid ? count.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 2 }) : "");
     setAttribute(words, "value", count);
     bar.style.height = `${(75 * count) / most}%`;
     setText(below, label);

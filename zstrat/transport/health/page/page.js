@@ -6,6 +6,7 @@
 
 const KEPT = { history: 1440, scalars: 1000, logs: 200 };
 const ROWS = 48;
+const COLUMNS_OF_STALENESS = 20;
 const PHASES = ["wait", "draw", "pull", "compute", "push"];
 const STATES = {
   none: "no run here yet", waits: "waits", runs: "live", hangs: "hangs", ended: "the run has ended",
@@ -146,7 +147,7 @@ function showAlerts(tasks, since, now) {
 
 function showSlowest(slowest) {
   at("slowest").hidden = !slowest;
-  if (slowest) setText(at("slowest"), `Slowest: ${slowest.task} ${slowest.why}`);
+  if (slowest) setText(at("slowest"), `What holds it up: ${slowest.task} ${slowest.why}`);
 }
 
 function line(key, holder, name, points, options) {
@@ -208,7 +209,10 @@ function showPhases(workers) {
 }
 
 function showStaleness(staleness) {
-  const pairs = (staleness?.buckets ?? []).slice(0, 40).map(([upper, count]) => [plain(numberOf(upper)), numberOf(count)]);
+  const all = (staleness?.buckets ?? []).map(([upper, count]) => [plain(numberOf(upper)), numberOf(count)]);
+  const pairs = all.slice(0, COLUMNS_OF_STALENESS);
+  const rest = all.slice(COLUMNS_OF_STALENESS).reduce((sum, [, count]) => sum + count, 0);
+  if (rest) pairs.push(["more", rest]);
   columns(at("staleness"), pairs);
   const known = ["mean", "p50", "p90", "p99", "max"].filter((key) => Number.isFinite(numberOf(staleness?.[key])));
   setText(at("staleness-words"), known.map((key) => `${key} ${plain(numberOf(staleness[key]))}`).join(" · "));
@@ -227,8 +231,9 @@ function showBytes(servers) {
 }
 
 function showMemory(tasks) {
-  const largest = [...tasks].sort(([, one], [, other]) => (other.memory || 0) - (one.memory || 0)).slice(0, ROWS);
-  bars(at("memory"), tasks.filter((task) => largest.includes(task)).map(([name, task]) => {
+  const known = tasks.filter(([, task]) => task.memory);
+  const largest = [...known].sort(([, one], [, other]) => (other.memory || 0) - (one.memory || 0)).slice(0, ROWS);
+  bars(at("memory"), known.filter((task) => largest.includes(task)).map(([name, task]) => {
     const value = numberOf(task.memory) || 0;
     return { name, words: bytes(value), parts: [{ name: "memory", value, color: colorOf("accent"), words: bytes(value) }] };
   }));
@@ -260,12 +265,13 @@ function showTable(tasks, since, now) {
     (row, [name, task]) => {
       setAttribute(row, "data-task", name);
       setAttribute(row, "data-state", task.state);
-      COLUMNS.forEach(([, , told], index) => fill(row.children[index], told(name, task, forHowLong(name, since, now))));
+      COLUMNS.forEach(([, , told], index) => fill(row.children[index], told(name, task, forHowLong(name, since, now)), task.state === "lost"));
     });
 }
 
-function fill(cell, told) {
-  const [value, words] = Array.isArray(told) ? told : [told, String];
+function fill(cell, told, isLost) {
+  const [known, words] = Array.isArray(told) ? told : [told, String];
+  const value = isLost && Array.isArray(told) ? null : known; // nobody knows it any more
   const isThere = value !== null && value !== undefined && value !== "";
   if (isThere) cell.removeAttribute("data-empty");
   else setAttribute(cell, "data-empty", "");
