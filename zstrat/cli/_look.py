@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.console import Console
+from rich.live import Live
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
@@ -20,6 +21,7 @@ from zstrat.transport import run as run_loop
 from ._options import cluster_options, fail, settings, spec
 from ._signals import heard_by
 from ._tables import lines, table
+from ._top import watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,29 +29,46 @@ if TYPE_CHECKING:
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
-    from zstrat.launch import Finding, RunFindings
+    from zstrat.launch import Finding, RunFindings, TaskStatus
     from zstrat.telemetry import Limit
 
 
 @click.command()
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help="everything that the tasks tell")
+@click.option("--watch", "again", is_flag=True, help="every second, until Ctrl-C")
 def status(
-    cluster: str | None, keys: Path | None, timeout: float, as_json: bool
+    cluster: str | None, keys: Path | None, timeout: float, as_json: bool, again: bool
 ) -> None:
     """Show the tasks of a running cluster. Exit code 1 if one does not answer."""
+    if again:
+        sys.exit(_again(cluster, keys, timeout, as_json))
     chosen = settings(keys)
     try:
         seen = run_loop(observe(spec(cluster), chosen, timeout))
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(task) for task in seen], indent=2))
-    elif sys.stdout.isatty():
+    if sys.stdout.isatty() and not as_json:
         Console().print(table(seen))
     else:
-        click.echo("\n".join(lines(seen)))
+        _plainly(seen, as_json, 2)
     sys.exit(any(task.problem for task in seen))
+
+
+def _plainly(seen: list[TaskStatus], as_json: bool, indent: int | None) -> None:
+    told = [dataclasses.asdict(task) for task in seen] if as_json else []
+    text = json.dumps(told, indent=indent) if as_json else "\n".join(lines(seen))
+    click.echo(text)
+
+
+def _again(
+    cluster: str | None, keys: Path | None, timeout: float, as_json: bool
+) -> int:
+    looks = (cluster, keys, timeout, 1.0, None)
+    if as_json or not sys.stdout.isatty():
+        return watch(lambda seen: _plainly(seen, as_json, None), *looks)
+    with Live(console=Console(), auto_refresh=False) as live:
+        return watch(lambda seen: live.update(table(seen), refresh=True), *looks)
 
 
 @click.command()

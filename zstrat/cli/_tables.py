@@ -122,6 +122,20 @@ def size(number: float) -> str:
     return f"{number:.1f} TiB"
 
 
+def percent(share: float) -> str:
+    """A part of a whole, 0 to 1, as people read it."""
+    return f"{100 * share:.0f} %"
+
+
+def seconds(number: float) -> str:
+    """A short duration as people read it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if number >= scale or unit == "µs":
+            scaled = number / scale
+            return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"
+    raise AssertionError(number)
+
+
 def span(seconds: float) -> str:
     """A duration as people read it."""
     minutes, rest = divmod(int(seconds), 60)

@@ -249,7 +249,7 @@ class Cluster:
             return
         self._closing = True
         if self.timeline is not None:
-            await self.timeline.end(LEAVING)
+            await self.timeline.close(LEAVING)
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")

@@ -24,6 +24,7 @@ from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
 from ._observed_run import ObservedRun as ObservedRun
+from ._observed_run import told_by as told_by
 from ._process_output import ProcessOutput as ProcessOutput
 from ._run_doctor import RunFindings as RunFindings
 from ._run_doctor import examine_run as examine_run

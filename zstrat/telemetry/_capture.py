@@ -37,7 +37,8 @@ class SpanCapture:
     def __init__(
         self, limit: int, until: float, moved: Callable[[], tuple[int, int]]
     ) -> None:
-        self._until, self._moved = until, moved
+        self.until: Final = until
+        self._moved = moved
         self.spans: Final[deque[PhaseSpan]] = deque(maxlen=limit)
         self.traffic: Final[deque[TrafficPoint]] = deque(maxlen=limit)
         self.is_cut = False
@@ -47,11 +48,11 @@ class SpanCapture:
         """Steps were in a phase: number, begin and end of each."""
         kept = self.spans
         for step, began, ended in spans:
-            if began <= self._until:
+            if began <= self.until:
                 self.is_cut |= len(kept) == kept.maxlen
                 kept.append(PhaseSpan(int(step), phase, began, ended))
 
     def sample(self, now: float) -> None:
         """Notes how many bytes there were until now."""
-        if now <= self._until:
+        if now <= self.until:
             self.traffic.append(TrafficPoint(now, *self._moved()))

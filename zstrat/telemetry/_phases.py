@@ -23,7 +23,8 @@ class Phase(enum.StrEnum):
     APPLY = "apply"
     """On a parameter server: from the turn of a push until it is applied."""
     SEND = "send"
-    """On a parameter server: from an answer being there until it has left."""
+    """On a parameter server: while answers to one peer wait for their way, or for the
+    peer to read. What leaves at once is not counted."""
 
 
 WORKER_PHASES: Final = (Phase.WAIT, Phase.DRAW, Phase.PULL, Phase.COMPUTE, Phase.PUSH)

@@ -9,9 +9,11 @@ by `PENDING`, spans of a capture by what it asked for.
 
 from __future__ import annotations
 
+import os
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from ._phases import Phase
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ._capture import SpanCapture
     from ._histogram import Plain
@@ -32,13 +34,13 @@ EVERY: Final = 0.25
 PENDING: Final = 4096
 """Entries after which there is one earlier."""
 
-QUICK: Final = 5
-"""Numbers of a step that has neither drawn nor pulled: its number; when it was received
-and when its preparation had ended; the seconds that it ran, and when it ended."""
+QUICK: Final = 3
+"""Numbers of a step that has neither drawn nor pulled: when it was received and when
+its preparation had ended; the seconds that it ran."""
 FULL: Final = 10
-"""Numbers of any other: these, the seconds that its preparation took; when its values
-were asked for first and were there last, and the seconds in between that they were
-awaited; how many examples it has drawn."""
+"""Numbers of any other, and of all in a capture: its number; those; when it ended; the
+seconds that its preparation took; when its values were asked for first and were there
+last, and the seconds in between that they were awaited; how many examples it drew."""
 
 
 @final
@@ -78,6 +80,8 @@ class Recorder:
         self._stale: Final[dict[str, list[int]]] = {}
         self._digested = 0.0
         self._capture: SpanCapture | None = None
+        self.on_capture: Callable[[bool], None] = _ignore
+        """Called when a capture begins, and when it ends."""
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
@@ -166,6 +170,7 @@ class Recorder:
         self.digest(now)
         self._capture = capture
         capture.sample(now)
+        self.on_capture(True)
 
     def end_capture(self, now: float) -> SpanCapture:
         """What was kept; in no order.
@@ -175,6 +180,7 @@ class Recorder:
         """
         self.digest(now)
         capture, self._capture = self._capture, None
+        self.on_capture(False)
         if capture is None:
             raise NotFoundError("no capture is under way: the session began anew")
         capture.sample(now)
@@ -187,12 +193,14 @@ class Recorder:
         self._digested = now
         if self._began is None:
             self._began = now
+        if self._capture is not None and now > self._capture.until:
+            self.on_capture(False)
         steps = self._steps
         if steps.quick:
-            self._digest_steps(_rows(steps.quick, QUICK), now)
+            self._digest_quick(_rows(steps.quick, QUICK), now)
             steps.quick.clear()
         if steps.full:
-            self._digest_steps(_rows(steps.full, FULL), now)
+            self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
@@ -210,21 +218,26 @@ class Recorder:
                 windowed.add_many(found, now)
                 found.clear()
 
-    def _digest_steps(self, rows: np.ndarray, now: float) -> None:
-        number, received, prepared, ran, ended = rows.T[:QUICK]
+    def _digest_quick(self, rows: np.ndarray, now: float) -> None:
+        received, prepared, ran = rows.T
         self.count("steps", len(rows), now)
-        drew: Any = 0.0
-        if rows.shape[1] == FULL:
-            drew, asked, arrived, pulled, examples = rows.T[QUICK:]
-            self._shares.add("draw", float(drew.sum()), now)
-            self.count("examples", float(examples.sum()), now)
-            self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
-            pulls = pulled > 0
-            self._captures(Phase.PULL, number, asked, arrived, pulls)
-            self._phases[Phase.PULL].add_many(pulled[pulls], now)
+        self._shares.add("compute", float(ran.sum()), now)
+        self._phases[Phase.WAIT].add_many(prepared - received, now)
+        self._phases[Phase.COMPUTE].add_many(ran, now)
+
+    def _digest_full(self, rows: np.ndarray, now: float) -> None:
+        number, received, prepared, ran, ended = rows.T[:5]
+        drew, asked, arrived, pulled, examples = rows.T[5:]
+        self.count("steps", len(rows), now)
+        self.count("examples", float(examples.sum()), now)
+        self._shares.add("draw", float(drew.sum()), now)
         self._shares.add("compute", float(ran.sum()), now)
         self._took(Phase.WAIT, number, received, prepared - drew, now)
+        self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
         self._took(Phase.COMPUTE, number, ended - ran, ended, now)
+        pulls = pulled > 0
+        self._captures(Phase.PULL, number, asked, arrived, pulls)
+        self._phases[Phase.PULL].add_many(pulled[pulls], now)
 
     def _took(
         self,
@@ -259,3 +272,16 @@ class Recorder:
 def _rows(numbers: list[float], width: int) -> np.ndarray:
     """[n, width] float64. By way of `array`, which takes a third less time."""
     return np.frombuffer(array("d", numbers), np.float64).reshape(-1, width)
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")

@@ -24,7 +24,6 @@ from ._loop import close_portals as close_portals
 from ._loop import new_event_loop as new_event_loop
 from ._loop import outcome as outcome
 from ._loop import run as run
-from ._notices import TelemetryNotices as TelemetryNotices
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending
@@ -38,4 +37,4 @@ from ._socket import Happening as Happening
 from ._socket import Sockets as Sockets
 from ._socket import ZeroMQSockets as ZeroMQSockets
 from ._traffic import lanes as lanes
-from ._traffic import moved as moved
+from ._traffic import moved_bytes as moved_bytes

@@ -72,6 +72,8 @@ class Endpoint:
         on_lost: Called once for each `Remote` that left, fell silent, was replaced or
             broke the protocol, with the reason.
         security: Keys of this task; without them only this machine may be served.
+        on_waited: Called with the times from which and to which what it said to one
+            peer had to wait, each time.
         sockets: Where they come from.
     """
 
@@ -84,12 +86,13 @@ class Endpoint:
         absorb: Absorber | None = None,
         on_lost: Callable[[Remote, str], None] = _ignore,
         security: Security | None = None,
+        on_waited: Callable[[float, float], None] | None = None,
         sockets: Sockets = ZEROMQ,
     ) -> None:
         self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
         self._brief = replace(settings.limits, header=header)
-        self._absorber = absorb
+        self._absorber, self._on_waited = absorb, on_waited
         self._security = security
         self._connections: dict[bytes, Connection] = {}
         self._ended: OrderedDict[bytes, bool] = OrderedDict()
@@ -296,7 +299,7 @@ class Endpoint:
             self._complaints.add("it is no ZeroMQ of this age")
             return None
         peer.incoming = self._brief
-        outlet = Outlet(peer, self._pump, (routing,))
+        outlet = Outlet(peer, self._pump, (routing,), on_waited=self._on_waited)
         line = self._sockets.accepted(descriptor)
         connection = Connection(routing, outlet, line, user)
         self._connections[routing] = connection

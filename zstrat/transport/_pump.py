@@ -186,6 +186,8 @@ class Outlet:
 
     Args:
         on_flushed: Called after each flush: there may be room for more.
+        on_waited: Called with two times of the loop when nothing waits any more, if
+            something did: for the peer to read, or for its place in memory.
     """
 
     __slots__ = (
@@ -193,10 +195,12 @@ class Outlet:
         "_loop",
         "_outbox",
         "_pump",
+        "_since",
         "_stuck",
         "_to",
         "is_gone",
         "on_flushed",
+        "on_waited",
         "peer",
     )
 
@@ -206,9 +210,12 @@ class Outlet:
         pump: Pump,
         to: Frames = (),
         on_flushed: Callable[[], None] | None = None,
+        on_waited: Callable[[float, float], None] | None = None,
     ) -> None:
         self.peer, self._pump, self._to = peer, pump, to
-        self.on_flushed = on_flushed
+        self.on_flushed, self.on_waited = on_flushed, on_waited
+        self._since: float | None = None
+        """Since when something waits."""
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
@@ -224,6 +231,8 @@ class Outlet:
                 if sending is Sending.BLOCKED:
                     self._stuck = frames
                     self._pump.block(self)
+                    if self._since is None:
+                        self._since = now
                     return
                 self.is_gone = True
             frames = peer.transmit(now) if self._outbox.is_ready else None
@@ -231,8 +240,20 @@ class Outlet:
         if self._outbox.is_copying and not self._is_copying:
             self._is_copying = True
             self._loop.call_soon(self._copy)
+        if self._since is not None or len(self._outbox):
+            self._waited(now)
         if self.on_flushed is not None:
             self.on_flushed()
+
+    def _waited(self, now: float) -> None:
+        if len(self._outbox):
+            if self._since is None:
+                self._since = now
+            return
+        assert self._since is not None
+        since, self._since = self._since, None
+        if self.on_waited is not None:
+            self.on_waited(since, now)
 
     def _copy(self) -> None:
         self._is_copying = False

@@ -28,7 +28,7 @@ def lanes() -> dict[str, dict[str, int]]:
     return {name: {"in": lane.got, "out": lane.sent} for name, lane in _LANES.items()}
 
 
-def moved() -> tuple[int, int]:
+def moved_bytes() -> tuple[int, int]:
     """All that came in, and all that went out."""
     return (
         sum([lane.got for lane in _LANES.values()]),

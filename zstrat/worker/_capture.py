@@ -14,7 +14,7 @@ import jax
 
 from zstrat.telemetry import SpanCapture
 from zstrat.telemetry.timeline import columns_of
-from zstrat.transport import moved
+from zstrat.transport import moved_bytes
 from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, Done, EndCapture
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class SessionCapture:
                 return ClockTold(self._clock())
             case BeginCapture(spans=spans, seconds=seconds):
                 now = self._clock()
-                capture = SpanCapture(spans, now + seconds, moved)
+                capture = SpanCapture(spans, now + seconds, moved_bytes)
                 self._recorder.begin_capture(capture, now)
                 self._is_profiling = message.profile
                 return self._begin_profile() if message.profile else Done()

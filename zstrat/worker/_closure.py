@@ -54,20 +54,13 @@ class Costs:
 
 @final
 @dataclass(slots=True, eq=False)
-class ClosureStep:
-    """One closure on its way: the executor says what it is, the pipeline where."""
+class StepNotes:
+    """What a step has spent its time with, and from when its values are."""
 
-    number: int
-    task: Any
-    """What to run; shared by the steps of a batch."""
-    costs: Costs
-    received: float = 0.0
-    """When it came, as all times of the executor's clock."""
-    prepared: float = 0.0
-    """When its preparation had ended,"""
     drew: float = 0.0
-    """and the seconds that it took; 0: it was prepared with the others of its batch."""
+    """Seconds of its preparation."""
     examples: int = 0
+    """That it has drawn."""
     asked: float = 0.0
     """When its values were asked for first,"""
     arrived: float = 0.0
@@ -76,6 +69,23 @@ class ClosureStep:
     """and the seconds in between in which they were awaited."""
     clocks: Clocks | None = None
     """What the servers said of their time when it first read of them."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class ClosureStep:
+    """One closure on its way: the executor says what it is, the pipeline where."""
+
+    number: int
+    task: Any
+    """What to run; shared by the steps of a batch."""
+    costs: Costs
+    received: float
+    """When it came, as all times of the executor's clock."""
+    prepared: float = field(init=False)
+    """When its preparation had ended."""
+    notes: StepNotes | None = None
+    """None if it was prepared with the others of its batch, and reads nothing."""
     work: Any = None
     """What the executor made of the task when it prepared the step."""
     reads: Any = None

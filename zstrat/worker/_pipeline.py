@@ -43,7 +43,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ._closure import ClosureStep, Do, Post, SharedPull
+from ._closure import ClosureStep, Do, Post, SharedPull, StepNotes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,7 +71,7 @@ class Pipeline:
     __slots__ = (
         "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
         "_line", "_oldest", "_outbox", "_queue", "_refilling", "_stuck", "_waits",
-        "_window", "_writer",
+        "_window", "_writer", "is_captured",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +102,9 @@ class Pipeline:
         self._refilling = False
         self._outbox = Post()
         self._oldest = math.inf
+        self.is_captured = False
+        """Each step is told with its number and its times, the quick ones, too. Anybody
+        may set it."""
         self._waits: float | None = None
         """Since when there is nothing to do."""
 
@@ -132,6 +135,7 @@ class Pipeline:
         writes: bool = False,
         optimizes: bool = False,
         alone: bool = False,
+        examples: int = 0,
     ) -> None:
         """The step that `next` named has what it needs but for the values it reads.
 
@@ -139,10 +143,13 @@ class Pipeline:
             levels: How often it has to advance before it can run.
             alone: It talks to the parameter servers by itself while it runs, so that
                 all before it must have been posted.
+            examples: How many it has drawn.
         """
         assert self._queue.popleft() is step
-        step.costs.prepare = step.drew = cost
+        step.costs.prepare = cost
         step.prepared = now
+        if cost:
+            step.notes = StepNotes(cost, examples)
         step.reads, step.writes, step.alone = reads, writes, alone
         step.optimizes, step.levels = optimizes, levels
         writer, line = self._writer, self._line
@@ -181,9 +188,11 @@ class Pipeline:
         for step in pull.steps:
             if step.dropped:
                 continue
-            step.arrived = now
-            step.pulled += took
-            step.clocks = {**pull.clocks, **(step.clocks or {})}
+            notes = step.notes
+            assert notes is not None
+            notes.arrived = now
+            notes.pulled += took
+            notes.clocks = {**pull.clocks, **(notes.clocks or {})}
             step.values, step.error = values, error
             if step.levels and error is None:
                 self._answered.append(step)
@@ -226,19 +235,20 @@ class Pipeline:
         assert self._line.popleft() is step
         self._bytes -= step.nbytes
         step.costs.run = cost
-        times = self._outbox.times
-        if step.drew or step.asked:
-            times.full += (
-                step.number, step.received, step.prepared, cost, now,
-                step.drew, step.asked, step.arrived, step.pulled, step.examples,
-            )  # fmt: skip
+        times, notes = self._outbox.times, step.notes
+        if notes is None and not self.is_captured:
+            times.quick += (step.received, step.prepared, cost)
         else:
-            times.quick += (step.number, step.received, step.prepared, cost, now)
+            notes = notes or StepNotes()
+            times.full += (
+                step.number, step.received, step.prepared, cost, now, notes.drew,
+                notes.asked, notes.arrived, notes.pulled, notes.examples,
+            )  # fmt: skip
         if push is None:
             self.leave(ending, now)
         else:
             self._outbox.pushes.append((push, ending))
-            self._outbox.read_at.append(step.clocks)
+            self._outbox.read_at.append(None if notes is None else notes.clocks)
             self._oldest = min(self._oldest, now)
         if step is self._writer:
             self._pass_on(now)
@@ -278,9 +288,12 @@ class Pipeline:
         do, step = self._choose()
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
-        if step is None and self._waits is None:
-            self._waits = now
         return do, step
+
+    def rests(self, now: float) -> None:
+        """`next` said to wait: from now on until something happens."""
+        if self._waits is None:
+            self._waits = now
 
     def post(self) -> Post:
         """The outbox, which is empty afterwards."""
@@ -428,8 +441,10 @@ class Pipeline:
             else:
                 step.ready = True
             return
-        if not step.asked:
-            step.asked = now
+        if step.notes is None:
+            step.notes = StepNotes()
+        if not step.notes.asked:
+            step.notes.asked = now
         pulls = self._outbox.pulls
         if pulls and pulls[-1].reads is step.reads:
             pulls[-1].steps.append(step)

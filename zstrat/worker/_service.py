@@ -27,7 +27,8 @@ from zstrat.errors import (
     WorkerLostError,
 )
 from zstrat.telemetry import resident_bytes
-from zstrat.transport import TelemetryNotices, lanes, moved
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     CloseSession,
     Done,
@@ -364,7 +365,7 @@ class WorkerService:
             recorder = session.recorder
             for name in ("pulls", "pushes"):
                 recorder.reach(name, self._counts[name], now)
-            recorder.traffic(*moved(), now)
+            recorder.traffic(*moved_bytes(), now)
             values |= recorder.plain(now)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
             gauges["retries"] = session.client.repeats

@@ -187,6 +187,10 @@ class StepRunner:
             creator.reset(creator_before)
             worker_context.reset(before)
 
+    def capture(self, yes: bool) -> None:
+        """Whether each step's times are told with its number. From any thread."""
+        self.pipeline.is_captured = yes
+
     def close(self) -> None:
         """The session is over: nobody hears of what is left."""
         self.pipeline.cancelled()
@@ -232,8 +236,6 @@ class StepRunner:
             reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
         elif not prepared.plan.draws:
             task.once = (prepared, needs)
-        if prepared.plan.draws:
-            step.examples = prepared.examples
         now = self.clock()
         self.pipeline.prepared(
             step,
@@ -244,6 +246,7 @@ class StepRunner:
             levels=needs.advances,
             writes=needs.writes,
             optimizes=needs.optimizes,
+            examples=prepared.examples if prepared.plan.draws else 0,
         )
         return now
 

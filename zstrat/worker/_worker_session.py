@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps import Clocks, PsUpdate
-    from zstrat.transport import Remote, TelemetryNotices
+    from zstrat.transport import Remote
+    from zstrat.transport.health import TelemetryNotices
     from zstrat.wire import Batch
 
     from ._closure import Ending, Post, SharedPull
@@ -129,6 +130,7 @@ class WorkerSession:
             listen: Says who hears what the process prints.
         """
         self._executor, self.runner, self._listen = executor, runner, listen
+        self.recorder.on_capture = runner.capture
         self._capture = SessionCapture(self.recorder, executor, self._clock)
         executor.tell(partial(executor.work_for, runner))
         # With the runner: what runs until then is another session's.

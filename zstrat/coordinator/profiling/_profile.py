@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
 from zstrat.coordinator._on_worker import in_step
 from zstrat.coordinator.connecting import open_sessions
-from zstrat.errors import ClosedError, UnavailableError, ZstratError
+from zstrat.errors import ClosedError, UnavailableError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import assemble, check_place, write_timeline
 from zstrat.variables import recorder
@@ -167,7 +167,7 @@ class Profile:
         with it."""
         try:
             yield
-        except (ZstratError, OSError, MemoryError) as error:
+        except Exception as error:  # goes to the log, and to `problem`
             self.problem = self.problem or f"{type(error).__name__}: {error}"
             log.error("the time line %s was not written: %s", self._path, self.problem)
 

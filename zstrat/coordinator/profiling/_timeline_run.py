@@ -110,19 +110,20 @@ class TimelineRun:
         collecting = self._collect(notes)
         self._collecting = loop.create_task(collecting, name="time line")  # see `end`
 
-    async def end(self, patience: float | None = None) -> CollectedRun:
+    async def end(self) -> None:
         """Ends it, if it has not ended yet. Idempotent.
-
-        Args:
-            patience: Seconds for the tasks to tell what they have; None: as usual.
 
         Cancellation: it ends all the same.
         """
         assert self._collecting is not None, "it has not begun"
-        if patience is not None:
-            self._patience = patience
         self._enough.set()
-        return await asyncio.shield(self._collecting)
+        await asyncio.shield(self._collecting)
+
+    async def close(self, patience: float) -> None:
+        """Ends it, as the session does; tasks have ``patience`` seconds to tell."""
+        self._patience = patience
+        if self._collecting is not None:
+            await self.end()
 
     @property
     def collected(self) -> CollectedRun | None:
@@ -130,7 +131,7 @@ class TimelineRun:
         collecting = self._collecting
         if collecting is None or not collecting.done() or collecting.cancelled():
             return None
-        return collecting.result()
+        return None if collecting.exception() else collecting.result()
 
     # ---- private ---------------------------------------------------------------------
 

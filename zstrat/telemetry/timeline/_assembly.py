@@ -125,7 +125,7 @@ class _Assembly:
         """What the process got and sent, all connections together, since the begin."""
         got = TimelineCurve("received", "bytes")
         sent = TimelineCurve("sent", "bytes")
-        for at, total_got, total_sent in points:
+        for at, total_got, total_sent in sorted(points):
             moment = clock.ours(at)
             if self.began <= moment <= self.ended:
                 got.points.append((moment, total_got - points[0].got))

@@ -11,6 +11,7 @@ from ._http import HttpRequest as HttpRequest
 from ._http import HttpServer as HttpServer
 from ._http import HttpStream as HttpStream
 from ._http import parse_request as parse_request
+from ._notices import TelemetryNotices as TelemetryNotices
 from ._picture import RunLook as RunLook
 from ._picture import RunPicture as RunPicture
 from ._register import Reporting as Reporting
