@@ -71,13 +71,13 @@ class StorePs(FakePs):
                 raise NotPrimaryError("another process serves")
         return super().handle(message)
 
-    def kill(self, reason="killed"):
-        """With all that its process keeps for others."""
+    def kill(self, reason="killed", returns=0.0):
+        """With all that its process keeps for others; it may say that it comes back."""
         self.alive = False
         for link in self.links:
-            link.cut(reason)
+            link.cut(reason, left=bool(returns), returns=returns)
         for copy in self.copies:
-            copy.kill(reason)
+            copy.kill(reason, returns)
 
     def come_back(self, *, same=False):
         if not same:

@@ -176,6 +176,19 @@ def test_both_copies_lost_are_said_and_those_that_return_are_found(world):
     assert caught.value.lost
 
 
+def test_those_that_said_that_they_return_are_waited_for(world):
+    world.connect()
+    coordinator = world.coordinator()
+    world.on_loop(lambda: [each.kill("restart", 60.0) for each in world.ps])
+    world.until(lambda: not any(task.is_ready for task in world.session.cluster.ps))
+    value = coordinator.schedule(good)
+    assert world.session.cluster.broken is None
+    world.on_loop(lambda: [each.come_back(same=True) for each in reversed(world.ps)])
+    world.until(world.paired)
+    assert value.fetch() == 1
+    assert world.session.cluster.broken is None
+
+
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
     world.connect()
     ends = []

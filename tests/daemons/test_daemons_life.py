@@ -74,7 +74,7 @@ SET_ASIDE = Elsewhere(
     "(gc := __import__('gc')).isenabled() and gc.get_freeze_count() > 100_000"
     " and int('set aside')"
 )
-"""An error that says so, where jax is there and no collection of garbage looks at it."""
+"""An error that says so where jax is, and no collection of garbage looks at it."""
 
 
 def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
@@ -88,8 +88,8 @@ def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
         try:
             await link.wait_open(asyncio.get_running_loop().time() + 30)
             await link.request(OpenSession(me.incarnation, 0, 1, []))
+            code = dump_code(SET_ASIDE)
             with pytest.raises(ValueError, match="set aside"):
-                code = dump_code(SET_ASIDE)
                 await link.request(CreateOptimizer(me.incarnation, 1, "jax", code))
             code = dump_code(STUCK)
             stuck = link.submit(CreateOptimizer(me.incarnation, 1, "stuck", code))

@@ -1,8 +1,11 @@
 """The file of a time line says what is in the time line: in each of its formats, by a
 reader that is not ours."""
 
+import base64
 import gzip
 import json
+import time
+from dataclasses import replace
 
 import pytest
 
@@ -246,6 +249,63 @@ def test_json_has_both_ends_of_each_arrow_at_the_begin_of_its_span(events):
             ends[event["ph"]][event["id"]] = span
     assert ends["s"].keys() == ends["f"].keys()
     assert {(ends["s"][n], ends["f"][n]) for n in ends["s"]} == ARROWS
+
+
+# ---- OpenTelemetry's JSON, read by the classes that it publishes --------------------
+
+
+def test_otlp_has_a_trace_for_each_call(tmp_path):
+    trace_pb2 = pytest.importorskip(
+        "opentelemetry.proto.trace.v1.trace_pb2",
+        reason="needs opentelemetry-proto, of zstrat[dev]",
+    )
+    json_format = pytest.importorskip("google.protobuf.json_format")
+    # A second arrow to one span: it has one parent, and a link.
+    timeline = replace(TIMELINE, arrows=[*TIMELINE.arrows, (AFTERWARDS, APPLY)])
+    place = check_place(tmp_path / "line.otlp.json")
+    before = time.time() - time.monotonic()
+    write_timeline(timeline, place)
+    after = time.time() - time.monotonic()
+    told = json.loads(place.read_text())
+    # Its JSON has these in hexadecimal, where protobuf's own has base 64.
+    for of in told["resourceSpans"]:
+        for span in of["scopeSpans"][0]["spans"]:
+            for ids in (span, *span.get("links", ())):
+                for key in {"traceId", "spanId", "parentSpanId"} & set(ids):
+                    ids[key] = base64.b64encode(bytes.fromhex(ids[key])).decode()
+    read = json_format.ParseDict(told, trace_pb2.TracesData())
+    spans, found = {}, {}
+    for of in read.resource_spans:
+        task = next(
+            each.value.string_value
+            for each in of.resource.attributes
+            if each.key == "service.instance.id"
+        )
+        for span in of.scope_spans[0].spans:
+            spans[span.span_id] = span
+            assert (len(span.trace_id), len(span.span_id)) == (16, 8)
+            begin = span.start_time_unix_nano * 1e-9 - 100.0
+            assert begin >= before - 1e-5
+            assert begin <= after + 0.01
+            length = span.end_time_unix_nano - span.start_time_unix_nano
+            found.setdefault(task, []).append((span.name, length))
+    assert found == {
+        task: [(name, end - begin) for name, begin, end in rows]
+        for (task, _), rows in SPANS.items()
+    }
+    schedule, compute, other, apply = spans.values()
+    assert [each.parent_span_id for each in spans.values()] == [
+        b"",
+        schedule.span_id,
+        b"",
+        compute.span_id,
+    ]
+    assert schedule.trace_id == compute.trace_id == apply.trace_id != other.trace_id
+    assert [(link.trace_id, link.span_id) for link in apply.links] == [
+        (other.trace_id, other.span_id)
+    ]
+    loss = [each for each in compute.attributes if each.key == "loss"]
+    assert [each.value.double_value for each in loss] == [0.5]
 
 
 # ---- places, and rows ----------------------------------------------------------------

@@ -137,6 +137,8 @@ class TaskSession:
         """Nobody is asked, up to `move`."""
         self.is_moved = False
         """It leaves because it enters another session of ours: `renew`."""
+        self.back_by = 0.0
+        """Until when (loop time) it is to be back with all it held, as it has said."""
         self._opening, self._events, self._one_life = opening, events, one_life
         self._moves = moves
         self._moving: asyncio.Task[None] | None = None
@@ -391,6 +393,7 @@ class TaskSession:
         if self._closed:
             return
         self._stop_asking()
+        self.back_by = asyncio.get_running_loop().time() + error.returns
         level = logging.INFO if error.left else logging.WARNING
         if not self._one_life or not self.is_ready or self._moves:
             self._leave(error.reason, level)

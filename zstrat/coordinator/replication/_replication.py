@@ -153,6 +153,7 @@ class Replication:
             self,
             one_life=True,
             turn=self._timeouts.turn,
+            moves=True,
             objection=self._objection,
         )
 
@@ -462,10 +463,13 @@ class Replication:
         deadline = loop.time() + LONG
         match order:
             case Host(store, _, number):
-                process = self.processes[number]
+                primary, process = self._cluster.ps[store], self.processes[number]
+                await primary.wait_ready(deadline)
                 await process.wait_ready(deadline)
                 deadline = loop.time() + self._timeouts.request
-                host = HostStore(session, store, view)
+                assert primary.hello is not None, "it has entered the session"
+                named = primary.hello.incarnation
+                host = HostStore(session, store, view, primary=named)
                 return await process.link.submit(host, deadline=deadline)
             case Establish(store, _, number):
                 process = self.processes[number]
@@ -573,9 +577,13 @@ class Replication:
             self._send_home(self.placement.stores[order.store])
             self._tell(order)
         else:
-            # As for a server without a copy: a line may be cut for so long.
-            loop, grace = asyncio.get_running_loop(), self._timeouts.reconnect
-            self._telling[order.store] = loop.call_later(grace, self._tell, order)
+            # As for a server without a copy: a line may be cut for so long, and a
+            # process says for how long it is away.
+            loop = asyncio.get_running_loop()
+            asked = (*self.processes, *self._cluster.ps)
+            until = [process.back_by for process in asked]
+            until.append(loop.time() + self._timeouts.reconnect)
+            self._telling[order.store] = loop.call_at(max(until), self._tell, order)
 
     def _tell(self, order: Lose) -> None:
         self._telling.pop(order.store, None)

@@ -6,22 +6,22 @@ reads it makes them as a backup does (`repeat`), so what the store answers next 
 on nothing that is not told there, but for what no backup needs: what was kept of the
 program before, and counts.
 
-Decides without I/O. `captured` belongs to the owner of the store, while nothing is
+Decides without I/O. `StoreWriting` belongs to the owner of the stores, while nothing is
 under way there; nobody else has seen the store that `restore` fills.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 
 from zstrat.config import Limits
 from zstrat.ps.replication._copying import StoreCopy
 from zstrat.ps.replication._repeating import repeat
-from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
+from zstrat.ps.snapshots._snapshot import SnapshotTensor
 from zstrat.ps.store._pins import Pin
 from zstrat.wire import CopiedPart, CopyParts, Message, TensorEntry, decode, encode
 
@@ -41,27 +41,28 @@ class StoredArrays(Protocol):
     def parts(self, number: int) -> Iterator[memoryview]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoreState:
-    """The tensors of ``snapshot`` are the arrays, in order."""
+@final
+class StoreWriting:
+    """Stores on their way to a file."""
 
-    facts: Facts
-    snapshot: ServerSnapshot
+    def __init__(self) -> None:
+        self.tensors: list[SnapshotTensor] = []
+        """The arrays, in order. Released by whoever has them."""
 
-
-def captured(store: Store) -> StoreState:
-    """The store as it is now; nothing is copied."""
-    copy = StoreCopy(store)
-    told = [_frames(message) for message in copy.messages]
-    facts = {
-        "values": [list(tensor.entry[:3]) for tensor in copy.tensors],
-        "messages": [len(frames) for frames in told],
-        "kept": [list(store.kept), list(store.kept_optimizers.items())],
-        "counts": asdict(store.counts),
-    }
-    # Values first: they lie where the disk takes them from memory as they are.
-    tensors = [*copy.tensors, *(tensor for frames in told for tensor in frames)]
-    return StoreState(facts, ServerSnapshot(tensors))
+    def add(self, store: Store) -> Facts:
+        """The store as it is now; nothing is copied. What is to be said of it."""
+        copy, at = StoreCopy(store), len(self.tensors)
+        # Values first: they lie where the disk takes them from memory as they are.
+        self.tensors += copy.tensors
+        told = [_frames(message) for message in copy.messages]
+        self.tensors += [tensor for frames in told for tensor in frames]
+        return {
+            "at": at,
+            "values": [list(tensor.entry[:3]) for tensor in copy.tensors],
+            "messages": [len(frames) for frames in told],
+            "kept": [list(store.kept), list(store.kept_optimizers.items())],
+            "counts": asdict(store.counts),
+        }
 
 
 def restore(store: Store, facts: Facts, arrays: StoredArrays) -> None:
@@ -72,12 +73,12 @@ def restore(store: Store, facts: Facts, arrays: StoredArrays) -> None:
             facts.
         Exception: Whatever loading an optimizer raises.
     """
-    values = facts["values"]
-    numbers = count(len(values))
+    values, at = facts["values"], facts["at"]
+    numbers = count(at + len(values))
     for frames in facts["messages"]:
         header, *bodies = [arrays.read(next(numbers)) for _ in range(frames)]
         _make(store, decode(header, bodies, Limits())[1])
-    for number, (key, optimizer, leaf) in enumerate(values):
+    for number, (key, optimizer, leaf) in enumerate(values, at):
         start = 0
         for part in arrays.parts(number):
             data = np.frombuffer(part, np.uint8)

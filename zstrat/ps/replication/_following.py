@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final, get_args
 from zstrat.errors import (
     NotPrimaryError,
     PeerLostError,
+    PermissionDeniedError,
     StaleSessionError,
     UnavailableError,
 )
@@ -69,6 +70,7 @@ class Following:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
+        named: The incarnation of its primary, as the coordinator has said.
         on_promoted: Called once, when all is done that the old primary told, with who
             asked for it.
     """
@@ -80,9 +82,10 @@ class Following:
         thread: JobThread,
         session: int,
         view: int,
+        named: int,
         on_promoted: Callable[[Primary, int], None],
     ) -> None:
-        self.session, self.view = session, view
+        self.session, self.view, self._named = session, view, named
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
         self.is_made = False
@@ -100,6 +103,10 @@ class Following:
         self._goal: int | None = None
         """So many changes are made when `is_made` is true."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
+        self._is_inherited = False
+        self._made_all = asyncio.Event()
+        """Set when nothing waits here."""
+        self._made_all.set()
 
     def statistics(self) -> dict[str, str | int | bool]:
         return {
@@ -117,10 +124,13 @@ class Following:
 
         Raises:
             NotPrimaryError: It serves nobody yet.
+            PermissionDeniedError: Somebody else says that it is the primary.
             StaleSessionError: The view, or the session, is over.
+            UnavailableError: It cannot follow, or take its primary's place.
         """
         if type(message) in _CHANGES and remote is self._primary:
-            self._take(message)
+            if self._promotion is None:
+                self._take(message)
             return None
         if remote.role is Job.PS and isinstance(message, OpenLog):
             return self._open(remote, message)
@@ -145,15 +155,33 @@ class Following:
 
     # ---- changes -----------------------------------------------------------------
 
-    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken:
+    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
         self.require(opening.session, opening.view)
+        if remote.hello.incarnation != self._named:
+            raise PermissionDeniedError(
+                f"{self._task}: this copy takes changes from incarnation "
+                f"{self._named:x} of it, as its coordinator has said, and "
+                f"{remote.name} is {remote.hello.incarnation:x}: two processes serve "
+                "one store, or a key is where it should not be"
+            )
         if self._promotion is not None:
-            raise StaleSessionError(f"{self._task} has another primary by now")
+            return self._succeeded(self._promotion)
+        if self._is_inherited:
+            raise UnavailableError(
+                f"{self._task}: this copy is of a process before, and takes no changes"
+            )
         self._primary, self.view = remote, opening.view
         self._told = self._received
         if self.is_made:
             self._tell(CopyWhole())  # it may not have heard it
         return LogTaken(self._received)
+
+    async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
+        """For the primary, when it is known what becomes of it. Always raises."""
+        await asyncio.shield(promotion)
+        if self.trouble:
+            raise UnavailableError(f"{self._task}: {self.trouble}")
+        raise StaleSessionError(f"{self._task} has another primary by now")
 
     def _take(self, change: Message) -> None:
         self._received += 1
@@ -162,6 +190,7 @@ class Following:
         if isinstance(change, CopyWhole):
             self.is_whole = True
         self._queue.append(change)
+        self._made_all.clear()
         self._nbytes += nbytes_of(change)
         self._speak()
         if not self._is_busy:
@@ -242,6 +271,7 @@ class Following:
         if self._told < self._received:
             self._speak()
         if not self._queue:
+            self._made_all.set()
             self._look_at_promotion()
 
     def _differ(self, change: Message, error: BaseException) -> None:
@@ -252,6 +282,20 @@ class Following:
         self._stop()
         self._tell(BackupLost(self.session, self.view, what))
 
+    def inherit(self, *, is_whole: bool) -> None:
+        """A process before has had this copy: it may take its primary's place, if it
+        has all, and cannot follow it any further."""
+        self._is_inherited, self.is_whole = True, is_whole
+
+    async def finish(self, deadline: float) -> None:
+        """Makes all that was taken, behind which nothing more may come; is not whole if
+        that is not done at the deadline (loop time)."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._made_all.wait()
+        except TimeoutError:
+            self.close()
+
     def close(self) -> None:
         """Nothing more is made here: it was dropped."""
         self.trouble, self.is_whole = self.trouble or "it was dropped", False
@@ -260,19 +304,20 @@ class Following:
 
     def _stop(self) -> None:
         self._queue.clear()
+        self._made_all.set()
         self._nbytes = 0
         self._look_at_promotion()
 
     # ---- promotion ---------------------------------------------------------------
 
     async def _promote(self, remote: Primary, view: int) -> Message:
+        """Nothing more is taken from now on. The primary is told when all is made that
+        was: that it is replaced, or that this copy is of no use."""
         if not self.is_whole:
             why = self.trouble or "it has not everything yet"
             raise UnavailableError(f"{self._task} cannot become the primary: {why}")
         self.view = view
         if self._promotion is None:
-            self._tell(PromoteBackup(self.session, view))
-            self._primary = None
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
                 self._look_at_promotion()
@@ -290,4 +335,6 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            self._tell(PromoteBackup(self.session, self.view))
+            self._primary = None
         promotion.set_result(None)

@@ -127,8 +127,8 @@ class Forwarding:
         self._news = asyncio.Event()
         self._flows = self._is_over = self._is_spoilt = self._is_made = False
         self.ending: asyncio.Task[None] | None = None
-        """Closes the link, after `release` or `refuse`. Whoever calls these keeps it.
-        """
+        """Closes the link, after `release`, `refuse` or `abandon`. Whoever calls these
+        keeps it."""
         self._link = connect(
             attached.address,
             on_notice=self._noticed,
@@ -208,6 +208,11 @@ class Forwarding:
         for future, message in self._take_answers():
             if not future.done():
                 future.set_result(message)
+
+    def abandon(self) -> None:
+        """What waits hears nothing: its answers end with its connections."""
+        self._end()
+        self._take_answers()
 
     def refuse(self, error: ZstratError) -> None:
         """What waits will not be acknowledged."""

@@ -11,16 +11,18 @@ import gzip
 import io
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, cast
 
 from ._json import write_json
+from ._otlp import write_otlp
 from ._protobuf import write_protobuf
 
 if TYPE_CHECKING:
     from ._picture import Timeline
 
-SUFFIXES: Final = (".json", ".json.gz", ".pftrace")
+SUFFIXES: Final = (".json", ".json.gz", ".pftrace", ".otlp.json")
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
@@ -34,7 +36,8 @@ def check_place(path: str | os.PathLike[str]) -> Path:
     if not place.name.endswith(SUFFIXES):
         raise ValueError(
             f"a time line is written to a file *{', *'.join(SUFFIXES)} (JSON, the same "
-            f"compressed, Perfetto's protobuf); got {os.fspath(path)!r}"
+            "compressed, Perfetto's protobuf, OpenTelemetry's JSON); got "
+            f"{os.fspath(path)!r}"
         )
     if place.is_dir():
         raise IsADirectoryError(f"{place} is a folder: name a file in it")
@@ -68,5 +71,8 @@ def _write(timeline: Timeline, name: str, file: BinaryIO) -> None:
     packed = gzip.GzipFile(fileobj=file, mode="wb") if name.endswith(".gz") else None
     with packed or contextlib.nullcontext(file) as raw:
         text = io.TextIOWrapper(cast("BinaryIO", raw), "utf-8", write_through=True)
-        write_json(timeline, text)
+        if name.endswith((".otlp.json", ".otlp.json.gz")):
+            write_otlp(timeline, text, time.time() - time.monotonic())
+        else:
+            write_json(timeline, text)
         text.detach()

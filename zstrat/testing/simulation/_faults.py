@@ -109,9 +109,9 @@ class Faults:
             case "slow":
                 self._between(fault, partial(self._slow, 100.0))
                 world.at(end, partial(self._between, fault, partial(self._slow, 1.0)))
-            case "isolate":
-                self._from_all(fault.target, self._network.weather.block)
-                world.at(end, partial(self._from_all, fault.target, self._free))
+            case "isolate" | "apart":
+                self._from_all(fault, self._network.weather.block)
+                world.at(end, partial(self._from_all, fault, self._free))
             case "sever":
                 self._between(fault, self._network.weather.block)
                 world.at(end - 1e-6, partial(self._between, fault, self._free))
@@ -125,9 +125,11 @@ class Faults:
         if fault.kind != "cut" or fault.length < 1.0:  # else half open
             work(fault.other, fault.target)
 
-    def _from_all(self, target: str, work: Callable[[str, str], Any]) -> None:
+    def _from_all(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
+        target = fault.target
         for name in self._processes:
-            if name != target:
+            spared = fault.kind == "apart" and name.startswith("worker")
+            if name != target and not spared:
                 work(target, name)
                 work(name, target)
 
@@ -138,5 +140,5 @@ class Faults:
         self._network.weather.slow(source, target, factor)
 
 
-_OF_ONE: Final = ("sever",)
+_OF_ONE: Final = ("sever", "isolate", "apart")
 """Kinds of which the ``other`` has no trouble of its own when they are over."""

@@ -197,7 +197,6 @@ class ServerProcess(Daemon):
             incarnation=me.incarnation,
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
-            is_host=lambda: hosted.is_host,
         )
         hosted = HostedStores(
             service,

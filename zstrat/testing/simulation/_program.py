@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -196,6 +197,7 @@ class TrainingSession:
         self._own = _specs(200, "own", (OWN,), "int64", count)
         self._tables = _specs(300, "table", (length, 2), "float32", count)
         self._updates: set[asyncio.Task[None]] = set()
+        self._beside: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         """All of it."""
@@ -235,25 +237,41 @@ class TrainingSession:
         for place in range(self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
-            await self._something_else(draw())
+            if not self._scenario.only_steps:
+                await self._something_else(draw())
+        if self._beside is not None:
+            await self._beside
 
     async def _something_else(self, chance: float) -> None:
         """What a program does now and then."""
         if chance < 0.25:
             self._update_soon()
         elif chance < 0.32:
-            await self._steadily(self._read)
+            await self._look(partial(self._steadily, self._read))
+        elif self._scenario.reads_beside:
+            pass  # steps go on, whatever the servers do
         elif chance < 0.37:
             await self._join()
         elif chance < (0.45 if self._scenario.restores else 0.40):
             await self._save()
+
+    async def _look(self, work: Callable[[], Any]) -> None:
+        """Between two steps; or beside them, one look at a time."""
+        if not self._scenario.reads_beside:
+            await work()
+            return
+        if self._beside is not None:
+            if not self._beside.done():
+                return
+            await self._beside
+        self._beside = asyncio.get_running_loop().create_task(work(), name="beside")
 
     # ---- steps
 
     async def _schedule(self, place: int) -> None:
         training, coordinator = self._training, self._coordinator
         while True:
-            known = training.done()
+            known = frozenset() if self._scenario.only_steps else training.done()
             try:
                 value = await coordinator.schedule(self._call, _PLACE(place))
             except Exception as error:  # of steps before: see `_told`
@@ -412,8 +430,10 @@ class TrainingSession:
             await task
         await self._settle()
         loop = asyncio.get_running_loop()
-        while (left := self._program.healed_at() - loop.time()) > 0.0:
-            await asyncio.sleep(left)
+        now = loop.time()
+        while (healed := self._program.healed_at()) > now:
+            await asyncio.sleep(healed - now)
+            now = loop.time()
         await asyncio.sleep(QUIET)
         await self._settle()
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ._paths import Way
+    from ._world import Meter
 
 LIMIT: Final = 240.0
 """Seconds in which every program has come to its end."""
@@ -66,10 +67,14 @@ class Run:
     """All that one seed makes."""
 
     def __init__(
-        self, scenario: Scenario, told: Callable[[str], None] | None = None
+        self,
+        scenario: Scenario,
+        told: Callable[[str], None] | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._scenario, self._told = scenario, told
         self._world = world = World(scenario.seed)
+        world.meter = meter
         self._trace = self._messages = 0
         self._is_over = False
         weather = Weather(world, scenario.delay)
@@ -182,12 +187,18 @@ def run_seed(seed: int, told: Callable[[str], None] | None = None) -> SeedVerdic
 
 
 def run_scenario(
-    scenario: Scenario, told: Callable[[str], None] | None = None
+    scenario: Scenario,
+    told: Callable[[str], None] | None = None,
+    meter: Meter | None = None,
 ) -> SeedVerdict:
-    """Runs a scenario that may have been made by hand."""
+    """Runs a scenario that may have been made by hand.
+
+    Args:
+        meter: Measures what each process computes.
+    """
     with _alone(scenario), _buried():
         try:
-            return Run(scenario, told).verdict()
+            return Run(scenario, told, meter).verdict()
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
             return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)

@@ -17,8 +17,8 @@ class Fault(NamedTuple):
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
     hangs up), "freeze" (SIGSTOP), "reset" (the connections of the two break), "cut"
     (nothing gets through, and nobody is told; if it is long, in one direction alone),
-    "slow", "isolate" (the target is cut off from everybody), "sever" (the target is cut
-    off from the other, and killed a moment later).
+    "slow", "isolate" (the target is cut off from everybody), "apart" (from everybody
+    but workers), "sever" (from the other, and killed a moment later).
     """
 
     at: float
@@ -63,6 +63,11 @@ class Scenario:
     is_guarded: bool = False
     """What befalls servers waits until each store has two copies that are well; so no
     error may reach the program."""
+    reads_beside: bool = False
+    """The program reads beside its steps, for which nobody waits; else between two of
+    them, and it joins and saves, too."""
+    only_steps: bool = False
+    """The program does nothing else. What steps read is not looked at, only the end."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
@@ -126,6 +131,7 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         faults=fate.faults(theme),
         replicas=1,
         is_guarded=is_guarded,
+        reads_beside=not restores and chance.random() < 0.5,
     )
 
 
@@ -192,15 +198,19 @@ class _Fate:
 
     def _trouble(self) -> Fault:
         """Of a server that has a second copy, whoever notices."""
-        server, at = self._chance.choice(self._servers), 0.3 + self._begin()
+        server = self._chance.choice(self._servers)
+        at = self._chance.choice([0.3, 1.2, 1.2]) + self._begin()  # opening, or later
         others = [name for name in self._servers if name != server]
         if self._chance.random() < 0.3:
             length = self._chance.choice([0.3, 1.0, 2.0])
             return Fault(at, "sever", server, self._chance.choice(others), length)
-        kinds = ["kill", "power", "freeze", "isolate", "cut", "cut", "reset", "slow"]
+        kinds = ["kill", "power", "freeze", "isolate", "apart", "apart", "cut", "reset"]
         others += [*self._workers, *["chief0"] * len(self._workers)]
         kind, other = self._chance.choice(kinds), self._chance.choice(others)
-        if kind in ("freeze", "isolate", "cut") and self._chance.random() < 0.5:
+        if (
+            kind in ("freeze", "isolate", "apart", "cut")
+            and self._chance.random() < 0.5
+        ):
             length = self._chance.uniform(2.0, LONGEST)  # it is replaced meanwhile
             return Fault(at, kind, server, other, length)
         return Fault(at, kind, server, other, self._length())
