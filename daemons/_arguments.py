@@ -47,8 +47,8 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     add(
         "--http",
         metavar="HOST:PORT",
-        help="answer /healthz, /readyz and /metrics there (or ZSTRAT_HTTP); a port "
-        "alone is one of loopback",
+        help="answer /healthz, /readyz and /metrics there, and for people / (or "
+        "ZSTRAT_HTTP); a port alone is one of loopback",
     )
     add("--version", action="version", version=f"zstrat {__version__}")
     if not binds:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.launch import ProcessOutput, Task, TaskPlace
+from zstrat.launch import ProcessOutput, Task, TaskPlace, kept_for_good
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
 from zstrat.transport.health import register, serve_as_told
@@ -142,7 +141,8 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     try:
-        program = make()
+        with kept_for_good():
+            program = make()
         return run_loop(_accompany(task, program, notifier))
     except ValueError as error:
         log.error("cannot start: %s", error)
@@ -200,11 +200,8 @@ async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
     try:
-        output = _output(order)
-        listen = None if output is None else output.listen
-        task = Task(
-            order.place, order.settings, incarnation, is_alone=True, listen=listen
-        )
+        with kept_for_good():
+            task = _task(order, incarnation)
         _forget(order.passing)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
@@ -215,7 +212,6 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
         watch_parent(loop, lambda: task.end("the program that started me is gone"))
     elif order.parent:
         watch_process(loop, order.parent, task.end)
-    _settle()
     _report(order.report, task)
     log.info("ready at %s, pid %d", task.address, os.getpid())
     notifier.send("READY=1", f"STATUS=serving at {task.address}")
@@ -230,6 +226,13 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     return DRAINED if drained else TRY_AGAIN
 
 
+def _task(order: Order, incarnation: int) -> Task:
+    """A worker imports jax here."""
+    output = _output(order)
+    listen = None if output is None else output.listen
+    return Task(order.place, order.settings, incarnation, is_alone=True, listen=listen)
+
+
 def _output(order: Order) -> ProcessOutput | None:
     """Of a worker, unless it is told to keep to its log."""
     if order.place.job != Job.WORKER or order.settings.output != "program":
@@ -237,13 +240,6 @@ def _output(order: Order) -> ProcessOutput | None:
     output = ProcessOutput()
     output.install()
     return output
-
-
-def _settle() -> None:
-    """What was imported stays until the end, and no collection of garbage looks at it
-    again: with jax that takes a fifth of a second, for which the loop stands still."""
-    gc.collect()
-    gc.freeze()
 
 
 class Pulse:

@@ -34,6 +34,14 @@ os.environ.setdefault(
     "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0" + _FASTER,
 )
 
+# Few collections of garbage in programs that tests start (`started/sitecustomize.py`),
+# and in the processes of tests, which begin one with each file (see below).
+_STARTED = str(Path(__file__).parent / "started")
+_PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if _STARTED not in _PATHS:
+    os.environ["PYTHONPATH"] = os.pathsep.join([_STARTED, *filter(None, _PATHS)])
+gc.set_threshold(100_000, 50, 100)
+
 # A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
 # tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

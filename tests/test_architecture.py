@@ -26,6 +26,7 @@ FLOORS = {
     "zstrat.rows": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
+    "zstrat.telemetry": 1,
     "zstrat.cluster": 2,
     "zstrat.transport": 2,
     "zstrat.data": 2,
@@ -267,12 +268,13 @@ def test_private_modules_stay_within_their_package() -> None:
 
 SMALL = {
     "zstrat.cli.__main__": "started by name",
-    "zstrat.cli._files": "a file for each command",
+    "zstrat.cli._dashboard": "a file for each command",
     "zstrat.cli._run": "a file for each command",
     "zstrat.launch.fleet._beside": "a program is no task of a fleet",
     "zstrat.launch._timed_rank": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
     "zstrat.strategy._one_device": "a file for each strategy",
+    "zstrat.transport.health._document": "the page and what may run in it",
     "zstrat.transport._identity": "the door says who this process is",
     "zstrat.daemons.ps": "started by name",
     "zstrat.daemons._notify": "systemd's protocol",

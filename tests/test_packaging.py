@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = (".html", ".css", ".js")
 
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
@@ -64,7 +65,7 @@ def test_contents(wheel: Path) -> None:
         str(path.relative_to(ROOT)).replace("daemons/", "zstrat/daemons/", 1)
         for folder in ("zstrat", "daemons")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".service", ".target", ".typed")
+        if path.suffix in (".py", ".service", ".target", ".typed", *PAGE)
     }
     assert on_disk <= set(names), on_disk - set(names)
 
@@ -75,6 +76,10 @@ import importlib.resources, importlib.util, zstrat
 import zstrat.cli, zstrat.daemons.ps, zstrat.daemons.worker
 assert importlib.util.find_spec("daemons") is None
 units = importlib.resources.files("zstrat.daemons") / "systemd"
+from zstrat.transport.health import HealthServer, dashboard
+with dashboard() as server:
+    import urllib.request
+    assert b"Steps per second" in urllib.request.urlopen(server.url).read()
 print(zstrat.__file__)
 print(*sorted(unit.name for unit in units.iterdir()))
 """

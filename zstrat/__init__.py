@@ -57,6 +57,8 @@ _EXPORTS: Final[dict[str, str]] = {
             "AsyncRemoteValue",
             "RemoteValue",
             "RemoteValueStatus",
+            "log_scalar",
+            "profile",
         ),
         "zstrat.coordinator",
     ),
@@ -73,7 +75,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.data",
     ),
     **dict.fromkeys(
-        ("serve_http",),
+        (
+            "dashboard",
+            "serve_http",
+        ),
         "zstrat.transport.health",
     ),
     **dict.fromkeys(
@@ -107,6 +112,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "CheckpointManager",
             "CheckpointWarning",
             "JsonLines",
+            "MetricsExport",
             "MetricsWriter",
             "PreemptionCheckpointHandler",
             "PreemptionHandler",

@@ -98,6 +98,8 @@ class Settings:
     of all programs if a worker says so."""
     http: str = ""
     """Where this process says over HTTP how it is, HOST:PORT; "": nowhere."""
+    http_token: str = field(default="", repr=False)
+    """What its page is shown for to other machines; "": it is not."""
     state: Path | None = None
     """A folder where a parameter server that is told to stop leaves what it holds for
     the process that goes on. None: it is lost with the process."""
@@ -115,6 +117,7 @@ NAMES: Final = (
     "ZSTRAT_DRAIN",
     "ZSTRAT_HANDOVER",
     "ZSTRAT_HTTP",
+    "ZSTRAT_HTTP_TOKEN",
     "ZSTRAT_INSECURE",
     "ZSTRAT_KEYS",
     "ZSTRAT_LANE",
@@ -166,6 +169,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         traceback=_one_of(env, "ZSTRAT_TRACEBACK", TRACEBACKS),
         output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
         http=env.get("ZSTRAT_HTTP", ""),
+        http_token=env.get("ZSTRAT_HTTP_TOKEN", ""),
         state=Path(state) if state else None,
         choices=Path(choices) if choices else None,
     )

@@ -7,10 +7,12 @@ import os
 import re
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -116,12 +118,65 @@ def test_doctor(file):
     assert "WRONG" not in ran.output
 
 
+def test_doctor_of_a_run_that_does_not_train(file):
+    ran = zstrat("doctor", "--run", "--cluster", file, "--seconds", "0.01")
+    assert ran.exit_code == 0, ran.output
+    first, second = ran.output.splitlines()
+    assert first.endswith("0.0 steps/s on 1 workers, with 1 parameter servers")
+    assert second.startswith("no step has ended in this time")
+
+
+def test_doctor_of_a_run_names_who_does_not_answer(cluster, tmp_path):
+    spec = cluster.spec.as_dict()
+    spec["worker"].append("127.0.0.1:9")
+    file = tmp_path / "cluster.toml"
+    file.write_text(toml(ClusterSpec(spec)))
+    looks = ("--run", "--json", "--seconds", "0.01", "--timeout", "0.5")
+    ran = zstrat("doctor", *looks, "--cluster", str(file))
+    assert ran.exit_code == 1
+    found = json.loads(ran.output)
+    assert set(found["problems"]) == {"worker:1"}
+    assert set(found["metrics"]["tasks"]) == {"ps:0", "worker:0", "worker:1"}
+    assert found["limits"] == []
+
+
+def test_doctor_of_a_run_needs_some_time_and_json_needs_a_run(file):
+    for wrong in (("--run", "--seconds", "0"), ("--json",)):
+        ran = zstrat("doctor", "--cluster", file, *wrong)
+        assert ran.exit_code == 2, ran.output
+
+
 def test_doctor_of_a_wrong_file(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text("[cluster]\nps = 7\n")
     ran = zstrat("doctor", "--cluster", str(file))
     assert ran.exit_code == 2
     assert "cluster.ps" in ran.output
+
+
+def test_dashboard_shows_the_cluster_until_it_is_interrupted(file):
+    command = [sys.executable, "-m", "zstrat.cli", "dashboard", "--cluster", file]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        with urllib.request.urlopen(f"{serving.stdout.readline().strip()}events") as at:
+            events = (line[6:] for line in at if line.startswith(b"data: {"))
+            frames = (json.loads(event) for event in events)
+            states = (
+                [task["state"] for task in frame["metrics"].get("tasks", {}).values()]
+                for frame in frames
+            )
+            assert next(filter(None, states)) == ["open", "open"]
+            serving.send_signal(signal.SIGINT)
+            assert b"event: end\n" in at.read()
+    assert serving.returncode == 0
+
+
+def test_dashboard_that_cannot_be_served(file):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        ran = zstrat("dashboard", "--cluster", file, "--http", taken)
+    assert ran.exit_code == 2
+    assert f"HTTP at {taken}: another process has that port" in ran.output
+    assert zstrat("dashboard").exit_code == 2
 
 
 def test_keygen(tmp_path):
@@ -133,6 +188,20 @@ def test_keygen(tmp_path):
     assert "worker.public" in ran.output
     key = secret.read_text().split()[-1]
     assert key not in ran.output
+
+
+def test_keygen_rotate_says_what_to_do_next(tmp_path):
+    folder = str(tmp_path / "keys")
+    ran = zstrat("keygen", folder, "--rotate")
+    assert ran.exit_code == 2
+    assert f"make some with `zstrat keygen {folder}`" in ran.output
+    zstrat("keygen", folder)
+    assert zstrat("keygen", folder, "--rotate", "--ps", "2").exit_code == 2
+    for step, there in (("1 of 3", "next"), ("2 of 3", "previous"), ("3 of 3", "")):
+        ran = zstrat("keygen", folder, "--rotate")
+        assert ran.exit_code == 0, ran.output
+        assert step in ran.output
+        assert {p.name for p in (tmp_path / "keys").iterdir() if p.is_dir()} <= {there}
 
 
 def test_keygen_per_task(tmp_path):

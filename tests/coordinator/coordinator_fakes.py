@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 
 import jax
 import numpy as np
@@ -21,11 +22,17 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.program import StepIterator, Structure, fill_inputs, load
+from zstrat.telemetry import SpanCapture
+from zstrat.telemetry.timeline import columns_of
 from zstrat.testing import FakeLink
 from zstrat.wire import (
     PROTOCOL,
+    AskClock,
+    BeginCapture,
     BuildResource,
     CancelSteps,
+    Captured,
+    ClockTold,
     CloseSession,
     Completion,
     Completions,
@@ -34,6 +41,7 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
+    EndCapture,
     Fence,
     Fenced,
     Fetch,
@@ -68,6 +76,12 @@ class FakeTask:
         self.busy = False
         self.devices = 2
         self.sessions, self.exited, self.closed = [], False, False
+        self.ahead = 0.0
+        """Seconds that its clock is ahead of ours."""
+        self.capturing, self.spans = [], []
+        """Orders to capture spans, and what it has captured, by its clock."""
+        self.refuses = ()
+        """Kinds of messages."""
         self.born()
 
     def born(self):
@@ -75,8 +89,24 @@ class FakeTask:
         """Whose it is: none after it was born."""
         self.hello = Hello(PROTOCOL, self.job, self.index, incarnation, "test", 1, {})
 
+    @property
+    def now(self):
+        return time.monotonic() + self.ahead
+
     def handle(self, message):
+        if isinstance(message, self.refuses):
+            raise BusyError(f"{self.job}:{self.index} is busy")
         match message:
+            case AskClock():
+                return ClockTold(self.now)
+            case BeginCapture():
+                self.capturing.append(message)
+                return Done()
+            case EndCapture():
+                capture = SpanCapture(1000, self.now, lambda: (0, 0))
+                capture.spans.extend(self.spans)
+                phases, columns = columns_of(capture)
+                return Captured(phases, False, "", "", tuple(columns))
             case OpenSession():
                 if self.busy:
                     raise BusyError(f"{self.job}:{self.index} is taken")

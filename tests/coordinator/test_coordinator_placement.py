@@ -40,11 +40,12 @@ class Stores(RuleBasedStateMachine):
     """Processes that take each order as `zstrat.wire` says they do, or are away."""
 
     count = 3
+    replicas = 1
 
     def __init__(self):
         super().__init__()
         homes = [f"home{n}" for n in range(self.count)]
-        self.placement = StorePlacement(homes)
+        self.placement = StorePlacement(homes, self.replicas)
         self.up, self.lives = [True] * self.count, [0] * self.count
         self.memory = [
             {n: Held(n, 1, homes[n], is_primary=True)} for n in range(self.count)
@@ -167,6 +168,8 @@ class Stores(RuleBasedStateMachine):
         """The link to a primary is lost, while that to its process may be open."""
         store %= self.count
         reason = "cut"
+        if not self.placement.keeps(store):
+            return
         self.take(self.placement.primary_lost(store, self.lines[store], reason))
 
     @rule(store=PLACES)
@@ -296,11 +299,15 @@ class Stores(RuleBasedStateMachine):
                 assert number in self.lost
                 assert not any(self._serves(number, memory) for memory in self.memory)
                 continue
-            assert store.phase is CopyPhase.PAIRED, store
+            wanted = CopyPhase.PAIRED if self.replicas else CopyPhase.ALONE
+            assert (store.phase, store.target) == (wanted, None), store
             assert number not in self.lost
             primary = self.at(self.lines[number], number)
             assert primary.is_primary
             assert self.acked[number] <= primary.has
+            if not self.replicas:
+                assert primary.backup is None
+                continue
             assert primary.backup.has >= self.acked[number]
             assert self.at(primary.backup.address, number) is primary.backup
 
@@ -316,6 +323,45 @@ class TwoProcesses(Stores):
     count = 2
 
 
+class MovingStores(Stores):
+    """Stores that are told to move, or to stay, meanwhile."""
+
+    @rule(store=PLACES, process=PLACES)
+    def moves(self, store, process):
+        self.take(self.placement.move(store % self.count, process % self.count))
+
+    @rule(store=PLACES, process=PLACES)
+    def arrives(self, store, process):
+        """Where nothing is lost meanwhile it is served there."""
+        store, target = store % self.count, process % self.count
+        self.settles()
+        self.forgives()
+        self.settles()
+        place = self.placement.stores[store]
+        is_served = place.phase in (CopyPhase.ALONE, CopyPhase.PAIRED)
+        if not (all(self.up) and is_served):
+            return
+        self.moves(store, target)
+        self.settles()
+        assert (place.primary.process, place.target) == (target, None)
+        serving = self.at(self.lines[store], store)
+        assert serving.is_primary
+        assert self.acked[store] <= serving.has
+        assert store in self.memory[target]
+
+    @rule(store=PLACES)
+    def stays(self, store):
+        self.take(self.placement.stay(store % self.count, "the program says so"))
+
+    @rule(store=PLACES)
+    def evicts(self, store):
+        self.take(self.placement.evict(store % self.count))
+
+
+class MovingBareStores(MovingStores):
+    replicas = 0
+
+
 OFTEN = settings(
     max_examples=100,
     stateful_step_count=40,
@@ -323,7 +369,10 @@ OFTEN = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestThreeProcesses, TestTwoProcesses = Stores.TestCase, TwoProcesses.TestCase
+TestMoves = MovingStores.TestCase
+TestMovesOfOneCopy = MovingBareStores.TestCase
 TestThreeProcesses.settings = TestTwoProcesses.settings = OFTEN
+TestMoves.settings = TestMovesOfOneCopy.settings = OFTEN
 
 
 def test_each_store_gets_its_backup_in_the_next_process():

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from zstrat.coordinator._queue import Closure, Effect, Phase, Queue
+from zstrat.coordinator._queue import Closure, Effect, Queue, QueuePhase
 from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
 BOUND, ATTEMPTS, AHEAD = 6, 3, 5
@@ -186,7 +186,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(count == 1 for count in self.ended.values())
         assert queue.steps.low_water == min(self.open, default=queue.steps.next)
         assert queue.has_error == bool(self.owed)
-        assert queue.phase is not (Phase.OPEN if self.owed else Phase.FAILED)
+        assert queue.phase is not (QueuePhase.OPEN if self.owed else QueuePhase.FAILED)
         assert queue.cancelled == self.cancelled
         assert queue.waiting_fresh <= BOUND
 
@@ -263,7 +263,7 @@ def test_a_closure_that_kills_its_workers_is_reported_with_their_names():
     assert isinstance(ended.error, WorkerLostError)
     for word in ("w0", "w1", "f0", "max_attempts"):
         assert word in str(ended.error)
-    assert queue.phase is Phase.FAILED
+    assert queue.phase is QueuePhase.FAILED
     assert queue.running == 0
 
 

@@ -5,32 +5,24 @@ import asyncio
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coordinator_fakes import FakePs, World
+from coordinator_stores import StoresWorld
 
 import zstrat.program as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import ClusterSession
-from zstrat.errors import NotPrimaryError, PSUnavailableError, UnavailableError
+from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
     CloseSession,
     DetachBackup,
-    Done,
     DropStore,
     HostStore,
-    Inspect,
-    MoveServer,
     OpenSession,
     PromoteBackup,
-    Push,
-    Statistics,
-    StoreHosted,
     UpdateOp,
 )
-
-REPLICATION = HostStore, DropStore, AttachBackup, DetachBackup, PromoteBackup
 
 
 @zs.function
@@ -38,131 +30,11 @@ def good():
     return jnp.float32(1)
 
 
-class StorePs(FakePs):
-    """A process, or one of the copies that it keeps (``host``)."""
-
-    def __init__(self, world, index, host=None):
-        super().__init__(world, index)
-        self.host = host or self
-        self.links, self.orders, self.copies = [], [], []
-        self.serves, self.is_whole = host is None, False
-        self.refuses = ()
-        """Kinds of orders."""
-
-    def handle(self, message):
-        if isinstance(message, REPLICATION):
-            self.orders.append(message)
-            if isinstance(message, self.refuses):
-                raise UnavailableError("no memory")
-        match message:
-            case HostStore(store=store, view=view):
-                copy = StorePs(self.world, store, self)
-                address = f"ps{self.index}.{store}.{view}:1"
-                self.world.tasks[address] = copy
-                self.copies.append(copy)
-                return StoreHosted(address, copy.hello.incarnation)
-            case AttachBackup(address=address):
-                self.world.tasks[address].is_whole = True
-                return Done()
-            case PromoteBackup():
-                if not self.is_whole:
-                    raise UnavailableError("not whole")
-                self.serves, self.session = True, message.session
-                return Done()
-            case DropStore() | DetachBackup():
-                return Done()
-            case Inspect():
-                return Statistics({})
-            case Push() if not self.serves:
-                raise NotPrimaryError("another process serves")
-        return super().handle(message)
-
-    def kill(self, reason="killed"):
-        """With all that its process keeps for others."""
-        self.alive = False
-        for link in self.links:
-            link.cut(reason)
-        for copy in self.copies:
-            copy.kill(reason)
-
-    def come_back(self, *, same=False):
-        if not same:
-            self.born()
-            self.copies = []
-        self.alive = True
-        for each in (self, *self.copies):
-            each.alive = True
-            for link in each.links:
-                if not link.is_closed and link.is_started:
-                    link.connect(each.hello)
-
-
-class ReplicatedWorld(World):
-    def __init__(self, ps=2, workers=1):
-        super().__init__(ps, workers)
-        self.ps = [StorePs(self, index) for index in range(ps)]
-        for task in self.ps:
-            self.tasks[f"ps{task.index}:1"] = task
-
-    def make_link(self, address, **options):
-        link = super().make_link(address, **options)
-        task = self.tasks[address]
-        if isinstance(task, StorePs):
-            task.links.append(link)
-        return link
-
-    def connect(self, **options):
-        timeouts = Timeouts(connect=30.0, request=20.0, reconnect=0.0)
-        self.session = ClusterSession.connect(
-            self.spec,
-            Settings(timeouts=timeouts, **options),
-            replicas=1,
-            make_link=self.make_link,
-        )
-        return self.session
-
-    def changed(self, turns=8):
-        """What follows on the loop is looked at, too."""
-        super().changed()
-        if turns:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self.changed, turns - 1)
-
-    @property
-    def replication(self):
-        return self.session.cluster.replication
-
-    @property
-    def numbers_of(self):
-        return self.replication.statistics()
-
-    def paired(self):
-        return self.numbers_of["stores_without_backup"] == 0
-
-    def moves(self, worker=0):
-        sent = self.workers[worker].moves
-        return [(m.index, m.address) for m in sent]
-
-
 @pytest.fixture
 def world():
-    made = ReplicatedWorld()
-    for worker in made.workers:
-        _hear_moves(worker)
+    made = StoresWorld()
     yield made
     made.close()
-
-
-def _hear_moves(worker):
-    worker.moves, handle = [], worker.handle
-
-    def heard(message):
-        if isinstance(message, MoveServer):
-            worker.moves.append(message)
-            return Done()
-        return handle(message)
-
-    worker.handle = heard
 
 
 def _spec(ps):
@@ -269,8 +141,9 @@ def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
     assert world.numbers_of["failovers"] == 0
 
 
-def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
-    world.ps[1].refuses = (HostStore,)
+@pytest.mark.parametrize("kind", [UnavailableError, OSError])
+def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog, kind):
+    world.ps[1].refuses, world.ps[1].refusal = (HostStore,), kind("no memory")
     timeouts = Timeouts(connect=1.0, request=20.0)
     with pytest.raises(TimeoutError, match=r"task:0: alone \(no memory\)"):
         ClusterSession.connect(
@@ -279,7 +152,8 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog):
             replicas=1,
             make_link=world.make_link,
         )
-    assert "task:1 keeps no backup of /job:ps/task:0: Unavailable" in caplog.text
+    said = f"task:1 keeps no backup of /job:ps/task:0: {kind.__name__}"
+    assert said in caplog.text
 
 
 def test_both_copies_lost_are_said_and_those_that_return_are_found(world):
@@ -300,6 +174,19 @@ def test_both_copies_lost_are_said_and_those_that_return_are_found(world):
     with pytest.raises(PSUnavailableError) as caught:
         _add(world, 0)
     assert caught.value.lost
+
+
+def test_those_that_said_that_they_return_are_waited_for(world):
+    world.connect()
+    coordinator = world.coordinator()
+    world.on_loop(lambda: [each.kill("restart", 60.0) for each in world.ps])
+    world.until(lambda: not any(task.is_ready for task in world.session.cluster.ps))
+    value = coordinator.schedule(good)
+    assert world.session.cluster.broken is None
+    world.on_loop(lambda: [each.come_back(same=True) for each in reversed(world.ps)])
+    world.until(world.paired)
+    assert value.fetch() == 1
+    assert world.session.cluster.broken is None
 
 
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
@@ -327,11 +214,11 @@ def _noting(task, ends):
 
 
 def test_what_cannot_have_copies_is_refused(tmp_path):
-    lonely = ReplicatedWorld(ps=1)
+    lonely = StoresWorld(ps=1)
     with pytest.raises(ValueError, match=r"and the cluster has 1: give it 2 ps"):
         lonely.connect()
     (tmp_path / "ps-0.public").write_text("x")
-    world = ReplicatedWorld()
+    world = StoresWorld()
     with pytest.raises(ValueError, match="has a key for each"):
         world.connect(keys=tmp_path)
     assert not any(isinstance(m, OpenSession) for t in world.ps for m in t.orders)

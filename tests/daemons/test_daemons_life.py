@@ -57,12 +57,24 @@ def test_its_coordinator_ends_it(start):
     assert daemon.process.wait(30) == 0
 
 
-class Stuck:
-    """An optimizer that never arrives: unpickling it elsewhere waits for ever."""
+class Elsewhere:
+    """An optimizer that never arrives: an expression, which is evaluated where it is
+    unpickled, but for here, where it is tried out."""
+
+    def __init__(self, expression):
+        self.expression = expression
 
     def __reduce__(self):
-        here = f"__import__('os').getpid() == {os.getpid()}"  # where it is tried out
-        return eval, (f"{here} or __import__('threading').Event().wait()",)
+        here = f"__import__('os').getpid() == {os.getpid()}"
+        return eval, (f"{here} or {self.expression}",)
+
+
+STUCK = Elsewhere("__import__('threading').Event().wait()")
+SET_ASIDE = Elsewhere(
+    "(gc := __import__('gc')).isenabled() and gc.get_freeze_count() > 100_000"
+    " and int('set aside')"
+)
+"""An error that says so where jax is, and no collection of garbage looks at it."""
 
 
 def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
@@ -76,7 +88,10 @@ def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
         try:
             await link.wait_open(asyncio.get_running_loop().time() + 30)
             await link.request(OpenSession(me.incarnation, 0, 1, []))
-            code = dump_code(Stuck())
+            code = dump_code(SET_ASIDE)
+            with pytest.raises(ValueError, match="set aside"):
+                await link.request(CreateOptimizer(me.incarnation, 1, "jax", code))
+            code = dump_code(STUCK)
             stuck = link.submit(CreateOptimizer(me.incarnation, 1, "stuck", code))
             await link.request(Inspect())  # answered after that one was accepted
             daemon.process.terminate()

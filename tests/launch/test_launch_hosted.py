@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from zstrat.wire import (
     HostStore,
     Inspect,
     Job,
+    OpenLog,
     OpenSession,
     PromoteBackup,
     Pull,
@@ -41,10 +43,10 @@ WAIT = 60
 class World(contextlib.AsyncExitStack):
     """Two parameter servers of which ``links`` of a coordinator have the session."""
 
-    def __init__(self, keys=None, bind="127.0.0.1:0"):
+    def __init__(self, keys=None, bind="127.0.0.1:0", state=None):
         super().__init__()
         timeouts = Timeouts(reconnect=0.2)
-        self.settings = Settings(timeouts=timeouts, keys=keys)
+        self.settings = Settings(timeouts=timeouts, keys=keys, state=state)
         self.binds = bind if isinstance(bind, list) else [bind] * 2
         self.notices, self.losses = asyncio.Queue(), asyncio.Queue()
 
@@ -90,8 +92,11 @@ class World(contextlib.AsyncExitStack):
         values = np.zeros(3, "f4"), np.zeros((20_000, 64), "f4")
         await self.ask(self.links[0], CreateVariables(SESSION, entries, values))
 
-    async def host(self, on=1, store=0, view=1):
-        return await self.ask(self.links[on], HostStore(SESSION, store, view))
+    async def host(self, on=1, store=0, view=1, primary=None):
+        if primary is None:
+            primary = self.tasks[store].hello.incarnation
+        asked = HostStore(SESSION, store, view, primary=primary)
+        return await self.ask(self.links[on], asked)
 
     async def attach(self, primary, hosted, view=1):
         asked = AttachBackup(SESSION, view, hosted.address, hosted.incarnation)
@@ -145,7 +150,7 @@ async def test_a_store_goes_on_in_another_process(tmp_path, kind):
             await world.ask(home, push(51))
         # What was the primary keeps the next copy, beside what it does not serve.
         assert await world.ask(home, DropStore(SESSION, 0, 2)) == Done()
-        again = await world.host(on=0, view=3)
+        again = await world.host(on=0, view=3, primary=hosted.incarnation)
         await world.attach(copy, again, view=3)
         assert (await world.ask(copy, push(51))).applied
         values = (await world.ask(home, Inspect())).values
@@ -201,7 +206,43 @@ async def test_who_may_not_have_a_copy_kept():
         assert await world.ask(other, DropStore(SESSION, 5, 1)) == Done()
 
 
+async def test_a_copy_takes_changes_from_the_process_that_was_named_alone():
+    """Another one with the key of a server knows session, view and address."""
+    async with World() as world:
+        hosted = await world.host()
+        other = await world.link(hosted.address, 0, role="ps")
+        with pytest.raises(PermissionDeniedError, match="as its coordinator has said"):
+            await world.ask(other, OpenLog(SESSION, 1))
+        await other.close()
+        await world.attach(world.links[0], hosted)
+
+
 async def test_keys_of_single_tasks_are_refused(tmp_path):
     async with World(folder(tmp_path, "per task")) as world:
         with pytest.raises(PermissionDeniedError, match="per-task"):
             await world.host()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_copies_are_where_they_were_or_nothing_is_gone_on_with(
+    tmp_path, caplog, is_taken
+):
+    tmp_path.chmod(0o700)
+    async with World(state=tmp_path) as world:
+        await world.create()
+        await world.attach(world.links[0], await world.host())
+        before = world.tasks[1].hello.incarnation
+        (kept,) = world.tasks[1].statistics()["copies"]
+    with socket.socket() as other:
+        if is_taken:
+            host, _, port = kept["address"].rpartition(":")
+            other.bind((host, int(port)))
+            other.listen()
+        async with serve(TaskPlace("ps", 1, "127.0.0.1:0"), world.settings) as task:
+            copies = task.statistics()["copies"]
+            assert (task.hello.incarnation == before) == (not is_taken)
+            assert [each["address"] for each in copies] == (
+                [] if is_taken else [kept["address"]]
+            )
+            assert not list(tmp_path.glob("ps-1*"))
+    assert ("the address of a copy that it kept is taken" in caplog.text) == is_taken

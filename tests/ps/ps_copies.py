@@ -30,6 +30,8 @@ from zstrat.wire import (
 JUMP = 2**40
 """By so much a version grows with a promotion."""
 TASK = "/job:ps/task:0"
+PRIMARY = 5
+"""Its incarnation."""
 OPTIMIZERS = {
     b"adam": lambda: optax.adam(0.1),
     b"momentum": lambda: optax.sgd(0.1, momentum=0.9),
@@ -68,7 +70,7 @@ class Copies:
             load_code=self.load_late if "backup_of" in options else self.load,
             settings=Settings(),
             task=TASK,
-            incarnation=5,
+            incarnation=PRIMARY,
             **options,
         )
         self.made.append(made)
@@ -97,7 +99,7 @@ class Copies:
 
     def host(self, view=1):
         """Another empty backup."""
-        self.backup = self.service(backup_of=(SESSION, view))
+        self.backup = self.service(backup_of=(self.primary.owner, view, PRIMARY))
         self.incarnation = FakeRemote(Job.PS).hello.incarnation
 
     @property
@@ -105,7 +107,7 @@ class Copies:
         return self.links[-1]
 
     def connect(self, address, *, on_notice, on_open, on_lost):
-        talker = Talker(Job.PS)
+        talker = Talker(Job.PS, PRIMARY)
         backup = self.backup
         talker.link = FakeLink(
             lambda message: backup.handle(talker, message),

@@ -7,7 +7,7 @@ import optax
 from ps_callers import SESSION, caller
 
 from zstrat.config import Settings
-from zstrat.ps import Handover, PsService
+from zstrat.ps import Handover, Inherited, PsService
 from zstrat.wire import Job, OpenSession
 
 TASK = "/job:ps/task:0"
@@ -32,24 +32,28 @@ class Heirs:
         self.is_over = False
 
     def _started(self):
-        handover = Handover(self.folder, 0, TASK)
-        left = handover.take(CODES.__getitem__, largest=2**36)
+        self.handover = Handover(self.folder, 0, TASK)
+        left = self.handover.take(CODES.__getitem__, largest=2**36)
         self.went_on = left is not None
         service = PsService(
             load_code=CODES.__getitem__,
             settings=Settings(),
             task=TASK,
-            incarnation=left.incarnation if left else 77,
-            handover=handover,
-            inherited=left,
+            leaves=True,
+            inherited=left and left.own,
         )
-        service.take_over()
+        if left:
+            self.handover.took()
+            service.take_over(left.owner)
         return service
 
     async def end(self):
         """What SIGTERM does."""
-        self.is_over = True
+        self.is_over, self.has_left = True, False
         assert await self.service.drain()
+        if (owner := self.service.owner) is not None:
+            left = Inherited(77, owner, self.service.left(0))
+            self.has_left = await self.handover.leave(left, 60)
 
     async def hand_over(self):
         await self.end()

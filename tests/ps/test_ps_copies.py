@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from ps_callers import SESSION, caller
-from ps_copies import JUMP, OPTIMIZERS, TASK, create, later, pull, push, turns
+from ps_copies import JUMP, OPTIMIZERS, create, later, pull, push, turns
 from ps_trees import message, of_values
 
 from zstrat.errors import (
@@ -13,7 +13,6 @@ from zstrat.errors import (
     NotPrimaryError,
     UnavailableError,
 )
-from zstrat.ps import Handover
 from zstrat.wire import (
     Again,
     ArraySpec,
@@ -274,17 +273,3 @@ async def test_a_fence_holds_on_the_backup(copies):
     await copies.promote()
     assert not (await copies.ask(push(2), copies.backup)).applied
     assert (await copies.ask(push(3), copies.backup)).applied
-
-
-async def test_what_has_a_second_copy_is_not_left_in_a_state_folder(copies, tmp_path):
-    """Nobody could tell later which of them is the newest."""
-    tmp_path.chmod(0o700)
-    left = Handover(tmp_path, 0, TASK)
-    copies.primary = copies.service(connect=copies.connect, handover=left)
-    await copies.ask(OpenSession(SESSION, 0, 1, []))
-    await copies.ask(create(0))
-    await copies.attach()
-    await copies.ask(DetachBackup(SESSION, 2))
-    assert await copies.primary.drain()
-    assert copies.primary.returns == 0.0
-    assert not list(tmp_path.iterdir())

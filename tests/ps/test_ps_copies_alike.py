@@ -4,6 +4,7 @@ values, slots, versions, and what it answers to repetitions."""
 import asyncio
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ps_callers import SESSION
@@ -312,6 +313,31 @@ def test_slots_are_alike(before, during, after):
         await story.tell(after)
         await story.end()
         await compare(rig, [9])
+        await rig.close()
+
+    asyncio.run(run())
+
+
+def test_who_took_the_key_of_a_variable_is_in_no_tree_of_it():
+    """Of another shape: its tree would not fit, and the copy be of no use."""
+
+    async def run():
+        rig = Copies()
+        await rig.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+        for key in (1, 2):
+            await rig.ask(create(key, key))
+        values = {key: value(key, 0) for key in (1, 2)}
+        await rig.ask(message(SESSION, 9, of_values(OPTIMIZERS[b"momentum"](), values)))
+        await rig.ask(DeleteVariables(SESSION, [2]))
+        entry = VariableEntry(2, "other", True, False)
+        await rig.ask(CreateVariables(SESSION, [entry], (np.zeros(7, "f4"),)))
+        await rig.attach()
+        update = Update(2, UpdateOp.OPTIMIZE, 9, 1)
+        stranger = Push(SESSION, 1, 0, 0, [update], (np.zeros(7, "f4"),))
+        for service in (rig.primary, rig.backup):
+            with pytest.raises(ZstratError, match="no tree"):
+                await rig.ask(stranger, service)
+            await rig.promote()
         await rig.close()
 
     asyncio.run(run())

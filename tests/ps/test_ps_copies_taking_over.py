@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from ps_callers import SESSION, caller
-from ps_copies import JUMP, create, later, pull, push, turns
+from ps_copies import JUMP, OPTIMIZERS, create, later, pull, push, turns
 
 from zstrat.errors import (
     NotPrimaryError,
@@ -16,6 +16,7 @@ from zstrat.wire import (
     ArraySpec,
     AttachBackup,
     CloseSession,
+    CreateOptimizer,
     DetachBackup,
     Done,
     Inspect,
@@ -209,3 +210,38 @@ async def test_what_is_added_on_its_way_is_refused_if_another_one_serves(copies)
     assert copies.primary.absorb(copies.chief, header, [spec]) is None
     with pytest.raises(NotPrimaryError):
         sink.finish()
+
+
+async def test_a_promotion_that_fails_half_way_leaves_the_primary_what_it_is(copies):
+    """It is asked for when a change waits that cannot be made here."""
+    await copies.attach()
+    copies.gate.clear()
+    copies.shipped[b"late"] = OPTIMIZERS[b"adam"]()
+    await copies.ask(CreateOptimizer(SESSION, 3, "late", b"late"))
+    copies.shipped[b"late"] = None  # no optimizer, as the backup finds out
+    assert (await copies.ask(push(1))).applied
+    promoting = asyncio.ensure_future(copies.promote())
+    unheard = later(copies, push(2))
+    await turns()
+    assert (await copies.ask(pull())).versions  # it was told nothing yet
+    copies.gate.set()
+    with pytest.raises(UnavailableError, match="CreateOptimizer failed here"):
+        await promoting
+    await turns()
+    assert not unheard.done()
+    assert await copies.ask(DetachBackup(SESSION, 3)) == Done()
+    assert (await unheard).applied
+    assert (await copies.ask(push(3))).applied
+
+
+async def test_a_promoted_backup_has_the_name_of_the_session(copies):
+    await copies.ask(CloseSession(SESSION, False))
+    named = OpenSession(SESSION, 0, 1, [], name="run", origin=3)
+    await copies.ask(named)
+    await copies.ask(create(0))
+    copies.host()
+    await copies.attach()
+    await copies.promote()
+    opened = await copies.ask(OpenSession(SESSION, 0, 1, []), copies.backup)
+    assert (opened.resumed, opened.origin) == (True, 3)
+    assert copies.backup.statistics()["session_name"] == "run"

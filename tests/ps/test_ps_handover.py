@@ -185,7 +185,6 @@ async def test_while_it_leaves_nobody_is_told_anything(tmp_path):
         ):
             assert not side.service.handle(side.chief, asked).done()
         assert await leaving
-        assert side.service.returns > 0
         assert side.service.handle(side.chief, Inspect()).values["variables"] == 1
         await side.hand_over()
         assert (await side.answer(push(1, 1))).applied  # nothing of it was done
@@ -216,7 +215,7 @@ async def test_without_a_session_nothing_is_left(tmp_path):
         await side.answer(CloseSession(SESSION, False))
         await side.hand_over()
         assert not side.went_on
-        assert side.service.returns == 0
+        assert not side.has_left
     assert not os.listdir(side_folder)
 
 
@@ -241,7 +240,7 @@ async def test_a_state_is_there_until_it_is_used_and_then_no_more(tmp_path):
     assert take(handover) is not None  # and that process is killed
     found = take(handover)
     assert found.incarnation == 77
-    assert np.array_equal(found.store.read([Read(1, -1)])[1][0], ONES)
+    assert np.array_equal(found.own.store.read([Read(1, -1)])[1][0], ONES)
     handover.took()
     assert take(handover) is None
     assert not os.listdir(folder)
@@ -277,7 +276,7 @@ def _torn(folder):
 
 def _of_tomorrow(folder):
     file = folder / "ps-0.json"
-    text = json.loads(file.read_text())["state"].replace('"version": 1', '"version": 2')
+    text = json.loads(file.read_text())["state"].replace('"version": 2', '"version": 3')
     digest = digest_of([text.encode()])
     file.write_text(json.dumps({"digest": digest, "state": text}))
 
@@ -310,7 +309,7 @@ async def test_a_full_disk_leaves_no_state_and_says_so(tmp_path, caplog):
         await side.answer(created(1, np.zeros(2**18, "f4")))
         with full_disk(2**19):
             await side.end()
-        assert side.service.returns == 0
+        assert not side.has_left
     assert "lost with it: ResourceExhaustedError" in caplog.text
     assert take(Handover(folder, 0, TASK)) is None
     assert not os.listdir(folder)

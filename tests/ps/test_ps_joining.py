@@ -8,6 +8,7 @@ import pytest
 from zstrat.config import Settings
 from zstrat.errors import (
     BusyError,
+    InvalidArgumentError,
     PermissionDeniedError,
     StaleSessionError,
     UnavailableError,
@@ -96,6 +97,21 @@ async def test_a_session_is_waited_for(rig):
     rig.service.lost(rig.chief, "ended")
     rig.open(9, FakeRemote(Job.CHIEF, 9))
     assert await other == joined(9)
+
+
+async def test_a_session_whose_servers_have_second_copies_is_not_joined(rig):
+    """Whether that is asked before it is there, or before the copies are."""
+    early = rig.join(session=0)
+    rig.ask(OpenSession(SESSION, 0, 1, [], replicas=1))
+    with pytest.raises(InvalidArgumentError, match="leave out replicas=1"):
+        await early
+    with pytest.raises(InvalidArgumentError, match="leave out replicas=1"):
+        rig.join(session=0)
+    rig.service.lost(rig.chief, "ended")
+    waiting = rig.join(session=0)  # for another program
+    other = FakeRemote(Job.CHIEF, 9)
+    rig.open(9, other)
+    assert await waiting == joined(9)
 
 
 async def test_of_a_program_that_is_gone_nobody_waits_for_the_session(rig):

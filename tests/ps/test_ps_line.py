@@ -236,6 +236,18 @@ async def test_a_server_that_has_lost_all_is_said_to_have(rig):
     assert rig.link.asked == []
 
 
+async def test_what_ends_with_the_link_of_a_server_that_is_gone_says_so(rig):
+    """Not that a link was closed: nobody of the program has closed anything."""
+    pull, update = rig.client.pull([Ref(0, 1)]), rig.client.update(DELTA)
+    rig.line.move(Script())  # where nothing is
+    rig.line.lose("both copies are gone", gone=True)
+    for _, reply in rig.link.asked:
+        reply.set_exception(ClosedError("the link to ps:0 was closed"))
+    for asked in (pull, update):
+        with pytest.raises(PSUnavailableError, match="both copies are gone"):
+            await asked
+
+
 async def test_own_updates_outlast_the_patience_with_a_line_that_is_silent(rig):
     update, pull = rig.client.update(DELTA), rig.client.pull([Ref(0, 1)])
     rig.link.cut()

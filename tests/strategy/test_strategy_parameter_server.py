@@ -73,6 +73,27 @@ def test_a_wrong_cluster_is_refused_before_connecting(spec, task, words):
         construct(spec, *task)
 
 
+class ClusterOfAStranger:
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (FULL, "expected a ClusterResolver, got dict: .* SimpleClusterResolver"),
+        (ClusterOfAStranger(), "got ClusterOfAStranger: give its .resolver"),
+    ],
+)
+def test_what_is_no_resolver_is_refused(given, words):
+    for make in (
+        ParameterServerStrategy,
+        zs.BetweenGraphStrategy,
+        zs.MultiWorkerMirroredStrategy,
+    ):
+        with pytest.raises(TypeError, match=words):
+            make(given)
+
+
 def test_mistakes_are_found_in_tf_order():
     several = {"worker": ["w:1"], "other": ["o:1"]}
     with pytest.raises(ValueError, match="Disallowed"):

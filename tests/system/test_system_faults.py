@@ -123,6 +123,21 @@ def test_a_killed_worker_costs_no_step_and_doubles_none(local, coordinator):
     assert [int(value.fetch()) for value in values] == list(range(SLOTS))
 
 
+def test_a_worker_killed_in_a_time_line_is_named_in_it(local, coordinator, tmp_path):
+    _, bump = _counting(coordinator.strategy)
+    _rounds_until(coordinator, bump, _all_have_worked)
+    place = tmp_path / "line.json"
+    with coordinator.profile(place) as profile:
+        local.kill("worker:1")
+        _rounds_until(coordinator, bump, _one_was_lost)
+    assert "lost meanwhile" in profile.about["worker:1: missing"]
+    events = json.loads(place.read_text("utf-8"))["traceEvents"]
+    tasks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    seen = {tasks[e["pid"]] for e in events if e["ph"] == "X"}
+    assert {"program", "worker:0"} < seen
+    assert "worker:1" not in seen
+
+
 def test_a_killed_worker_that_is_started_again_takes_part_again(local, coordinator):
     def dataset(context):
         while True:

@@ -9,6 +9,7 @@ import pytest
 from zstrat.testing.simulation import (
     MUTATIONS,
     Fault,
+    Meter,
     Scenario,
     mutated,
     run_scenario,
@@ -59,16 +60,21 @@ def test_a_seed_is_the_same_in_every_process():
 CAUGHT = {
     "the ledger forgets": 2,
     "duplicates are not looked for": 2,
-    "no fence is raised": 7,
+    "no fence is raised": 22,
     "pushes of zombies are taken": 37,
     "pushes are acknowledged before they are applied": 0,
-    "updates without names are sent again": 344,
+    "updates without names are sent again": 56,
     "servers take the requests of any session": 44,
     "a restore stays in the same session": 5,
     "the mark is raised too far": 0,
     "a step is over when its push is sent": 1,
     "steps of lost workers are forgotten": 2,
     "a checkpoint does not wait for steps": 0,
+    "answers leave before the backup has it": 75,
+    "a primary goes on alone by itself": 747,
+    "a copy that has not all takes over": 579,
+    "the ledger is not in the log": 39,
+    "versions do not jump at a promotion": 203,
 }
 """A seed that catches it, by the name of the mutation."""
 
@@ -116,8 +122,37 @@ def test_a_checkpoint_ends_though_a_lost_step_comes_back_while_all_rests():
     assert verdict.failure is None
 
 
+def test_what_is_sent_to_a_server_without_copies_fails_as_a_lost_server():
+    """Two copies were lost while variables were created: the program heard that a link
+    was closed, as if it had closed one itself."""
+    lost = Fault(3.746968, "power", "ps0", "chief0", 0.40036079975929856)
+    changes = {"steps": 22, "pace": 0.2, "delay": 0.02, "in_flight": 1, "capacity": 30}
+    changes |= {"reads_ahead": True, "chunk": 100, "fails": frozenset({21})}
+    verdict = run_scenario(scenario(211, lost, replicas=1, **changes))
+    assert verdict.failure is None
+
+
 def test_a_scenario_can_be_larger():
     assert run_scenario(scenario_of(5, workers=6, servers=5)).failure is None
+
+
+def test_what_each_process_computes_can_be_measured():
+    meter = Meter()
+    assert run_scenario(scenario(1, only_steps=True), meter=meter).failure is None
+    assert set(meter.seconds) == set(PROCESSES)
+    assert min(meter.seconds.values()) > 0.0
+
+
+PROCESSES = ["chief0", *[f"{job}{n}" for job in ("ps", "worker") for n in range(3)]]
+
+
+@pytest.mark.parametrize("kind", ["kill", "freeze", "isolate", "apart", "sever"])
+def test_any_one_server_may_be_lost_where_each_has_a_second_copy(kind):
+    """Without an error, and each step once: of as many steps as without the fault."""
+    lost = Fault(1.5, kind, "ps0", "ps1", 2.5)
+    verdict = run_scenario(scenario(2, lost, replicas=1, is_guarded=True))
+    assert verdict.failure is None
+    assert verdict.steps >= 17
 
 
 def test_many_seeds_from_a_shell(capsys):

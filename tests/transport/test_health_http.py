@@ -7,16 +7,19 @@ import contextlib
 import gc
 import http.client
 import logging
+import math
 import socket
 import sys
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat as zs
 from zstrat.config import Settings
+from zstrat.telemetry import Unit, Windowed
 from zstrat.transport import Portal
 from zstrat.transport.health import (
     CONNECTIONS,
@@ -139,7 +142,7 @@ def test_loops_that_hang_are_waited_for_together():
 def test_head_has_no_body_and_other_methods_are_refused(port):
     assert get(port, "/healthz", "HEAD") == (200, "")
     assert get(port, "/healthz", "POST")[0] == 405
-    assert get(port, "/")[0] == 404
+    assert get(port, "/none")[0] == 404
     assert b"Allow: GET, HEAD" in sent(port, b"DELETE / HTTP/1.1\r\n\r\n")
 
 
@@ -280,3 +283,42 @@ def test_settings_that_name_no_address_serve_nothing():
     before = threading.active_count()
     serve_as_told(Settings())
     assert threading.active_count() == before
+
+
+def test_histograms_are_told_as_prometheus_counts_them():
+    """Against the values themselves: how many are not above each edge."""
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    took = [1e-7, 2.0**-17, 0.001, 0.001, 0.25, 100.0, 5000.0]
+    old = [0, 0, 1, 2, 3, 3, 8, 40_000]
+    pulled, stale = Windowed(), Windowed(Unit.COUNTS)
+    # None is on an edge: ours belong to the bucket above, those there to the one below.
+    pulled.add_many(np.array(took) / 1.01, 0.0)
+    stale.add_many(old, 0.0)
+    values = {
+        "phases": {"pull": pulled.plain(0.0), "odd": {"total": {"buckets": 3}}},
+        "staleness": {"ps:0": stale.plain(0.0)},
+        "coordinator": {"scalars": {'lo"ss': [[0, 0.0, 1.0], [1, 1.0, 0.5]], "n": []}},
+    }
+    with living(Thing(values=values), "worker:0"), zs.serve_http(0) as server:
+        _, text = get(server.address, "/metrics")
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {**sample.labels}
+            edge = float(labels.pop("le", "nan"))
+            key = sample.name, labels.pop("task", ""), *labels.values()
+            found.setdefault(key, {})[edge] = sample.value
+    seconds = found["zstrat_phase_seconds_bucket", "worker:0", "pull"]
+    assert len(seconds) == 25
+    for edge, count in seconds.items():
+        assert count == sum(each / 1.01 <= edge for each in took), edge
+    versions = found["zstrat_staleness_versions_bucket", "worker:0", "ps:0"]
+    for edge, count in versions.items():
+        assert count == sum(each <= edge for each in old), edge
+    assert {0.0, 1.0, 3.0, 7.0, math.inf} <= set(versions)
+    (total,) = found["zstrat_staleness_versions_sum", "worker:0", "ps:0"].values()
+    assert total == sum(old)
+    assert [*found["zstrat_scalar", "worker:0", 'lo"ss'].values()] == [0.5]
+    assert not [key for key in found if key[2:] in (("odd",), ("n",))]

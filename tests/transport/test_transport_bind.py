@@ -8,6 +8,7 @@ from transport_talk import pull
 
 from zstrat.config import Settings
 from zstrat.errors import PermissionDeniedError
+from zstrat.transport import reached_as
 from zstrat.wire import Inspect
 
 
@@ -56,3 +57,18 @@ async def test_a_socket_file_in_an_open_directory_is_refused(net, tmp_path):
         await net.serve(f"ipc://{tmp_path}/ps0")
     with pytest.raises(FileNotFoundError, match="create it"):
         await net.serve(f"ipc://{tmp_path}/none/ps0")
+
+
+@pytest.mark.parametrize(
+    ("bound", "known", "reached"),
+    [
+        ("tcp://0.0.0.0:9", "ps-0.cluster:5", "tcp://ps-0.cluster:9"),
+        ("tcp://[::]:9", "[fd00::1]:5", "tcp://[fd00::1]:9"),
+        ("tcp://*:9", "tcp://10.0.0.3:5", "tcp://10.0.0.3:9"),
+        ("tcp://10.0.0.4:9", "10.0.0.3:5", "tcp://10.0.0.4:9"),
+        ("tcp://eth0:9", "10.0.0.3:5", "tcp://eth0:9"),
+        ("ipc:///run/a", "10.0.0.3:5", "ipc:///run/a"),
+    ],
+)
+def test_another_endpoint_of_a_process_is_reached_where_it_is(bound, known, reached):
+    assert reached_as(bound, known) == reached

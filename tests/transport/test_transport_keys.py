@@ -4,6 +4,7 @@ import asyncio
 import grp
 import os
 import pwd
+import shutil
 import socket
 import stat
 from types import SimpleNamespace
@@ -80,8 +81,8 @@ async def test_an_unknown_key_is_refused_promptly_naming_the_folder(
 ):
     endpoint, address, service = served
     generate_keys(tmp_path / "others")
+    shutil.copy(folder / "ps.public", tmp_path / "others")
     stranger = Security.load(tmp_path / "others", "worker")
-    stranger._publics[Job.PS] = Security.load(folder, "ps")._publics[Job.PS]
     link, _ = net.link(address, expect=PS, security=stranger)
     with pytest.raises(PermissionDeniedError, match=str(tmp_path / "others")):
         await link.wait_open(soon())

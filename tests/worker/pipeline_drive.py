@@ -17,7 +17,7 @@ class Drive:
     def dispatch(self, numbers, *, reads=None, nbytes=8, **facts):
         plan = {"reads": reads, "nbytes": nbytes, **facts}
         costs = Costs(prepare=self.cost, run=self.cost)
-        self.pipeline.dispatched(plan, costs, numbers)
+        self.pipeline.dispatched(plan, costs, numbers, self.now)
 
     def turn(self):
         """Does the next thing; False if that is to wait."""
@@ -59,7 +59,7 @@ class Drive:
 
     def arrive(self, post):
         for pull in post.pulls:
-            self.pipeline.arrived(pull, "values")
+            self.pipeline.arrived(pull, "values", self.now)
 
 
 def pulled(post):

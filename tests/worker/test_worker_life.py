@@ -67,7 +67,7 @@ class Life(RuleBasedStateMachine):
             self.numbers += count
             self.kinds.update(dict.fromkeys(numbers, kind))
             cost = kind["cost"]
-            self.pipeline.dispatched(None, Costs(cost, cost, cost), numbers)
+            self.pipeline.dispatched(None, Costs(cost, cost, cost), numbers, self.now)
 
     @rule(turns=st.integers(1, 25))
     def work(self, turns):
@@ -176,9 +176,9 @@ class Life(RuleBasedStateMachine):
     def answer(self, data, lost):
         pull = self.pulls.pop(data.draw(st.integers(0, len(self.pulls) - 1)))
         if lost:
-            self.pipeline.arrived(pull, None, OSError("ps"))
+            self.pipeline.arrived(pull, None, self.now, OSError("ps"))
         else:
-            self.pipeline.arrived(pull, pull.reads)
+            self.pipeline.arrived(pull, pull.reads, self.now)
 
     @precondition(lambda self: self.pushes)
     @rule(data=st.data())
@@ -213,7 +213,7 @@ class Life(RuleBasedStateMachine):
         while not self.waiting or self.pulls:
             while self.pulls:
                 pull = self.pulls.pop(0)
-                self.pipeline.arrived(pull, pull.reads)
+                self.pipeline.arrived(pull, pull.reads, self.now)
             self.work(1)
         self.endings += self.pushes
         assert sorted(self.endings) == list(range(self.numbers))

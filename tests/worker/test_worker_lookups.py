@@ -66,6 +66,7 @@ class Script:
     iterator: object
     levels: list
     finish: object
+    examples = 0
 
     def __post_init__(self):
         self.element = self.iterator.draw()

@@ -84,9 +84,9 @@ def test_quick_closures_run_back_to_back_and_share_posts():
 def test_no_ending_waits_for_slow_or_unmeasured_work():
     drive = Drive(Pipeline(interval=1e-3))
     drive.dispatch([1])
-    drive.pipeline.dispatched({}, Costs(prepare=0.0, run=5.0), [2])
+    drive.pipeline.dispatched({}, Costs(prepare=0.0, run=5.0), [2], drive.now)
     new = Costs()
-    drive.pipeline.dispatched({}, new, [3])
+    drive.pipeline.dispatched({}, new, [3], drive.now)
     assert new.run == math.inf
     drive.rest()
     assert drive.did == [
@@ -146,7 +146,7 @@ def test_a_failed_pull_is_met_in_order():
     drive.dispatch([1, 2], reads=W, writes=True)
     (post,) = drive.rest()
     lost = OSError("ps 0")
-    drive.pipeline.arrived(post.pulls[0], None, lost)
+    drive.pipeline.arrived(post.pulls[0], None, drive.now, lost)
     do, step = drive.pipeline.next(drive.now)
     assert (do, step.error) == (Do.RUN, lost)
     drive.pipeline.ran(step, "failed", drive.now, cost=0.0)

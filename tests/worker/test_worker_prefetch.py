@@ -84,7 +84,7 @@ def test_a_failed_early_pull_fails_its_step_and_no_other():
     optimizer_steps(drive, 1, 2)
     first, second = drive.rest()
     lost = OSError("ps 0")
-    drive.pipeline.arrived(second.pulls[0], None, lost)
+    drive.pipeline.arrived(second.pulls[0], None, drive.now, lost)
     drive.arrive(first)
     do, step = drive.pipeline.next(drive.now)
     assert (do, step.number, step.error) == (Do.RUN, 1, None)
@@ -150,7 +150,7 @@ def test_a_step_with_levels_is_pulled_again_until_it_can_run():
 
 def test_a_level_that_asks_for_nothing_costs_no_round_trip():
     pipeline = Pipeline()
-    pipeline.dispatched(None, Costs(), [1])
+    pipeline.dispatched(None, Costs(), [1], 0.0)
     _, step = pipeline.next(0.0)
     pipeline.prepared(step, 0.0, levels=1)
     assert pipeline.next(0.0) == (Do.ADVANCE, step)
@@ -206,9 +206,9 @@ def test_beyond_the_budget_only_the_head_advances():
     drive.dispatch(range(4), levels=1, nbytes=60)
     (post,) = drive.rest()
     assert pulled(post) == [[0], [1]]
-    drive.pipeline.arrived(post.pulls[1], "values")
+    drive.pipeline.arrived(post.pulls[1], "values", drive.now)
     assert drive.rest() == []  # 120 bytes wait already
-    drive.pipeline.arrived(post.pulls[0], "values")
+    drive.pipeline.arrived(post.pulls[0], "values", drive.now)
     (post,) = drive.rest()
     assert (drive.did, pulled(post)) == (["advance 0", "post"], [[0]])
     drive.arrive(post)
@@ -224,6 +224,7 @@ def test_the_first_advance_of_a_function_delays_nobody_who_can_run():
         {"levels": 1, "writes": True, "optimizes": True},
         Costs(prepare=1e-5, run=1e-5),
         [2],
+        drive.now,
     )
     for post in drive.rest():
         drive.arrive(post)

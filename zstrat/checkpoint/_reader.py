@@ -136,16 +136,17 @@ class TensorReader:
             yield part
             at, left = at + len(part), left - len(part)
 
-    def verify(self, name: str, digest: str) -> None:
-        """Compares all bytes of a tensor with the digest of what was written.
+    def checked(self, name: str, digest: str) -> Iterator[memoryview]:
+        """`parts`; behind the last one it is known whether all are what was written.
 
         Raises:
             NotFoundError: The file has no such tensor.
-            DataLossError: They differ.
+            DataLossError: They differ from the digest of what was written.
         """
         found = Digest()
         for part in self.parts(name):
             found.update(part)
+            yield part
         if found.hex() != digest:
             raise DataLossError(
                 self.path,
@@ -153,6 +154,14 @@ class TensorReader:
                 f"its bytes changed since they were written (digest {found.hex()}, "
                 f"not {digest})",
             )
+
+    def verify(self, name: str, digest: str) -> None:
+        """Compares all bytes of a tensor with the digest of what was written.
+
+        Raises: As `checked`.
+        """
+        for _ in self.checked(name, digest):
+            pass
 
     def close(self) -> None:
         """May be called again."""

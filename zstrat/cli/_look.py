@@ -2,53 +2,103 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING
+from contextlib import nullcontext as nothing
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.console import Console
+from rich.live import Live
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.launch import examine, observe
+from zstrat.launch import examine, examine_run, observe
 from zstrat.transport import run as run_loop
 
 from ._options import cluster_options, fail, settings, spec
+from ._signals import heard_by
 from ._tables import lines, table
+from ._top import watch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from zstrat.launch import Finding
+    from zstrat.cluster import ClusterSpec
+    from zstrat.config import Settings
+    from zstrat.launch import Finding, RunFindings, TaskStatus
+    from zstrat.telemetry import Limit
 
 
 @click.command()
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help="everything that the tasks tell")
+@click.option("--watch", "again", is_flag=True, help="every second, until Ctrl-C")
 def status(
-    cluster: str | None, keys: Path | None, timeout: float, as_json: bool
+    cluster: str | None, keys: Path | None, timeout: float, as_json: bool, again: bool
 ) -> None:
     """Show the tasks of a running cluster. Exit code 1 if one does not answer."""
+    if again:
+        sys.exit(_again(cluster, keys, timeout, as_json))
     chosen = settings(keys)
     try:
         seen = run_loop(observe(spec(cluster), chosen, timeout))
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(task) for task in seen], indent=2))
-    elif sys.stdout.isatty():
+    if sys.stdout.isatty() and not as_json:
         Console().print(table(seen))
     else:
-        click.echo("\n".join(lines(seen)))
+        _plainly(seen, as_json, 2)
     sys.exit(any(task.problem for task in seen))
+
+
+def _plainly(seen: list[TaskStatus], as_json: bool, indent: int | None) -> None:
+    told = [dataclasses.asdict(task) for task in seen] if as_json else []
+    text = json.dumps(told, indent=indent) if as_json else "\n".join(lines(seen))
+    click.echo(text)
+
+
+def _again(
+    cluster: str | None, keys: Path | None, timeout: float, as_json: bool
+) -> int:
+    looks = (cluster, keys, timeout, 1.0, None)
+    if as_json or not sys.stdout.isatty():
+        return watch(lambda seen: _plainly(seen, as_json, None), *looks)
+    with Live(console=Console(), auto_refresh=False) as live:
+        return watch(lambda seen: live.update(table(seen), refresh=True), *looks)
 
 
 @click.command()
 @cluster_options
-def doctor(cluster: str | None, keys: Path | None, timeout: float) -> None:
-    """Check versions, keys, addresses and clocks. Exit code 1 if something is wrong."""
+@click.option("--run", is_flag=True, help="look at a live run, and say what limits it")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="with --run: how long to look",
+)
+@click.option("--json", "as_json", is_flag=True, help="with --run: all numbers")
+def doctor(
+    cluster: str | None,
+    keys: Path | None,
+    timeout: float,
+    run: bool,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    """Check versions, keys, addresses and clocks. Exit code 1 if something is wrong.
+
+    With --run: look at a live run for a minute, and say what holds it up, the worst
+    first, and what to change. Exit code 1 if a task does not answer.
+    """
+    if run:
+        _examine_run(cluster, keys, timeout, seconds, as_json)
+    if as_json:
+        raise click.UsageError("--json goes with --run")
     try:
         chosen = settings(keys)
         known = cluster is not None or environment().get("TF_CONFIG")
@@ -59,6 +109,62 @@ def doctor(cluster: str | None, keys: Path | None, timeout: float) -> None:
     for finding in findings:
         click.echo(_worded(finding))
     sys.exit(any(finding.ok is False for finding in findings))
+
+
+def _examine_run(
+    cluster: str | None,
+    keys: Path | None,
+    timeout: float,
+    seconds: float,
+    as_json: bool,
+) -> NoReturn:
+    chosen = settings(keys)
+    err = Console(stderr=True)
+    try:
+        with err.status(f"looking for {seconds:g} s") if err.is_terminal else nothing():
+            looking = _look_at_run(spec(cluster), chosen, seconds, timeout)
+            found = run_loop(looking)
+    except (ZstratError, ValueError, OSError) as error:
+        fail(error)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        click.echo("\n".join(_of_run(found)))
+    sys.exit(bool(found.problems))
+
+
+async def _look_at_run(
+    spec: ClusterSpec, settings: Settings, seconds: float, timeout: float
+) -> RunFindings:
+    """Ends early when it is interrupted, with what was seen until then."""
+    enough = asyncio.Event()
+    with heard_by(lambda number: enough.set()):
+        return await examine_run(spec, settings, seconds, timeout, enough)
+
+
+def _of_run(found: RunFindings) -> Iterator[str]:
+    tasks = found.metrics["tasks"]
+    jobs = [name.partition(":")[0] for name in tasks]
+    yield (
+        f"looked for {found.seconds:.0f} s: {found.metrics['steps_per_s']:.1f} steps/s "
+        f"on {jobs.count('worker')} workers, with {jobs.count('ps')} parameter servers"
+    )
+    for name, problem in found.problems.items():
+        yield f"WRONG {name}: {problem}"
+    if not found.metrics["steps_per_s"]:
+        yield "no step has ended in this time: is it trained on this cluster?"
+    elif not found.limits:
+        yield "nothing in particular holds it up"
+    alike: dict[str, list[Limit]] = {}
+    for limit in found.limits:
+        alike.setdefault(limit.what, []).append(limit)
+    for place, (worst, *others) in enumerate(alike.values(), 1):
+        yield f"{place:2}. {worst.task} {worst.words}"
+        if others:
+            yield f"    and so, less: {', '.join(other.task for other in others)}"
+        yield f"    -> {worst.advice}"
+        numbers = [f"{name}={number:.3g}" for name, number in worst.numbers.items()]
+        yield f"    {', '.join(numbers)}"
 
 
 def _worded(finding: Finding) -> str:

@@ -8,11 +8,13 @@ from zstrat import __version__
 
 from ._bench import bench
 from ._cluster import cluster
+from ._dashboard import dashboard
 from ._files import keygen, units
 from ._look import doctor, status
 from ._manifests import write_manifests
 from ._run import run
 from ._slurm import slurm_command
+from ._top import top
 from ._up import down, up
 
 
@@ -22,7 +24,7 @@ def main() -> None:
     """Parameter-server training for JAX."""
 
 
-_LOCAL = bench, cluster, doctor, keygen, run, status, units
+_LOCAL = bench, cluster, dashboard, doctor, keygen, run, status, top, units
 _ENGINES = down, slurm_command, up, write_manifests
 for _command in (*_LOCAL, *_ENGINES):
     main.add_command(_command)

@@ -61,7 +61,7 @@ def rows(status: TaskStatus) -> list[list[str]]:
 def _hosted(copy: TaskStatus) -> list[str]:
     number = copy.number
     return [
-        f"ps:{number('store'):.0f}/copy",
+        f"ps:{number('store'):.0f}/{_kind(copy)}",
         copy.text("address"),
         f"{int(number('incarnation')):016x}"[:8],
         span(number("uptime")),
@@ -70,6 +70,11 @@ def _hosted(copy: TaskStatus) -> list[str]:
         size(number("bytes") + number("slot_bytes")),
         _copy(copy),
     ]
+
+
+def _kind(hosted: TaskStatus) -> str:
+    is_backup = hosted.text("replication", "role") == "backup"
+    return "copy" if is_backup else "store"
 
 
 def _copy(status: TaskStatus, *at: str) -> str:
@@ -115,6 +120,20 @@ def size(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
+
+
+def percent(share: float) -> str:
+    """A part of a whole, 0 to 1, as people read it."""
+    return f"{100 * share:.0f} %"
+
+
+def seconds(number: float) -> str:
+    """A short duration as people read it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if number >= scale or unit == "µs":
+            scaled = number / scale
+            return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"
+    raise AssertionError(number)
 
 
 def span(seconds: float) -> str:

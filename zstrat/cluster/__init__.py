@@ -13,6 +13,7 @@ from ._launched import launched_together as launched_together
 from ._ports import free_ports as free_ports
 from ._resolver import ClusterResolver as ClusterResolver
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver
+from ._resolver import cluster_spec_of as cluster_spec_of
 from ._roles import collective_leader as collective_leader
 from ._roles import coordination_leader as coordination_leader
 from ._roles import has_worker as has_worker

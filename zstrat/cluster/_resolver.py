@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar, final
 
-from ._spec import ClusterSpec
+from ._spec import ClusterSpec, normalize_cluster_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -276,3 +276,23 @@ class SimpleClusterResolver(SourceResolver):
 
     def _accelerators(self) -> Mapping[str, int]:
         return self._given
+
+
+def cluster_spec_of(resolver: ClusterResolver) -> ClusterSpec:
+    """What a resolver that a program gave says now.
+
+    Raises:
+        TypeError: It is none; says where one is to be had.
+    """
+    if not isinstance(resolver, ClusterResolver):
+        have = getattr(resolver, "resolver", None)
+        hint = (
+            "give its .resolver"
+            if isinstance(have, ClusterResolver)
+            else ("zs.cluster_resolver has several, SimpleClusterResolver for one")
+        )
+        raise TypeError(
+            f"cluster_resolver: expected a ClusterResolver, got "
+            f"{type(resolver).__name__}: {hint}"
+        )
+    return normalize_cluster_spec(resolver.cluster_spec())

@@ -28,11 +28,14 @@ from zstrat.wire import (
     Message,
     MoveServer,
     OpenSession,
+    Printed,
     SessionOpened,
+    Telemetry,
 )
 
 from ._fences import Fences
 from ._rest import Cut, Rest, cut_of
+from ._seen import SeenRun
 from .connecting import (
     MakeTaskLink,
     TaskSession,
@@ -43,6 +46,7 @@ from .connecting import (
     objection_to,
 )
 from .membership import Membership, Turnover
+from .moving import StoreMoves
 from .recovery import Recovery
 from .replication import Replication
 
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
 
     from ._dispatch import Dispatcher
+    from .profiling._timeline_run import TimelineRun
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -77,6 +82,7 @@ class Cluster:
         draw: Draws the number of a session anew, which nobody has used.
         listens: Whether workers are to say what their steps print.
         replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
+        stores_per_ps: Logical servers of each parameter server, which may move.
         name: What the session is called. It goes on with what a program before has left
             under that name, and is itself left there by whoever does not `end` it.
         begins_anew: If only a part of that is there.
@@ -96,6 +102,7 @@ class Cluster:
         ends: bool = True,
         listens: bool = False,
         replicas: int = 0,
+        stores_per_ps: int = 1,
         draw: Callable[[], int] = new_incarnation,
         name: str = "",
         begins_anew: bool = False,
@@ -121,15 +128,24 @@ class Cluster:
         """Fills parameter servers that come back empty, if that is wished."""
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
+        self.seen: Final = SeenRun()
+        """What the tasks tell of themselves."""
+        self.timeline: TimelineRun | None = None
+        """The one that is taken now."""
         self._closing = False
         # Messages that open a session have these lists, so they say what is so then.
-        self._addresses = list(ps)
-        self._views = [1] * len(ps) if replicas else []
-        self._moves = bool(replicas)
+        self._home, self._stores_per_ps = tuple(ps), stores_per_ps
+        self._addresses = list(ps) * stores_per_ps
+        self._views = [1] * len(self._addresses)
+        self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
         self.turnover = Turnover(self, self.membership, timeouts.drain)
-        self.ps = [self._task("ps", index, index, at) for index, at in enumerate(ps)]
+        self.ps = [
+            self._task("ps", index, index, at)
+            for index, at in enumerate(self._addresses)
+        ]
+        """By store."""
         self.workers = [
             self._task("worker", number, index, at)
             for index, (number, at) in enumerate(sorted(workers.items()))
@@ -148,10 +164,14 @@ class Cluster:
         for each, line in zip(self.ps, self.client.lines, strict=True):
             each.line = line
         self.replication: Replication | None = None
-        """Keeps second copies of what the parameter servers hold, if that is wished."""
-        if replicas:
-            home = tuple(ps)
-            self.replication = Replication(self, session, home, timeouts, make_link)
+        """Keeps second copies of what the parameter servers hold, if that is wished, or
+        while stores move."""
+        if replicas or stores_per_ps > 1:
+            self.place_stores()
+        self.moves: Final = StoreMoves(self, ps, timeouts)
+        """Has stores move on purpose."""
+        self._telling: set[asyncio.Future[Message]] = set()
+        """Answers of workers that were told where a server is."""
         self.fences = Fences(session, self.ps, self._absent, timeouts.request)
         self.rest = Rest(self.fences)
 
@@ -168,8 +188,9 @@ class Cluster:
                 self._addresses if job == "worker" else [],
                 self.prefetch,
                 self._listens,
-                self._views,
+                self._views if job == "worker" else [],
                 self.name,
+                replicas=self._replicas,
             )
         return TaskSession(
             job,
@@ -182,11 +203,15 @@ class Cluster:
             one_life=job == "ps",
             grace=timeouts.reconnect,
             turn=timeouts.request if self.joins else timeouts.turn,
-            moves=self._moves and job == "ps",
+            moves=bool(self._replicas) and job == "ps",
             **({} if job == "ps" else {"objection": self._objection}),
         )
 
     # ---- life ------------------------------------------------------------------------
+
+    def session_of(self, task: TaskSession) -> int:
+        """The number that the task knows the session by."""
+        return self._worker_session if task in self.workers else self.session
 
     def end(self) -> None:
         """The session is over when it is closed, whatever its name. From any thread."""
@@ -205,10 +230,15 @@ class Cluster:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.connect
+        if self.replication is not None and self._stores_per_ps > 1:
+            for task in self.ps[len(self._home) :]:
+                task.park()
+            await self.replication.found(deadline)
         await arrive(self.ps, self.workers, deadline)
         if self.name:
             await self._adopt(deadline)
         await all_joined(self.workers, min(deadline, loop.time() + SETTLING))
+        self.seen.begin()
         self._fixed = devices_of(self.workers)
         if self.replication is not None:
             await self.replication.open(deadline)
@@ -218,6 +248,9 @@ class Cluster:
         if self._closing:
             return
         self._closing = True
+        if self.timeline is not None:
+            await self.timeline.close(LEAVING)
+        self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
         await self.turnover.stop()
@@ -236,9 +269,7 @@ class Cluster:
             gone = task.is_closed  # or on its way: it was removed
             task.leave()
             if not gone and task.is_ready and (self._ends or leave):
-                is_worker = task in self.workers
-                number = self._worker_session if is_worker else self.session
-                goodbye = CloseSession(number, leave)
+                goodbye = CloseSession(self.session_of(task), leave)
                 answers.append(
                     task.link.submit(goodbye, deadline=loop.time() + patience)
                 )
@@ -260,7 +291,7 @@ class Cluster:
     @property
     def failovers(self) -> int:
         """How often another copy took the place of a parameter server."""
-        return 0 if self.replication is None else self.replication.failovers
+        return 0 if self.replication is None else self.replication.takeovers
 
     @property
     def outages(self) -> int:
@@ -306,13 +337,14 @@ class Cluster:
     def lost(self, task: TaskSession, reason: str) -> None:
         if self._closing:
             return
+        self.seen.lost(task.name, reason)
         if id(task) not in self._ps_ids:
             if self.dispatcher is not None:
                 self.dispatcher.lost(task, reason)
             self.turnover.lost()
             return
         replication = self.replication
-        if replication is None:
+        if replication is None or not (self._replicas or replication.keeps(task.index)):
             self.store_lost(task.index, reason)
         elif replication.is_started and task.index not in self._absent:
             replication.store_lost(task, reason)
@@ -339,11 +371,48 @@ class Cluster:
             if not task.link.is_open:
                 continue  # it hears it when its session is opened
             try:
-                task.link.submit(moved).add_done_callback(partial(_heed, MOVING))
+                telling = task.link.submit(moved)
             except BusyError:
                 task.reopen("it has too much to answer to hear where a server is")
+                continue
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+            telling.add_done_callback(partial(_heed, MOVING))
+
+    async def told(self, timeout: float) -> None:
+        """Waits until all workers that are there know where stores are, or for so many
+        seconds.
+
+        Cancellation: loses nothing.
+        """
+        if self._telling:
+            await asyncio.wait(list(self._telling), timeout=timeout)
+
+    def place_stores(self) -> Replication:
+        """Who watches processes and moves stores; it is made the first time."""
+        if self.replication is None:
+            self.replication = Replication(
+                self,
+                self.session,
+                self._home,
+                self._timeouts,
+                self._make_link,
+                self._replicas,
+                self._stores_per_ps,
+            )
+        return self.replication
+
+    @property
+    def worker_addresses(self) -> Mapping[int, str]:
+        """Number to address."""
+        return self.membership.addresses
 
     def heard(self, task: TaskSession, message: Message) -> None:
+        if isinstance(message, Telemetry):
+            self.seen.heard(task.name, message.values)
+            return
+        if isinstance(message, Printed):
+            self.seen.printed(task.name, message.texts)
         if id(task) in self._ps_ids:
             if self.replication is not None:
                 self.replication.heard(task, message)
@@ -452,7 +521,7 @@ class Cluster:
         self.fences.enter(self.session)
         if self.replication is not None:
             self.replication.renew(self.session, self._past)
-            self._addresses[:] = self.replication.addresses
+            self._addresses[:] = map(self.replication.home_of, range(len(self.ps)))
         for task in self.ps:
             task.renew(self.session, self._past)
 

@@ -19,10 +19,13 @@ from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._on_worker import coordinator_on_worker
 from ._values import AsyncRemoteValue, PerWorkerValues, RemoteValue
+from .profiling import MAX_BYTES, SECONDS, Profile
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
+    from typing import SupportsIndex
 
     from zstrat.wire import PlainTree
 
@@ -205,7 +208,10 @@ class ClusterCoordinator:
         return make_dataset(self._core, dataset_fn)
 
     def metrics(self) -> dict[str, PlainTree]:
-        """Counters and gauges: closures that wait and run, and the state of workers.
+        """What the run does, as plain data: counters, gauges, and of the last ten
+        seconds rates, phases of steps, staleness, the tasks and what holds them up. All
+        of it is described in `docs/observing.md`. It asks nobody anything: it is what
+        the tasks have said last, which they do about once a second.
 
         ``steps_per_s`` is how many closures ended per second, on all workers together,
         in the last ten seconds, or since the first one ended if that is less, but at
@@ -215,9 +221,24 @@ class ClusterCoordinator:
         were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
         or with an error, and are not in the values any more. With ``replicas=1``
         ``failovers`` is how often a second copy took a parameter server's place, and
-        ``stores_without_backup`` of how many there is only one copy now.
+        ``stores_without_backup`` of how many there is only one copy now. ``stores`` has
+        a dict for each store: ``process`` (the task that serves it), ``address``,
+        ``backup`` and ``state``; ``stores_moved`` says how often one was moved.
         """
         return self._core.metrics()
+
+    def profile(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: SupportsIndex | None = None,
+        seconds: float = SECONDS,
+        max_bytes: SupportsIndex = MAX_BYTES,
+        jax_profile: bool = False,
+    ) -> Profile:
+        """The time line of all tasks while a block runs; see `zstrat.profile`, which
+        finds the coordinator by itself. For ``with`` and ``async with``."""
+        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
 
     def shutdown(self, cluster: bool = False) -> None:
         """Cancels what waits and runs, and lets the workers go. Idempotent.
@@ -386,6 +407,19 @@ class AsyncClusterCoordinator:
     def metrics(self) -> dict[str, PlainTree]:
         """See `ClusterCoordinator.metrics`."""
         return self._core.metrics()
+
+    def profile(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: SupportsIndex | None = None,
+        seconds: float = SECONDS,
+        max_bytes: SupportsIndex = MAX_BYTES,
+        jax_profile: bool = False,
+    ) -> Profile:
+        """The time line of all tasks while a block runs; see `zstrat.profile`, which
+        finds the coordinator by itself. For ``async with``."""
+        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
 
     async def shutdown(self, cluster: bool = False) -> None:
         """See `ClusterCoordinator.shutdown`.

@@ -181,8 +181,11 @@ class CoordinatorCore:
             for member in dispatcher.members.members
         }
         recovery = self.session.cluster.recovery
-        replication = self.session.cluster.replication
+        cluster = self.session.cluster
         return {
+            **cluster.seen.metrics(
+                tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
+            ),
             "queued_closures": queue.queued,
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
@@ -195,7 +198,7 @@ class CoordinatorCore:
             "stale_completions": dispatcher.outcomes.stale,
             "ps_restores": 0 if recovery is None else recovery.restores,
             "steps_lost": 0 if recovery is None else recovery.steps_lost,
-            **({} if replication is None else replication.statistics()),
+            **self.session.cluster.moves.metrics,
             "recoverable_worker_failures": dispatcher.members.losses,
             **self.session.cluster.turnover.metrics,
             "workers": workers,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
@@ -37,6 +38,7 @@ from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
 from ._queue import Closure, Ended
 from ._resources import Builder
+from ._seen import short
 from ._worker_channel import WorkerChannel
 
 if TYPE_CHECKING:
@@ -305,9 +307,8 @@ class Dispatcher:
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:
-                name = task.name.removeprefix("/job:").replace("/task", "")
                 for text in message.texts:
-                    self.engine.echo.put(name, *text)
+                    self.engine.echo.put(short(task.name), *text)
             case _:
                 log.warning("%s sent a %s", task.name, type(message).__name__)
 
@@ -363,8 +364,7 @@ class Dispatcher:
         try:
             unsent = self._ship(channel, closures)
             while unsent:
-                channel.dispatch(unsent[:PER_MESSAGE], low_water)
-                self.dispatches += 1
+                self._send(channel, unsent[:PER_MESSAGE], low_water)
                 unsent = unsent[PER_MESSAGE:]
         except BusyError:  # it does not read: somebody else may
             with self.engine.lock:
@@ -379,6 +379,17 @@ class Dispatcher:
             self.lost(channel.task, str(error))
         except Exception as error:  # goes to the closures, which would wait for ever
             self._end(channel, [Ended(closure, error) for closure in unsent])
+
+    def _send(
+        self, channel: WorkerChannel, closures: list[Closure], low_water: int
+    ) -> None:
+        notes = self.engine.notes
+        began = 0.0 if notes is None else time.monotonic()
+        channel.dispatch(closures, low_water)
+        self.dispatches += 1
+        if notes is not None:
+            name = short(channel.task.name)
+            notes.dispatch(name, len(closures), began, time.monotonic())
 
     def _ship(self, channel: WorkerChannel, closures: list[Closure]) -> list[Closure]:
         """Ships what the closures need; ends those that cannot have it."""

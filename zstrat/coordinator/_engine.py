@@ -20,11 +20,13 @@ from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
 from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
 
 from ._loop_side import Cancelling, LoopSide
-from ._queue import Closure, Effect, Ended, Phase, Queue
+from ._queue import Closure, Effect, Ended, Queue, QueuePhase
 from ._values import AsyncRemoteValue, Kept, RemoteValue, RemoteValueStatus
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from zstrat.telemetry.timeline import ProgramNotes
 
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
@@ -54,6 +56,8 @@ class ClosureEngine:
         """What the workers print; shown at the latest when a wait for them ends."""
         self.fetches = 0
         """How often a value was fetched."""
+        self.notes: ProgramNotes | None = None
+        """Where what happens is noted while a time line is taken."""
         self.lock = threading.Lock()
         self.queue = queue
         self.broken: ZstratError | None = None
@@ -75,23 +79,29 @@ class ClosureEngine:
 
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
         """Queues the call; blocks while the queue is full or an error is drained."""
+        began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            if self.broken is None and self._enqueue(closure):
-                return value
-        self._block(partial(self._try_put, closure), None, "schedule")
+            queued = self.broken is None and self._enqueue(closure)
+        if not queued:
+            self._block(partial(self._try_put, closure), None, "schedule")
+        if began:
+            self._note_put(closure, began)
         return value
 
     async def put_async(
         self, call: ScheduledCall, inputs: bytes, site: CallSite | None
     ) -> AsyncRemoteValue:
+        began = 0.0 if self.notes is None else time.monotonic()
         value = AsyncRemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            if self.broken is None and self._enqueue(closure):
-                return value
-        await self._await(partial(self._try_put, closure))
+            queued = self.broken is None and self._enqueue(closure)
+        if not queued:
+            await self._await(partial(self._try_put, closure))
+        if began:
+            self._note_put(closure, began)
         return value
 
     def join(self, timeout: float | None) -> None:
@@ -128,7 +138,7 @@ class ClosureEngine:
         bell, wish = ThreadBell(), Cancelling("Ctrl-C")
         try:
             with self.lock:
-                if self.queue.phase is Phase.CLOSED:
+                if self.queue.phase is QueuePhase.CLOSED:
                     return
                 self._watchers[bell] = lambda: wish.is_carried_out
                 self.loop.drain(wish)
@@ -164,11 +174,12 @@ class ClosureEngine:
                 return
             bell = ThreadBell()
             value._listen(bell)
-        rang = False
+        rang, began = False, time.monotonic()
         self.echo.place = copy_context()
         try:
             rang = bell.wait(timeout)
         finally:
+            self._note_fetch(began)
             if not rang:  # who rings forgets the bell, and holds the lock just now
                 with self.lock:
                     value._unlisten(bell)
@@ -195,13 +206,22 @@ class ClosureEngine:
                 return
             bell = LoopBell()
             value._listen(bell)
-        self.echo.place = copy_context()
+        self.echo.place, began = copy_context(), time.monotonic()
         try:
             await bell.future
         finally:
+            self._note_fetch(began)
             with self.lock:
                 value._unlisten(bell)
             self.show()
+
+    def _note_put(self, closure: Closure, began: float) -> None:
+        if (notes := self.notes) is not None:
+            notes.schedule(closure.step, began, time.monotonic())
+
+    def _note_fetch(self, began: float) -> None:
+        if (notes := self.notes) is not None:
+            notes.fetch(began, time.monotonic())
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
         """Waits for something that a worker does; pending errors win."""
@@ -238,8 +258,8 @@ class ClosureEngine:
         queue = self.queue
         with self.lock:
             before, busy = queue.cancelled, not queue.is_idle
-            drains = queue.phase is Phase.FAILED or (
-                wish is not None and queue.phase is Phase.OPEN and busy
+            drains = queue.phase is QueuePhase.FAILED or (
+                wish is not None and queue.phase is QueuePhase.OPEN and busy
             )
             if drains:
                 ended = queue.drain(None if wish is None else wish.cause)
@@ -306,7 +326,7 @@ class ClosureEngine:
     def close(self, cause: str) -> None:
         """Cancels everything, what runs included: its outcome is not waited for."""
         with self.lock:
-            if self.queue.phase is Phase.CLOSED:
+            if self.queue.phase is QueuePhase.CLOSED:
                 return
             self._over = self.queue.steps.low_water
             self._close(cause)
@@ -316,7 +336,7 @@ class ClosureEngine:
         coordinator afterwards is told the ``words``."""
         with self.lock:
             queue = self.queue
-            if queue.phase is Phase.CLOSED:
+            if queue.phase is QueuePhase.CLOSED:
                 return None
             if self.broken is None and not queue.is_idle:
                 return queue.unfinished
@@ -356,16 +376,16 @@ class ClosureEngine:
     def _cancel_soon(self) -> Cancelling:
         wish = Cancelling("coordinator.cancel")
         with self.lock:
-            if self.queue.phase is Phase.CLOSED:
+            if self.queue.phase is QueuePhase.CLOSED:
                 raise self.closed_error()
             self.loop.drain(wish)
         return wish
 
     def _try_cancelled(self, wish: Cancelling) -> Ready | None:
-        if self.queue.phase is Phase.CLOSED:
+        if self.queue.phase is QueuePhase.CLOSED:
             raise self.closed_error()
         if not wish.is_carried_out:
-            return lambda: wish.is_carried_out or self.queue.phase is Phase.CLOSED
+            return lambda: wish.is_carried_out or self.queue.phase is QueuePhase.CLOSED
         return self._drained()
 
     def _try_done(self) -> Ready | None:
@@ -376,15 +396,15 @@ class ClosureEngine:
 
     def _try_raise(self, call: str) -> Ready | None:
         queue = self.queue
-        if queue.phase is Phase.CLOSED:
+        if queue.phase is QueuePhase.CLOSED:
             raise self.closed_error()
-        if queue.phase is Phase.FAILED:
+        if queue.phase is QueuePhase.FAILED:
             self.loop.drain()
-            return lambda: queue.phase is not Phase.FAILED
+            return lambda: queue.phase is not QueuePhase.FAILED
         ready = self._drained()
         if ready is not None:
             return ready
-        if queue.phase is Phase.FENCED:
+        if queue.phase is QueuePhase.FENCED:
             failure = queue.reopen()
             self.notify()
             if failure is not None:
@@ -397,12 +417,12 @@ class ClosureEngine:
         """None if nothing is drained any more; the queue is open then, unless an error
         is still to be raised."""
         queue = self.queue
-        if queue.phase is Phase.DRAINING and not queue.is_quiet:
-            return lambda: queue.phase is not Phase.DRAINING or queue.is_quiet
+        if queue.phase is QueuePhase.DRAINING and not queue.is_quiet:
+            return lambda: queue.phase is not QueuePhase.DRAINING or queue.is_quiet
         self._fence_if_quiet()
-        if queue.phase is Phase.FENCING:
-            return lambda: queue.phase is not Phase.FENCING
-        if queue.phase is Phase.FENCED and not queue.has_error:
+        if queue.phase is QueuePhase.FENCING:
+            return lambda: queue.phase is not QueuePhase.FENCING
+        if queue.phase is QueuePhase.FENCED and not queue.has_error:
             queue.reopen()
             self.notify()
         return None
@@ -433,18 +453,20 @@ class ClosureEngine:
         queue = self.queue
         if self._enqueue(closure):
             return None
-        return lambda: queue.accepts or queue.phase is not Phase.OPEN
+        return lambda: queue.accepts or queue.phase is not QueuePhase.OPEN
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
-        if queue.phase is Phase.CLOSED and self._over >= mark:
+        if queue.phase is QueuePhase.CLOSED and self._over >= mark:
             return None
         ready = self._try_raise("coordinator.join")
         if ready is not None:
             return ready
         if queue.steps.low_water >= mark:
             return None
-        return lambda: queue.steps.low_water >= mark or queue.phase is not Phase.OPEN
+        return lambda: (
+            queue.steps.low_water >= mark or queue.phase is not QueuePhase.OPEN
+        )
 
     def _try_until(self, ready: Ready, what: str) -> Ready | None:
         waiting = self._try_raise(what)
@@ -452,7 +474,7 @@ class ClosureEngine:
             return waiting
         if ready():
             return None
-        return lambda: ready() or self.queue.phase is not Phase.OPEN
+        return lambda: ready() or self.queue.phase is not QueuePhase.OPEN
 
     # ---- the two ways of waiting -----------------------------------------------------
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final
+
+from zstrat.telemetry import Throughput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,11 +42,6 @@ HORIZON: Final = 0.25
 """Seconds after which what was measured of a worker's rate counts for a third. Outcomes
 come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
 quotients, which one short interval would blow up."""
-
-
-RECENT: Final = 10.0
-"""Seconds of which the rate that people are told is the mean."""
-MARK: Final = 1.0
 
 
 class MemberState(enum.Enum):
@@ -85,6 +81,8 @@ class Member:
     """Resources that it is building."""
     completed: int = 0
     losses: int = 0
+    last_error: str = ""
+    """Of a step that failed there, in words."""
     _measured_at: float = 0.0
     _count: float = 0.0
     _seconds: float = 0.0
@@ -122,40 +120,6 @@ class Grant:
     member: Member
     count: int
     alone: bool = False
-
-
-@final
-class Throughput:
-    """Closures per second in the last `RECENT` seconds. Keeps no timer: whoever counts
-    says what time it is, and leaves a mark about once in `MARK` seconds."""
-
-    __slots__ = ("_marks", "next_mark")
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[float, int]] = deque(maxlen=round(RECENT / MARK) + 2)
-        """Times, and how many had ended before."""
-        self.next_mark = -math.inf
-        """From now on an end is to be preceded by a `mark`."""
-
-    def mark(self, now: float, ended: int) -> None:
-        """So many closures have ended so far, and one more ends now."""
-        self._marks.append((now, ended))
-        self.next_mark = now + MARK
-
-    def rate(self, now: float, ended: int) -> float:
-        """Per second, when so many have ended so far; 0 if there was none of late."""
-        since = now - RECENT
-        marks = list(self._marks)
-        recent = [mark for mark in marks if mark[0] > since]
-        before = marks[: len(marks) - len(recent)]
-        if before and before[-1][0] > since - MARK:  # some ended behind it, before
-            recent.insert(0, before[-1])
-        elif before and recent:  # a pause: between the two none has ended
-            recent.insert(0, (since, recent[0][1]))
-        if not recent:
-            return 0.0
-        began, had_ended = recent[0]
-        return (ended - had_ended) / max(now - began, MARK)
 
 
 class Members:
@@ -373,6 +337,10 @@ class Members:
         member._count = member._count * kept + count
         member._seconds = member._seconds * kept + elapsed
         member._measured_at = now
+
+    def failed(self, member: Member, error: str) -> None:
+        """A step failed on the member, and is not tried again."""
+        member.last_error = error
 
     def avoid(self, index: int, yes: bool) -> None:
         """Whether the worker is to get closures only if there is no other."""

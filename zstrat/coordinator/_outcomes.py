@@ -14,6 +14,7 @@ a short time, from all workers, do.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ FAILED: Final = int(Outcome.FAILED)
 STRUCK: Final = 65536
 """Steps that met with trouble and have not ended well; above it, one looks which of
 them are over in another way."""
+WORDS: Final = 1000
+"""Characters of an error that are kept for whoever looks at the run."""
 SETBACK: Final = 0.05
 """Seconds before a closure is tried again that its worker dropped by itself."""
 
@@ -150,7 +153,10 @@ class Outcomes:
                 self._failed(channel, closure, completion, error, now)
             self._members.ended(member, ended, now)
             self._engine.notify()
-            return queue.queued > 0
+            more = queue.queued > 0
+        if (notes := self._engine.notes) is not None:
+            notes.end(ended, time.monotonic())
+        return more
 
     def _failed(
         self,
@@ -182,6 +188,8 @@ class Outcomes:
         if delay is not None:
             settle(queue.retry(closure, now, delay, begun=True))
             return
+        words = f"step {closure.step}: {type(error).__name__}: {error}"
+        self._members.failed(member, words[:WORDS])
         queue.end(closure, error)
         closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])

@@ -65,7 +65,7 @@ FIRST_DELAY: Final = 0.1
 LONGEST_DELAY: Final = 5.0
 
 
-class Phase(enum.Enum):
+class QueuePhase(enum.Enum):
     """Where the queue stands with the first error."""
 
     OPEN = "open"
@@ -145,7 +145,7 @@ class Queue:
         self.max_queued, self.max_attempts = max_queued, max_attempts
         self.max_ahead = MAX_AHEAD if max_ahead is None else max_ahead
         self.steps = Steps(first_step)
-        self.phase = Phase.OPEN
+        self.phase = QueuePhase.OPEN
         self.running = 0
         self._failures = PendingErrors(errors_once)
         """Since the last one was raised, and before the next one begins."""
@@ -200,16 +200,16 @@ class Queue:
     @property
     def accepts(self) -> bool:
         """Whether `put` may be called now."""
-        return self.phase is Phase.OPEN and len(self._fresh) < self.max_queued
+        return self.phase is QueuePhase.OPEN and len(self._fresh) < self.max_queued
 
     @property
     def runs(self) -> bool:
         """Whether closures are handed out."""
-        return self.phase in (Phase.OPEN, Phase.FAILED)
+        return self.phase in (QueuePhase.OPEN, QueuePhase.FAILED)
 
     def put(self, closure: Closure) -> bool:
         """Takes a new closure at the tail and numbers it, if it accepts one now."""
-        if self.phase is not Phase.OPEN or len(self._fresh) >= self.max_queued:
+        if self.phase is not QueuePhase.OPEN or len(self._fresh) >= self.max_queued:
             return False
         closure.step = self.steps.issue()
         self._fresh.append(closure)
@@ -218,13 +218,13 @@ class Queue:
     def drain(self, cause: str | None = None) -> list[Ended]:
         """Cancels all that waits; what runs is to end by itself. → DRAINING."""
         assert self.runs, f"drain while {self.phase.value}"
-        self.phase, self._cause = Phase.DRAINING, cause
+        self.phase, self._cause = QueuePhase.DRAINING, cause
         return self._cancel_waiting(cause)
 
     @property
     def is_quiet(self) -> bool:
         """Draining, and no worker that is there runs anything any more."""
-        return self.phase is Phase.DRAINING and self.running == 0
+        return self.phase is QueuePhase.DRAINING and self.running == 0
 
     @property
     def doubtful(self) -> list[int]:
@@ -238,7 +238,7 @@ class Queue:
             Those that may have been applied.
         """
         assert self.is_quiet, "fenced while closures run"
-        self.phase = Phase.FENCING
+        self.phase = QueuePhase.FENCING
         return self.doubtful
 
     def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
@@ -248,10 +248,10 @@ class Queue:
             applied: What is known of those that were applied, or still may have been.
                 The others were not.
         """
-        if self.phase is not Phase.FENCING:  # it was closed, or fenced, meanwhile
+        if self.phase is not QueuePhase.FENCING:  # it was closed, or fenced, meanwhile
             return []
         doubtful, self._doubtful = self._doubtful, []
-        self.phase = Phase.FENCED
+        self.phase = QueuePhase.FENCED
         ended = []
         for closure in doubtful:
             self.steps.end(closure.step)
@@ -265,14 +265,14 @@ class Queue:
     @property
     def is_drained(self) -> bool:
         """Nothing runs any more, and the first error, if any, is to be raised now."""
-        return self.phase is Phase.FENCED
+        return self.phase is QueuePhase.FENCED
 
     @property
     def is_at_rest(self) -> bool:
         """Nothing runs, and nothing waits that may have run: every step has had all of
         its effect, or none."""
         waits = self._retries or self._suspects or self._doubtful
-        return self.running == 0 and not waits and self.phase is not Phase.FENCING
+        return self.running == 0 and not waits and self.phase is not QueuePhase.FENCING
 
     @property
     def has_error(self) -> bool:
@@ -288,18 +288,18 @@ class Queue:
         """The first error, for the one who raises it; None after a cancellation. FENCED
         → OPEN."""
         assert self.is_drained, "the error is raised when nothing runs"
-        pending, self._pending, self.phase = self._pending, False, Phase.OPEN
+        pending, self._pending, self.phase = self._pending, False, QueuePhase.OPEN
         return self._failures.first if pending else None
 
     def fetched(self, error: Exception) -> None:
         """A fetch raises the error, now."""
         self._failures.fetched(error)
-        if self.phase is Phase.FAILED and self._failures.first is None:
-            self._pending, self.phase = False, Phase.OPEN
+        if self.phase is QueuePhase.FAILED and self._failures.first is None:
+            self._pending, self.phase = False, QueuePhase.OPEN
 
     def close(self, cause: str) -> list[Ended]:
         """Cancels all that waits, for good."""
-        self.phase, self._pending = Phase.CLOSED, False
+        self.phase, self._pending = QueuePhase.CLOSED, False
         return self._cancel_waiting(cause)
 
     # ---- what the workers do ---------------------------------------------------------
@@ -355,8 +355,8 @@ class Queue:
         """Something is wrong; the first such error waits for the user's next call."""
         if not self.runs:
             return  # provoked by cancelling: it belongs to its own value alone
-        if self.phase is Phase.OPEN:
-            self.phase, self._pending = Phase.FAILED, True
+        if self.phase is QueuePhase.OPEN:
+            self.phase, self._pending = QueuePhase.FAILED, True
             self._failures.begin()
         source = None if closure is None else closure.source
         self._failures.add(PendingError(error, source))
@@ -372,7 +372,7 @@ class Queue:
         self._stopped(closure)
         closure.begun |= begun
         closure.attempt -= not begun  # that was none
-        if self.phase is Phase.CLOSED:
+        if self.phase is QueuePhase.CLOSED:
             return self._cancel([closure], None)
         if not self.runs:
             if not closure.begun:
@@ -427,7 +427,7 @@ class Queue:
         self._suspects.clear()
         self._returned.clear()
         self._doubtful.clear()
-        if self.phase is not Phase.CLOSED:
+        if self.phase is not QueuePhase.CLOSED:
             self._doubtful = [closure for closure in waiting if closure.begun]
             waiting = [closure for closure in waiting if not closure.begun]
         return self._cancel(waiting, cause)

@@ -24,13 +24,13 @@ from ._servers import ParameterServers, session_of
 from .connecting import (
     addresses_of_ps,
     addresses_of_workers,
+    check_replicas,
     connected,
     hail,
     links_of,
     open_sessions,
     prefetch_of,
 )
-from .replication import check_replicas
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
@@ -94,6 +94,7 @@ class ClusterSession:
         settings: Settings,
         *,
         replicas: int = 0,
+        stores_per_ps: int = 1,
         make_link: MakeTaskLink | None = None,
         resume: str = "",
         begins_anew: bool = False,
@@ -112,6 +113,7 @@ class ClusterSession:
 
         Args:
             replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
+            stores_per_ps: Logical servers of each parameter server.
                 All are made when this returns.
             make_link: How a task is reached; left out: over ZeroMQ.
             resume, begins_anew: What the session is called, and what becomes of it if
@@ -128,7 +130,7 @@ class ClusterSession:
         """
         session = new_incarnation()
         ps, workers = addresses_of_ps(spec), addresses_of_workers(spec)
-        check_replicas(replicas, len(ps), settings.keys)
+        check_replicas(replicas, len(ps), settings, stores_per_ps)
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
@@ -141,6 +143,7 @@ class ClusterSession:
                 prefetch_of(settings, workers),
                 listens=settings.output == "program",
                 replicas=replicas,
+                stores_per_ps=stores_per_ps,
                 name=resume,
                 begins_anew=begins_anew,
             )

@@ -18,11 +18,16 @@ from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies
 from ._doctor import Finding as Finding
 from ._doctor import examine as examine
+from ._imports import kept_for_good as kept_for_good
 from ._local import LocalCluster as LocalCluster
 from ._observe import Observer as Observer
 from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
+from ._observed_run import ObservedRun as ObservedRun
+from ._observed_run import told_by as told_by
 from ._process_output import ProcessOutput as ProcessOutput
+from ._run_doctor import RunFindings as RunFindings
+from ._run_doctor import examine_run as examine_run
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
 from ._task import Task as Task

@@ -37,6 +37,7 @@ _OF_THIS_PROCESS: Final = (
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
     "ZSTRAT_HTTP",
+    "ZSTRAT_HTTP_TOKEN",
 )
 """Variables that speak of one process: what they say of us is not so of a child."""
 

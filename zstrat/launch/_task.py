@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from zstrat.ps import (
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
 from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
+
+from ._imports import kept_for_good
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -74,6 +77,7 @@ class Service(Protocol):
     def lost(self, remote: Remote, reason: str) -> None: ...
     async def drain(self) -> bool: ...
     def statistics(self) -> dict[str, PlainTree]: ...
+    def telemetry(self) -> dict[str, PlainTree]: ...
 
 
 Served = tuple[Service, Callable[[], Awaitable[None]], "Absorber | None"]
@@ -121,11 +125,16 @@ class Task:
         self._hosted: HostedStores | None = None
         """Of a ps."""
         self._ps: PsService | None = None
+        self._returns = 0.0
+        """Seconds in which another process goes on with what was here."""
         self._handover, self._inherited = self._left()
         if self._inherited is not None:
             incarnation = self._inherited.incarnation
-        number = incarnation or new_incarnation()
-        self.hello: Hello = hello(place.job, place.index, number)
+        self._make(incarnation or new_incarnation())
+
+    def _make(self, incarnation: int) -> None:
+        place, settings = self.place, self._settings
+        self.hello: Hello = hello(place.job, place.index, incarnation)
         make = self._make_worker if place.job == Job.WORKER else self._make_ps
         self._service, self._close_service, absorb = make()
         self._node = GroupNode(self.hello, settings, self._security)
@@ -136,14 +145,15 @@ class Task:
             absorb=absorb,
             on_lost=self._lost,
             security=self._security,
+            on_waited=None if self._ps is None else self._ps.waited,
         )
 
     async def start(self) -> None:
         """Binds; from now on the task answers, over HTTP too if it is told to."""
         serve_as_told(self._settings)
+        await self._inherit_copies()
         self.address = await self._endpoint.bind(self.place.bind)
-        if self._ps is not None:
-            self._ps.take_over()  # nobody was heard yet: nothing was awaited since
+        self._take_over()  # nobody was heard yet: nothing was awaited since
         register(self, self.place.task, self._loop)
         if self.place.job == Job.WORKER:
             announce(self._node)
@@ -180,8 +190,8 @@ class Task:
         try:
             async with asyncio.timeout(longest + GRACE):
                 drained = await self._service.drain()
-                if self._hosted is not None:
-                    await self._hosted.close()
+                if self._ps is not None and self._hosted is not None:
+                    await self._leave(self._ps, self._hosted, drained)
                 await self._close_service()
         except TimeoutError:
             drained = False
@@ -189,8 +199,8 @@ class Task:
             unregister(self)
             withdraw(self._node)
             await self._node.close("its task ended")
-            if self._ps is not None and self._ps.returns:
-                await self._endpoint.close(_RESTART, self._ps.returns)
+            if self._returns:
+                await self._endpoint.close(_RESTART, self._returns)
             else:
                 await self._endpoint.close()
         if not drained:
@@ -225,6 +235,7 @@ class Task:
             # Counts and names only, though its type does not say so.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
             "service": self._service.statistics(),
+            **self._service.telemetry(),
             "groups": dict(self._node.statistics()),
             "copies": hosted,
         }
@@ -257,27 +268,77 @@ class Task:
             return None, None
         handover = Handover(folder, index, f"/job:ps/task:{index}")
         largest = self._settings.limits.body
-        return handover, handover.take(_load_code, largest=largest)
+        return handover, handover.take(self._load_code, largest=largest)
+
+    async def _inherit_copies(self) -> None:
+        """Where they were, or nothing of what was left is taken: whoever knows this
+        process by its incarnation would look for them."""
+        left, hosted = self._inherited, self._hosted
+        if left is None or hosted is None or self._handover is None:
+            return
+        try:
+            await hosted.inherit(left.owner, left.copies)
+        except OSError as error:
+            log.error(
+                "what the process before has left is not used, and this one begins "
+                "empty: the address of a copy that it kept is taken: %s",
+                error,
+            )
+            self._handover.took()
+            self._inherited = None
+            self._make(new_incarnation())
+
+    def _take_over(self) -> None:
+        if self._inherited is None or self._handover is None or self._ps is None:
+            return
+        self._handover.took()
+        self._ps.take_over(self._inherited.owner)
+        if self._hosted is not None:
+            self._hosted.take_over()
+
+    async def _leave(self, ps: PsService, hosted: HostedStores, drained: bool) -> None:
+        """What a ps holds, for the next process, if that is wished and can be done."""
+        owner, patience = ps.owner, self._settings.timeouts.handover
+        if self._handover is None or owner is None:
+            await hosted.close()
+            return
+        copies = await hosted.leave(_RESTART, patience)
+        if not drained or copies is None:
+            log.error(
+                "what this process holds is lost with it: something that it had "
+                "accepted did not end within ZSTRAT_DRAIN"
+            )
+            return
+        left = Inherited(
+            self.hello.incarnation, owner, ps.left(self.place.index), copies
+        )
+        if ps.is_replicated:  # others need not wait until that is written
+            await self._endpoint.close(_RESTART, patience)
+        if await self._handover.leave(left, patience):
+            self._returns = patience
 
     def _make_ps(self) -> Served:
+        left = self._inherited
         self._ps = service = PsService(
-            load_code=_load_code,
+            load_code=self._load_code,
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
+            tells=True,
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
-            handover=self._handover,
-            inherited=self._inherited,
+            leaves=self._handover is not None,
+            inherited=None if left is None else left.own,
         )
         hosted = self._hosted = HostedStores(
             service,
-            self.place.index,
+            self.hello,
             self.place.bind,
-            load_code=_load_code,
+            load_code=self._load_code,
             settings=self._settings,
             security=self._security,
+            leaves=self._handover is not None,
         )
         return service, _nothing, service.absorb
 
@@ -292,6 +353,7 @@ class Task:
             on_crash=self._crashed,
             is_alone=self._is_alone,
             listen=self._listen,
+            tells=True,
         )
         return service, service.close, None
 
@@ -314,6 +376,13 @@ class Task:
             security=self._security,
             expect=(Job.PS, index),
         )
+
+    def _load_code(self, code: bytes) -> object:
+        """Loads what a coordinator shipped; brings jax with it."""
+        is_first = self._is_alone and "jax" not in sys.modules
+        with kept_for_good() if is_first else contextlib.nullcontext():
+            from zstrat.program import load
+        return load(code)
 
     def _crashed(self, error: BaseException) -> None:
         if not self._end.done():
@@ -356,10 +425,3 @@ async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
 
 async def _nothing() -> None:
     pass
-
-
-def _load_code(code: bytes) -> object:
-    """Loads what a coordinator shipped; brings jax with it."""
-    from zstrat.program import load
-
-    return load(code)

@@ -118,6 +118,14 @@ class Prepared:
         """The variables whose whole values it takes, in order."""
         return self.plan.reads
 
+    @property
+    def examples(self) -> int:
+        """How many it has drawn: rows of the first array of each element."""
+        first = [
+            element.leaves[0] for element in self._draws.elements if element.leaves
+        ]
+        return sum([leaf.shape[0] if leaf.ndim else 1 for leaf in first])
+
     def unread(self) -> None:
         """Gives the drawn elements back, because the step will not run. Of several
         prepared steps the last one first."""

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         HomeRows,
         HomeUpdate,
         OptimizerHandle,
-        Recorder,
         Table,
+        TraceRecorder,
         UpdateRecorder,
         VariableHandle,
     )
@@ -136,7 +136,7 @@ class PerWorkerVariable(AbstractVariable):
     ) -> list[HomeUpdate]:
         self._refuse()
 
-    def _traced_value(self, recording: Recorder) -> Any:
+    def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self._own())
 
     def _record(

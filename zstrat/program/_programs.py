@@ -122,6 +122,8 @@ class CompiledPrograms:
 
     def __init__(self, step: str, fn: Callable[..., Any]) -> None:
         self.trace_count = 0
+        self.kept = 0
+        """Programs that are found again; may be read on any thread."""
         self.said: set[str] = set()
         """Places of which it was said that jax cuts what is there."""
         self._has_created = False
@@ -263,12 +265,16 @@ class CompiledPrograms:
         return StagedProgram(plan, body)
 
     def _forget_oldest(self) -> None:
-        while sum(len(s.programs) for s in self._signatures.values()) > MAX_PROGRAMS:
+        while self._counted() > MAX_PROGRAMS:
             oldest = next(iter(self._signatures.values()))
             oldest.programs.pop(next(iter(oldest.programs)))
             if not oldest.programs:
                 self._signatures.popitem(last=False)
                 self._forget_shared(oldest)
+
+    def _counted(self) -> int:
+        self.kept = sum(len(each.programs) for each in self._signatures.values())
+        return self.kept
 
     def _forget_shared(self, oldest: Signature) -> None:
         for likeness, found in [*self._shared.items()]:

@@ -102,12 +102,12 @@ class Exchanges:
             self._check(message.session)  # it may have ended while the push computed
             done = pulled(self._store, reads, rows, arrays[operands:])
         except Exception as error:  # goes to the caller, as the outcome of the pull
-            return Exchanged(applied, push_error, self._refuse(error), [], ())
+            return self._unread(applied, push_error, error)
         if isinstance(done, RowsPlan):
             then = partial(self._computed_pull, applied, push_error, done)
             return PendingRequest(done, then)
         assert isinstance(done, Pulled)
-        return Exchanged(applied, push_error, None, done.versions, done.arrays)
+        return _exchanged(applied, push_error, done)
 
     def _computed_pull(
         self,
@@ -123,9 +123,19 @@ class Exchanges:
                 error = refused
             else:
                 assert isinstance(done, Pulled)
-                return Exchanged(applied, push_error, None, done.versions, done.arrays)
-        return Exchanged(applied, push_error, self._refuse(error), [], ())
+                return _exchanged(applied, push_error, done)
+        return self._unread(applied, push_error, error)
+
+    def _unread(
+        self, applied: bool, push_error: PlainTree, error: BaseException
+    ) -> Exchanged:
+        clock = self._store.counts.pushes
+        return Exchanged(applied, push_error, self._refuse(error), [], (), clock)
 
     def _refuse(self, error: BaseException) -> PlainTree:
         self.refused += 1
         return cast("PlainTree", to_wire(error))
+
+
+def _exchanged(applied: bool, push_error: PlainTree, done: Pulled) -> Exchanged:
+    return Exchanged(applied, push_error, None, done.versions, done.arrays, done.clock)

@@ -27,6 +27,8 @@ from zstrat.errors import (
 from zstrat.wire import Awaited, AwaitedOptimizer, JoinSession, Message, SessionOpened
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zstrat.wire import Owner, Ownership
 
     from .store._store import Store
@@ -55,10 +57,21 @@ class _WaitingJoin:
 
 
 class Joining:
-    """Who waits at one parameter server, named ``task`` in errors."""
+    """Who waits at one parameter server, named ``task`` in errors.
 
-    def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
+    Args:
+        admit: Raises if the session that is open cannot be joined.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        ownership: Ownership,
+        store: Store,
+        admit: Callable[[], None],
+    ) -> None:
         self._task, self._ownership, self._store = task, ownership, store
+        self._admit = admit
         self._waiting: dict[asyncio.Future[Message], _WaitingJoin] = {}
 
     def __len__(self) -> int:
@@ -72,7 +85,8 @@ class Joining:
 
         Raises:
             StaleSessionError: Another session is open, and variables were asked for.
-            InvalidArgumentError: Something else is there under one of the numbers.
+            InvalidArgumentError: Something else is there under one of the numbers, or
+                the session cannot be joined.
             BusyError: Too many wait.
         """
         if (answer := self._answer(message)) is not None:
@@ -121,6 +135,7 @@ class Joining:
             return None
         if message.session == 0 and not owner.alive:
             return None
+        self._admit()
         wishes: list[Awaited | AwaitedOptimizer] = [
             *message.variables,
             *message.optimizers,
@@ -176,7 +191,7 @@ class Joining:
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner
         if message.session == 0 and owner is not None:
-            self._end(waiting, _opened(owner))
+            self._end(waiting, self._admitted(owner))
             return
         if not missing:
             what = "there is no session to join"
@@ -194,6 +209,13 @@ class Joining:
                 "long they wait for each other"
             ),
         )
+
+    def _admitted(self, owner: Owner) -> Message | ZstratError:
+        try:
+            self._admit()
+        except ZstratError as error:  # to the worker
+            return error
+        return _opened(owner)
 
     def _end(
         self, waiting: asyncio.Future[Message], outcome: Message | ZstratError

@@ -136,7 +136,7 @@ def pulled(
     """The answer to a pull that takes no time, or what has to be computed."""
     if rows or indices:
         return _at_once(store, store.plan_rows(reads, rows, indices))
-    return Pulled(*store.read(reads))
+    return Pulled(*store.read(reads), store.counts.pushes)
 
 
 def names_of(message: Request) -> list[Hashable]:

@@ -16,14 +16,17 @@ from zstrat.errors import (
     StaleSessionError,
 )
 from zstrat.wire import (
+    AskClock,
     AskParts,
     AttachBackup,
+    BeginCapture,
     BindOptimizer,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
     DetachBackup,
+    EndCapture,
     Exchange,
     Fence,
     InitializeVariables,
@@ -92,6 +95,9 @@ ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     AttachBackup: frozenset({Job.CHIEF}),
     DetachBackup: frozenset({Job.CHIEF}),
     PromoteBackup: frozenset({Job.CHIEF}),
+    AskClock: frozenset({Job.CHIEF}),
+    BeginCapture: frozenset({Job.CHIEF}),
+    EndCapture: frozenset({Job.CHIEF}),
     Inspect: frozenset(Job),
 }
 

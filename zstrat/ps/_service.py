@@ -17,15 +17,24 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
+from zstrat.telemetry import PS_PHASES, Phase, Recorder, SpanCapture, resident_bytes
+from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     AppliedParts,
+    AskClock,
     AskParts,
     AttachBackup,
+    BeginCapture,
+    Captured,
+    ClockTold,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
     DetachBackup,
     Done,
+    EndCapture,
     Exchange,
     Fence,
     Fenced,
@@ -51,11 +60,13 @@ from ._roles import ROLES, Caller, check_role, is_forged
 from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
+from .handover._handover import LeftStore, StoreRole
 from .replication._following import Following
 from .replication._standing import ReplicationRequest, Standing, tell_owner
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
+from .store._ledger import UNNAMED
 from .store._lookups import row_bytes
 from .store._store import Store
 
@@ -63,9 +74,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Settings
-    from zstrat.wire import ArraySpec, Sink
+    from zstrat.wire import ArraySpec, Owner, Sink
 
-    from .handover import Handover, Inherited
     from .replication._following import Primary
     from .replication._forwarding import Connect
 
@@ -76,6 +86,7 @@ _LOOKUPS: Final = (PullRows, Exchange)
 _LARGE: Final = 2**20
 """Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
 """
+
 
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
@@ -89,16 +100,14 @@ class PsService:
         task: Names this server in errors: ``"/job:ps/task:0"``.
         on_exit: Called once, on the loop, when the coordinator ends the process.
         connect: Makes a link to a backup; None: there cannot be one.
-        backup_of: Session and view of which this is the backup, until it is made the
-            primary.
+        backup_of: Whose session, the view in it, and the incarnation of the primary, of
+            which this is the backup until it is made the primary itself.
         on_cleared: Called when a session is over, and all that it had.
         make_thread: Makes the threads that do what would hold up the loop.
-        handover: Where what is here is left for the next process; None: nowhere.
+        leaves: What is here when it ends is left for another process (`left`).
+        tells: It tells its coordinator how it is, about once a second.
         inherited: What the process before has left.
     """
-
-    returns = 0.0
-    """Seconds in which, after `drain`, another process goes on with what was here."""
 
     def __init__(
         self,
@@ -109,37 +118,42 @@ class PsService:
         incarnation: int = 0,
         on_exit: Callable[[], None] | None = None,
         connect: Connect | None = None,
-        backup_of: tuple[int, int] | None = None,
+        backup_of: tuple[Owner, int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
-        handover: Handover | None = None,
-        inherited: Inherited | None = None,
+        leaves: bool = False,
+        tells: bool = False,
+        inherited: LeftStore | None = None,
     ) -> None:
         self._settings = settings
         self._task = task
         self._incarnation = incarnation
         self._on_exit, self._on_cleared = on_exit, on_cleared
         self._clock, self._started_at = clock, clock()
-        if inherited is None:
+        if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
             self._store = Store(engine, task=task, largest=largest)
         else:
             self._store = inherited.store
         self._engine = self._store.engine
         self._ownership = Ownership(task)
-        self._handover, self._inherited = handover, inherited
+        self._leaves = leaves
         self._silence: asyncio.Future[Message] | None = None
         """What everybody waits for in vain while what is here is handed over."""
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
-            task, self._store, self._thread, check=check, admit=self._require_open
+            task,
+            self._store,
+            self._thread,
+            check=check,
+            admit=self._require_open,
+            clock=clock,
         )
         self._snapshots = SnapshotService(
             task, self._store, self._serving.turn, check, self._thread, make_thread
         )
-        self._joining = Joining(task, self._ownership, self._store)
         self._standing = Standing(
             task,
             self._store,
@@ -149,19 +163,39 @@ class PsService:
             connect=connect,
             patience=settings.timeouts.connect,
         )
+        admit = self._standing.require_alone
+        self._joining = Joining(task, self._ownership, self._store, admit)
         self._is_aside = backup_of is not None
         """It does not serve its store."""
+        self._host = None if backup_of is None else backup_of[0]
+        """Who has the process that keeps this copy."""
         if backup_of is not None:
+            owner, view, named = backup_of
             self._standing.following = Following(
-                task, self._store, self._thread, *backup_of, self._promoted
+                task,
+                self._store,
+                self._thread,
+                owner.session,
+                view,
+                named,
+                self._promoted,
             )
+        if inherited is not None:
+            self._go_on(inherited)
         self._draining = False
         self._failed = 0
+        self._tells = tells
+        self._notices: TelemetryNotices | None = None
 
     @property
     def session(self) -> int | None:
         """The one that is open."""
         return self._ownership.session
+
+    @property
+    def owner(self) -> Owner | None:
+        """Whose session it is, whether he is there or not."""
+        return self._ownership.owner
 
     @property
     def is_backup(self) -> bool:
@@ -197,7 +231,6 @@ class PsService:
                     return self._open(message, remote)
                 case JoinSession():
                     self._require_open()
-                    self._standing.require_alone()
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
@@ -215,6 +248,9 @@ class PsService:
                     return Done()
                 case Inspect():
                     return Statistics(self.statistics())
+                case AskClock() | BeginCapture() | EndCapture():
+                    self._ownership.check(message.session)
+                    return self._capture(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
                 case _:
@@ -235,6 +271,8 @@ class PsService:
             remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
+        if self._notices is not None:
+            self._notices.touch()
         served = self._serving.take(message)
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
@@ -254,6 +292,20 @@ class PsService:
         self._ownership.check(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
+
+    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+        now, recorder = self._clock(), self.recorder
+        match message:
+            case AskClock():
+                return ClockTold(now)
+            case BeginCapture(spans=spans, seconds=seconds):
+                capture = SpanCapture(spans, now + seconds, moved_bytes)
+                recorder.begin_capture(capture, now)
+                return Done()
+            case EndCapture():
+                capture = recorder.end_capture(now)
+                phases, columns = columns_of(capture)
+                return Captured(phases, capture.is_cut, "", "", tuple(columns))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         if self._silence is not None:
@@ -286,16 +338,10 @@ class PsService:
         if self._ownership.lost(remote):
             self._snapshots.clear()
 
-    def take_over(self) -> None:
-        """From now on what was inherited is served, and nobody else may do so.
-
-        Raises:
-            OSError: That cannot be made sure; nothing may be served.
-        """
-        if self._inherited is None or self._handover is None:
-            return
-        self._handover.took()
-        owner, timeouts = self._inherited.owner, self._settings.timeouts
+    def take_over(self, owner: Owner) -> None:
+        """From now on what was inherited is there for the coordinator that had it, and
+        nobody else may have it."""
+        timeouts = self._settings.timeouts
         self._ownership.inherit(owner)
         # It is waited for as if its connection had broken just now.
         grace = timeouts.patience + timeouts.reconnect
@@ -303,7 +349,7 @@ class PsService:
 
     async def drain(self) -> bool:
         """Finishes requests that were accepted, ends the thread. New ones are refused;
-        or nobody answers them, and what is here is left for the next process.
+        or nobody answers them, if what is here is `left` for the next process.
 
         Returns:
             False if something accepted was not done after ``timeouts.drain``.
@@ -311,42 +357,43 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         owner = self._ownership.owner
-        if self._handover is None or owner is None or self._is_replicated:
-            if self._is_replicated:
-                # A state would not know which of the copies is the newest later.
-                log.info("leaves no state, as its session has second copies")
-            elif owner is not None and len(self._store):
-                log.warning(
-                    "the %d variables of session %#x of %s end with this process: with "
-                    "a state folder (--state-dir, ZSTRAT_STATE) the next one would go "
-                    "on with them",
-                    len(self._store),
-                    owner.session,
-                    owner,
-                )
-            return await self._finish()
-        self._silence = asyncio.get_running_loop().create_future()
-        await asyncio.sleep(0)  # what was handed on before has begun by then
-        finished = await self._finish()
-        if not finished:
-            log.error(
-                "what this process holds is lost with it: something that it had "
-                "accepted did not end within ZSTRAT_DRAIN"
+        if self._leaves and (owner is not None or self.is_backup):
+            self._silence = asyncio.get_running_loop().create_future()
+            await asyncio.sleep(0)  # what was handed on before has begun by then
+        elif owner is not None and len(self._store) and not self.is_replicated:
+            log.warning(
+                "the %d variables of session %#x of %s end with this process: with a "
+                "state folder (--state-dir, ZSTRAT_STATE) the next one would go on "
+                "with them, and strategy.parameter_servers.drain would have moved "
+                "them before",
+                len(self._store),
+                owner.session,
+                owner,
             )
-        elif (owner := self._ownership.owner) is not None:
-            patience = self._settings.timeouts.handover
-            store, turn = self._store, self._serving.turn
-            me = self._incarnation
-            if await self._handover.leave(store, owner, me, turn, patience):
-                self.returns = patience
-        return finished
+        return await self._finish()
+
+    def left(self, number: int) -> LeftStore:
+        """What is here of the store ``number`` behind `drain`, if that was done in
+        time."""
+        following, standing = self._standing.following, self._standing
+        role = StoreRole.NOTHING
+        if following is not None and following.is_whole:
+            role = StoreRole.BACKUP
+        elif following is None and not standing.is_dropped:
+            # Who has no backup that has all, and was not replaced, is the only one.
+            role = StoreRole.PRIMARY if standing.is_replaced else StoreRole.ALONE
+        store = None if role is StoreRole.NOTHING else self._store
+        return LeftStore(number, role, self.view, store)
 
     @property
-    def _is_replicated(self) -> bool:
-        return self._is_aside or self._standing.view > 0
+    def is_replicated(self) -> bool:
+        """Whether another process has a copy of the store, or is to have one."""
+        return self._is_aside or self._standing.is_to_have_backup
 
     async def _finish(self) -> bool:
         self._draining = True
+        if self._notices is not None:
+            self._notices.close()
         self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
             self._joining.close(self._standing.parting)
@@ -354,7 +401,8 @@ class PsService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._serving.idle.wait()
-        await self._standing.close(deadline)
+        quietly = self._silence is not None
+        await self._standing.close(deadline, quietly=quietly)
         saved = await self._snapshots.close(deadline)
         ended = await self._thread.close(deadline)
         return saved and ended and self._serving.idle.is_set()
@@ -381,6 +429,30 @@ class PsService:
         values.update(self._snapshots.statistics())
         return values
 
+    def telemetry(self) -> dict[str, PlainTree]:
+        """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
+        but for lanes and gauges, which are those of the process."""
+        now, recorder, counts = self._clock(), self.recorder, self._store.counts
+        recorder.reach("pulls", counts.pulls, now)
+        recorder.reach("pushes", counts.pushes, now)
+        recorder.traffic(*moved_bytes(), now)
+        gauges: dict[str, PlainTree] = {
+            "memory": resident_bytes(),
+            "waiting": len(self._serving),
+            "programs": self._engine.programs,
+        }
+        told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
+        return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    def waited(self, began: float, ended: float) -> None:
+        """An answer had to wait for its way, or for its reader."""
+        self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
+
+    @property
+    def recorder(self) -> Recorder:
+        """Of the present session."""
+        return self._serving.recorder
+
     # ---- sessions ----------------------------------------------------------------
 
     def _open(
@@ -401,6 +473,7 @@ class PsService:
         )
         if new:
             self._clear()
+        self._standing.is_to_have_backup |= asked.replicas > 0
         self._standing.remind()
         self._joining.look()
         return self._opened(resumed=not new)
@@ -415,6 +488,8 @@ class PsService:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
+        if self._tells and self._notices is None:
+            self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
@@ -431,10 +506,21 @@ class PsService:
         self._is_aside = False
         self._snapshots.clear()
         self._store.clear()
+        self._serving.recorder = Recorder(PS_PHASES)
         if self._on_cleared is not None:
             self._on_cleared()
 
     # ---- replication -------------------------------------------------------------
+
+    def _go_on(self, inherited: LeftStore) -> None:
+        """With what a process before had: as it was, if nobody else can have it."""
+        following = self._standing.following
+        if following is not None:
+            following.inherit(is_whole=inherited.role is StoreRole.BACKUP)
+            return
+        self._standing.view = inherited.view
+        if inherited.role is not StoreRole.ALONE:
+            self._standing.step_aside(is_dropped=inherited.role is StoreRole.NOTHING)
 
     def give_up(self, view: int) -> None:
         """Another process serves the store since this view: drops what is here of it.
@@ -445,6 +531,11 @@ class PsService:
         self._standing.give_up(view)
         self._snapshots.clear()
         self._store.clear()
+
+    def found(self, remote: Caller, view: int) -> None:
+        """It is the primary of a store that is new, from the beginning, for who asks
+        that."""
+        self._promoted(remote, view)
 
     def _set_aside(self, aside: bool) -> None:
         self._is_aside = aside
@@ -470,17 +561,23 @@ class PsService:
             return self._open(message, remote)
         if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
             return self._close(message.session, message.exit)
-        if isinstance(message, DetachBackup) and remote.role is Job.CHIEF:
+        if remote.role is Job.CHIEF and isinstance(
+            message, DetachBackup | PromoteBackup
+        ):
             return self._replicate(remote, message)
         raise self._standing.parting if self._draining else self._standing.refusal
 
     def _promoted(self, remote: Primary, view: int) -> None:
         """Is the primary from now on."""
-        following, self._standing.following = self._standing.following, None
-        self._standing.view, self._is_aside = view, False
-        session = self.session if following is None else following.session
+        standing, host, session = self._standing, self._host, self.session
+        if standing.following is not None:
+            session = standing.following.session
         assert session is not None
-        self._ownership.open(session, remote, remote.hello, time.time())
+        name, origin = ("", 0) if host is None else (host.name, host.origin)
+        self._ownership.open(
+            session, remote, remote.hello, time.time(), name=name, origin=origin
+        )
+        standing.following, standing.view, self._is_aside = None, view, False
 
     def _tell_owner(self, message: Message) -> None:
         owner = self._ownership.owner

@@ -17,17 +17,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
 
 from zstrat.errors import BusyError, ZstratError
-from zstrat.wire import Done, Exchange, Message, Pulled, Push
+from zstrat.telemetry import PS_PHASES, Phase, Recorder
+from zstrat.wire import (
+    Done,
+    Exchange,
+    Exchanged,
+    Message,
+    Pulled,
+    Push,
+    Pushed,
+    PushPart,
+)
 
 from ._exchange import Exchanges
 from ._requests import PendingRequest, Request, Stored, begin, names_of
 from .store._fold import Folded
+from .store._ledger import UNNAMED
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -46,6 +58,9 @@ if TYPE_CHECKING:
     from .store._store import Store
 
 T = TypeVar("T")
+
+_APPLIED: Final = (Pushed, Exchanged)
+"""How pushes are answered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,6 +139,8 @@ class _WaitingRequest:
 
     message: Request | None
     answer: asyncio.Future[Message]
+    began: float = 0.0
+    """When its turn had come."""
 
 
 @final
@@ -133,6 +150,7 @@ class Serving:
     Args:
         check: Raises unless the session is the one that is open.
         admit: Raises if nothing may begin that has to wait.
+        clock: What pushes are timed by.
     """
 
     def __init__(
@@ -143,12 +161,16 @@ class Serving:
         *,
         check: Callable[[int], None],
         admit: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._thread = store, thread
         self._check, self._admit = check, admit
         self._exchanges = Exchanges(task, store, check)
         self._turns: RequestTurns[_WaitingRequest] = RequestTurns()
         self._failed = 0
+        self._clock: Final = clock
+        self.recorder = Recorder(PS_PHASES)
+        """Replaced with each session."""
         self._watches: list[
             tuple[set[Ticket[_WaitingRequest]], asyncio.Future[None]]
         ] = []
@@ -175,13 +197,17 @@ class Serving:
         turns = self._turns
         if turns and not turns.are_free(names_of(message)):
             return self._enter(message).request.answer
+        began = self._clock()
         served = self._begin(message)
+        if isinstance(served, _APPLIED):
+            self._applied(message, began)
         while isinstance(served, PendingRequest):
             try:
                 ticket = self._enter(message)
             except ZstratError as error:
                 served = served.then(error)
             else:
+                ticket.request.began = began
                 self._go_on(ticket, served)
                 return ticket.request.answer
         log = self._store.log
@@ -231,6 +257,13 @@ class Serving:
         finally:
             self._watches.remove(watch)
 
+    def _applied(self, message: Request, began: float) -> None:
+        """A push, and the pull behind it in an exchange, was served since then."""
+        pushed = message.message if isinstance(message, Folded) else message
+        assert isinstance(pushed, Push | PushPart | Exchange), pushed
+        step = UNNAMED if isinstance(pushed, Push) and pushed.writer else pushed.step
+        self.recorder.spent(Phase.APPLY, step, began, self._clock())
+
     def _begin(self, message: Request) -> Message | PendingRequest:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold
@@ -264,6 +297,7 @@ class Serving:
             return
         try:
             self._check(message.session)
+            ticket.request.began = self._clock()
             served = self._begin(message)
         except Exception as error:  # goes to the caller
             self._finish(ticket, error)
@@ -307,7 +341,9 @@ class Serving:
     def _finish(
         self, ticket: Ticket[_WaitingRequest], outcome: Message | BaseException
     ) -> None:
-        answer = ticket.request.answer
+        request, answer = ticket.request, ticket.request.answer
+        if request.message is not None and isinstance(outcome, _APPLIED):
+            self._applied(request.message, request.began)
         if isinstance(outcome, BaseException):
             self._failed += 1
             if not answer.done():

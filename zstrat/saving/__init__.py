@@ -8,6 +8,7 @@ from ._evaluator import TensorBoardEvents as TensorBoardEvents
 from ._export import export_orbax as export_orbax
 from ._export import export_safetensors as export_safetensors
 from ._export import export_safetensors_async as export_safetensors_async
+from ._metrics_export import MetricsExport as MetricsExport
 from ._preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from ._preemption import PreemptionHandler as PreemptionHandler
 from ._restore import RestoreStatus as RestoreStatus

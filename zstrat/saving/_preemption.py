@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
 
-from zstrat.cluster import id_in_cluster, normalize_cluster_spec
+from zstrat.cluster import cluster_spec_of, id_in_cluster
 from zstrat.collectives import Group
 from zstrat.coordinator import ClusterSession
 from zstrat.errors import InvalidArgumentError, NotFoundError
@@ -265,7 +265,7 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
     """The number of this process, of which 0 saves, and whether all go in step."""
     if resolver is None:
         return 0, False
-    spec = normalize_cluster_spec(resolver.cluster_spec())
+    spec = cluster_spec_of(resolver)
     job, index = resolver.task_type, resolver.task_id
     if "ps" in spec.jobs and (job is None or index is None):
         return 0, False  # who coordinates need not say who it is

@@ -2,15 +2,19 @@
 
 from ._address import check_address as check_address
 from ._address import parse as parse
+from ._address import reached_as as reached_as
 from ._curve import Security as Security
-from ._curve import generate_keys as generate_keys
-from ._curve import key_names as key_names
 from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
 from ._handling import Handler as Handler
 from ._identity import hello as hello
 from ._identity import new_incarnation as new_incarnation
+from ._keys import NEXT as NEXT
+from ._keys import PREVIOUS as PREVIOUS
+from ._keys import generate_keys as generate_keys
+from ._keys import key_names as key_names
+from ._keys import rotate_keys as rotate_keys
 from ._link import Link as Link
 from ._loop import Bell as Bell
 from ._loop import LoopBell as LoopBell
@@ -32,3 +36,5 @@ from ._socket import Event as Event
 from ._socket import Happening as Happening
 from ._socket import Sockets as Sockets
 from ._socket import ZeroMQSockets as ZeroMQSockets
+from ._traffic import lanes as lanes
+from ._traffic import moved_bytes as moved_bytes

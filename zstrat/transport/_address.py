@@ -66,6 +66,28 @@ def check_address(text: str) -> None:
         raise ValueError(f"address {text!r}: expected a port above 0")
 
 
+def reached_as(bound: str, known: str) -> str:
+    """How another endpoint of a process is reached.
+
+    Args:
+        bound: What that one listens at: a port of an interface, or of all of them.
+        known: How the asker reaches the process.
+
+    Raises:
+        ValueError: One of them is no address.
+    """
+    there, here = parse(bound), parse(known)
+    if there.scheme != "tcp" or here.scheme != "tcp" or not _is_any(there.host):
+        return bound
+    return here._replace(port=there.port).endpoint
+
+
+def _is_any(host: str) -> bool:
+    return host == "*" or (
+        _is_number(host) and ipaddress.ip_address(host).is_unspecified
+    )
+
+
 async def check_known(address: Address, task: str) -> None:
     """Whether the host is one that can be bound at all: a number, an interface, or a
     name that is known.

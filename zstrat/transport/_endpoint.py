@@ -33,9 +33,10 @@ from zstrat.wire.connection import (
     task_name,
 )
 
-from ._address import SocketFile, check_known, parse, socket_file
+from ._address import check_known, parse
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
+from ._bound_socket import BoundSocket
 from ._curve import Authenticator
 from ._handling import Handler, Handling
 from ._newcomers import IN_ALL, Accepted, Newcomers, allowed
@@ -71,6 +72,8 @@ class Endpoint:
         on_lost: Called once for each `Remote` that left, fell silent, was replaced or
             broke the protocol, with the reason.
         security: Keys of this task; without them only this machine may be served.
+        on_waited: Called with the times from which and to which what it said to one
+            peer had to wait, each time.
         sockets: Where they come from.
     """
 
@@ -83,12 +86,13 @@ class Endpoint:
         absorb: Absorber | None = None,
         on_lost: Callable[[Remote, str], None] = _ignore,
         security: Security | None = None,
+        on_waited: Callable[[float, float], None] | None = None,
         sockets: Sockets = ZEROMQ,
     ) -> None:
         self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
         self._brief = replace(settings.limits, header=header)
-        self._absorber = absorb
+        self._absorber, self._on_waited = absorb, on_waited
         self._security = security
         self._connections: dict[bytes, Connection] = {}
         self._ended: OrderedDict[bytes, bool] = OrderedDict()
@@ -105,7 +109,7 @@ class Endpoint:
         )
         self._impostors = self._probes = 0
         self._pump: Pump | None = None
-        self._file: SocketFile | None = None
+        self._binding: BoundSocket | None = None
         self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -138,8 +142,8 @@ class Endpoint:
         try:
             if self._security is not None:
                 self._authenticator = Authenticator(self._context, self._admits)
-                self._security.arm_server(socket)
-            socket.bind(where.endpoint)
+            task = task_name(self._me)
+            self._binding = BoundSocket(socket, where, self._security, task)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             if self._authenticator is not None:
@@ -151,7 +155,6 @@ class Endpoint:
                 f"{_BINDING.get(error.errno or 0, '')}",
             ) from error
         self._monitor = sockets.monitor(socket, _WATCHED, self._happened)
-        self._file = socket_file(where)
         self._pump = sockets.pump(socket, self._received, header=1)
         self._timer = self._loop.call_later(self._interval, self._tick)
         return sockets.bound_to(socket).removeprefix("tcp://")
@@ -178,8 +181,8 @@ class Endpoint:
             await self._part(reason, returns)
         finally:
             self._monitor.close()
-            if self._file is not None:
-                self._file.remove()  # while it is bound nobody else takes the path
+            if self._binding is not None:
+                self._binding.remove_file()
             pump.close(LINGER)
             if self._authenticator is not None:
                 self._authenticator.close()
@@ -208,7 +211,12 @@ class Endpoint:
         }
 
     def _admits(self, key: str) -> bool:
-        return self._security is not None and self._security.role_of(key) is not None
+        security = self._security
+        if security is None:
+            return False
+        if security.role_of(key) is None:
+            security.refresh()  # it may have come with new keys, before our next tick
+        return security.role_of(key) is not None
 
     @property
     def _interval(self) -> float:
@@ -291,7 +299,7 @@ class Endpoint:
             self._complaints.add("it is no ZeroMQ of this age")
             return None
         peer.incoming = self._brief
-        outlet = Outlet(peer, self._pump, (routing,))
+        outlet = Outlet(peer, self._pump, (routing,), on_waited=self._on_waited)
         line = self._sockets.accepted(descriptor)
         connection = Connection(routing, outlet, line, user)
         self._connections[routing] = connection
@@ -306,6 +314,9 @@ class Endpoint:
                 if crowded is not None:
                     self._complaints.add("too many that wait did not greet")
                     crowded.hang_up()
+            case Happening.UNBOUND:
+                if self._binding is not None:
+                    self._binding.freed()
             case Happening.BROKEN:
                 self._newcomers.gone(event.value)
                 if self._parting is not None:
@@ -324,6 +335,8 @@ class Endpoint:
         self._timer = self._loop.call_later(self._interval, self._tick)
         if self._authenticator is not None:
             self._authenticator.revive()
+        if self._binding is not None:
+            self._binding.tick()
         now = self._loop.time()
         POOL.age(now)
         for line in self._newcomers.late(now):
@@ -392,4 +405,5 @@ _WATCHED: Final = (
     Happening.FAILED,
     Happening.MISMATCHED,
     Happening.UNAUTHORISED,
+    Happening.UNBOUND,
 )

@@ -119,6 +119,8 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
         self._connected_at = 0.0
+        self._failed = 0
+        """Handshakes, which may have been with a key that the task has no more."""
         self._is_started = self._is_closed = False
         self.is_refused = False
         """The last attempt to connect has failed at once: nothing listens there."""
@@ -275,7 +277,7 @@ class Link:
         if self._security is not None:
             assert self._expect is not None
             job, index = self._expect
-            self._security.arm_client(socket, Job(job), index)
+            self._security.arm_client(socket, Job(job), index, self._failed)
 
     def _no_socket(self, error: Exception) -> None:
         self._opening.trouble = f"this process cannot open a socket: {error}"
@@ -312,7 +314,7 @@ class Link:
             case Happening.CONNECTED:
                 self._connected_at = self._loop.time()
                 self._opening.connected()
-            case Happening.ACCEPTED:
+            case Happening.ACCEPTED | Happening.UNBOUND:
                 pass
 
     def _has_timed_out(self, event: Event) -> bool:
@@ -323,6 +325,7 @@ class Link:
         return event.value == errno.EAGAIN or waited > patience
 
     def _handshake_failed(self, by_task: bool) -> None:
+        self._failed += 1
         self._opening.handshake_failed(self._loop.time(), by_task)
         if self._opening.asks_who and not self._dial.is_task:
             self._dial.ask()

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 from zmq.backend import zmq_poll
 
+from ._traffic import SOCKET
+
 if TYPE_CHECKING:
     from zstrat.wire.connection import Frames, Peer
 
@@ -89,11 +91,16 @@ class Pump:
         try:
             for frame in to:
                 send(frame, _MORE)
+            nbytes = 0
             if len(frames) > 1:
                 for frame in frames[:-1]:
-                    send(frame, _MORE, len(frame) < _COPIED)
+                    size = len(frame)
+                    nbytes += size
+                    send(frame, _MORE, size < _COPIED)
             last = frames[-1]
-            send(last, _NOBLOCK, len(last) < _COPIED)
+            size = len(last)
+            send(last, _NOBLOCK, size < _COPIED)
+            SOCKET.sent += nbytes + size
         except zmq.Again:
             return Sending.BLOCKED
         except zmq.ZMQError as error:
@@ -143,10 +150,14 @@ class Pump:
             while left > 0 and not self._closed:
                 frame = recv(_NOBLOCK, False)
                 message = [frame]
+                size = nbytes = len(frame)
                 while frame.more:
                     frame = recv(_NOBLOCK, False)
                     message.append(frame)
-                left -= 1 + (len(frame) >> _UNIT)
+                    size = len(frame)
+                    nbytes += size
+                SOCKET.got += nbytes
+                left -= 1 + (size >> _UNIT)
                 if len(message) > at and len(message[at]) > _LONG_HEADER:
                     left -= len(message[at]) >> _HEADER_UNIT
                 receive(message)
@@ -175,6 +186,8 @@ class Outlet:
 
     Args:
         on_flushed: Called after each flush: there may be room for more.
+        on_waited: Called with two times of the loop when nothing waits any more, if
+            something did: for the peer to read, or for its place in memory.
     """
 
     __slots__ = (
@@ -182,10 +195,12 @@ class Outlet:
         "_loop",
         "_outbox",
         "_pump",
+        "_since",
         "_stuck",
         "_to",
         "is_gone",
         "on_flushed",
+        "on_waited",
         "peer",
     )
 
@@ -195,9 +210,12 @@ class Outlet:
         pump: Pump,
         to: Frames = (),
         on_flushed: Callable[[], None] | None = None,
+        on_waited: Callable[[float, float], None] | None = None,
     ) -> None:
         self.peer, self._pump, self._to = peer, pump, to
-        self.on_flushed = on_flushed
+        self.on_flushed, self.on_waited = on_flushed, on_waited
+        self._since: float | None = None
+        """Since when something waits."""
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
@@ -213,6 +231,8 @@ class Outlet:
                 if sending is Sending.BLOCKED:
                     self._stuck = frames
                     self._pump.block(self)
+                    if self._since is None:
+                        self._since = now
                     return
                 self.is_gone = True
             frames = peer.transmit(now) if self._outbox.is_ready else None
@@ -220,8 +240,20 @@ class Outlet:
         if self._outbox.is_copying and not self._is_copying:
             self._is_copying = True
             self._loop.call_soon(self._copy)
+        if self._since is not None or len(self._outbox):
+            self._waited(now)
         if self.on_flushed is not None:
             self.on_flushed()
+
+    def _waited(self, now: float) -> None:
+        if len(self._outbox):
+            if self._since is None:
+                self._since = now
+            return
+        assert self._since is not None
+        since, self._since = self._since, None
+        if self.on_waited is not None:
+            self.on_waited(since, now)
 
     def _copy(self) -> None:
         self._is_copying = False

@@ -35,6 +35,7 @@ from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
 from ._seldom import Seldom
+from ._traffic import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -304,7 +305,7 @@ class SharedLane:
         if not self._agreed or self._arena is None:
             return None
         offset = self._arena.place(raws, nbytes)
-        self.placed += offset is not None
+        self._sent(nbytes, offset is not None)
         return offset
 
     def begin(
@@ -313,16 +314,18 @@ class SharedLane:
         if not self._agreed or self._arena is None:
             return None
         begun = self._arena.begin(raws, nbytes)
-        self.placed += begun is not None
+        self._sent(nbytes, begun is not None)
         return begun
 
     def body(self, offset: int, nbytes: int) -> memoryview | None:
         if self._mapping is None:
             return None
         try:
-            return self._mapping.body(offset, nbytes, self.unread.append)
+            found = self._mapping.body(offset, nbytes, self.unread.append)
         except ValueError:
             return None
+        SHARED.got += nbytes
+        return found
 
     def released(self, offsets: Sequence[int]) -> None:
         if self._arena is not None:
@@ -336,6 +339,11 @@ class SharedLane:
     def close(self) -> None:
         self._agreed, self._mapping = False, None
         self._close_arena()
+
+    def _sent(self, nbytes: int, taken: bool) -> None:
+        if taken:
+            self.placed += 1
+            SHARED.sent += nbytes
 
     def _close_arena(self) -> None:
         if self._arena is not None:

@@ -61,7 +61,7 @@ from ._table import TableLayout as TableLayout
 from ._table import TablePiece as TablePiece
 from ._table import absent as absent
 from ._tracing import KeepsCopies as KeepsCopies
-from ._tracing import Recorder as Recorder
+from ._tracing import TraceRecorder as TraceRecorder
 from ._tracing import asked_hash as asked_hash
 from ._tracing import asked_name as asked_name
 from ._tracing import is_staging as is_staging

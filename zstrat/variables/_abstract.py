@@ -26,7 +26,7 @@ from ._operators import ArrayOperators
 from ._rows import read_rows, read_rows_async
 from ._tracing import (
     Creating,
-    Recorder,
+    TraceRecorder,
     asked_name,
     recorder,
     refuse_read,
@@ -75,7 +75,7 @@ class AbstractVariable(ArrayOperators):
     async def _read_now_async(self) -> np.ndarray: ...
 
     @abc.abstractmethod
-    def _traced_value(self, recording: Recorder) -> Any:
+    def _traced_value(self, recording: TraceRecorder) -> Any:
         """The value in the step that is being traced."""
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ from ._indexing import select
 from ._rows import row_updates
 from ._spec import ComponentRows, VariableSpec
 from ._table import Table
-from ._tracing import Recorder, recorder, refuse_read
+from ._tracing import TraceRecorder, recorder, refuse_read
 from ._variable import Variable, create, like
 from .gradients._gradient_call import VariableUpdate
 
@@ -92,7 +92,7 @@ class ShardedVariable(AbstractVariable):
     async def _read_now_async(self) -> np.ndarray:
         return _joined(await read_all_async(self.components))
 
-    def _traced_value(self, recording: Recorder) -> Any:
+    def _traced_value(self, recording: TraceRecorder) -> Any:
         parts = [recording.read(component) for component in self.components]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 

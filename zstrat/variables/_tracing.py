@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .gradients._gradient_call import GradientCall
 
 
-class Recorder(UpdateRecorder, Protocol):
+class TraceRecorder(UpdateRecorder, Protocol):
     """What the trace of a step function does with the variables that it meets."""
 
     def read(self, variable: VariableHandle) -> jax.Array:
@@ -104,7 +104,7 @@ class Creating(Protocol):
     may_create: bool
 
 
-recorder: Final[ContextVar[Recorder | None]] = ContextVar(
+recorder: Final[ContextVar[TraceRecorder | None]] = ContextVar(
     "zstrat_recorder", default=None
 )
 """The capture that is under way in this thread or task, if any."""

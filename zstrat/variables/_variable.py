@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._home import HomeUpdate
-    from ._tracing import Recorder
+    from ._tracing import TraceRecorder
     from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 
@@ -183,7 +183,7 @@ class Variable(AbstractVariable):
     async def _read_now_async(self) -> np.ndarray:
         return await self._home.read_async(self)
 
-    def _traced_value(self, recording: Recorder) -> Any:
+    def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self)
 
     def _record(

@@ -17,6 +17,7 @@ from ._messages import Again as Again
 from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
+from ._messages import AskClock as AskClock
 from ._messages import AskParts as AskParts
 from ._messages import AttachBackup as AttachBackup
 from ._messages import Awaited as Awaited
@@ -24,11 +25,14 @@ from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import BackupLost as BackupLost
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
+from ._messages import BeginCapture as BeginCapture
 from ._messages import BindOptimizer as BindOptimizer
 from ._messages import BuildResource as BuildResource
 from ._messages import CallState as CallState
 from ._messages import CancelSteps as CancelSteps
+from ._messages import Captured as Captured
 from ._messages import Chunk as Chunk
+from ._messages import ClockTold as ClockTold
 from ._messages import CloseSession as CloseSession
 from ._messages import Completion as Completion
 from ._messages import Completions as Completions
@@ -38,6 +42,7 @@ from ._messages import CopiedVariable as CopiedVariable
 from ._messages import CopyLedger as CopyLedger
 from ._messages import CopyParts as CopyParts
 from ._messages import CopySlots as CopySlots
+from ._messages import CopyTree as CopyTree
 from ._messages import CopyVariables as CopyVariables
 from ._messages import CopyWhole as CopyWhole
 from ._messages import CreateOptimizer as CreateOptimizer
@@ -51,6 +56,7 @@ from ._messages import DropArguments as DropArguments
 from ._messages import DropResources as DropResources
 from ._messages import DropResults as DropResults
 from ._messages import DropStore as DropStore
+from ._messages import EndCapture as EndCapture
 from ._messages import Exchange as Exchange
 from ._messages import Exchanged as Exchanged
 from ._messages import Failure as Failure
@@ -73,6 +79,7 @@ from ._messages import LayoutMessage as LayoutMessage
 from ._messages import LeaveGroup as LeaveGroup
 from ._messages import LoadEntry as LoadEntry
 from ._messages import LoadTensors as LoadTensors
+from ._messages import LogMade as LogMade
 from ._messages import LogTaken as LogTaken
 from ._messages import Mapped as Mapped
 from ._messages import MemberEntry as MemberEntry
@@ -113,6 +120,7 @@ from ._messages import StepRun as StepRun
 from ._messages import StoreEntry as StoreEntry
 from ._messages import StoreHosted as StoreHosted
 from ._messages import StoreTensors as StoreTensors
+from ._messages import Telemetry as Telemetry
 from ._messages import TensorEntry as TensorEntry
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp

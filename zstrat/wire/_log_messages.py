@@ -31,6 +31,15 @@ class LogTaken:
     number: int
 
 
+@message
+class LogMade:
+    """The backup has made all changes up to this one. A notice, while it is filled: from
+    then on its primary is only told what is taken."""
+
+    kind: ClassVar = 97
+    number: int
+
+
 class CopiedVariable(NamedTuple):
     """``lost``: why its value is gone, until somebody assigns it; "" if it is there."""
 
@@ -102,6 +111,16 @@ class CopyLedger:
     kind: ClassVar = 93
     writer: int
     low_water: int
+    arrays: Arrays
+
+
+@message
+class CopyTree:
+    """A tree of an optimizer, in one array of uint8, and the keys of the variables that
+    it binds ([n] of int64): others, that are here under its keys, came later."""
+
+    kind: ClassVar = 96
+    optimizer: int
     arrays: Arrays
 
 

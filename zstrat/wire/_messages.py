@@ -41,8 +41,10 @@ from ._log_messages import CopiedVariable as CopiedVariable
 from ._log_messages import CopyLedger as CopyLedger
 from ._log_messages import CopyParts as CopyParts
 from ._log_messages import CopySlots as CopySlots
+from ._log_messages import CopyTree as CopyTree
 from ._log_messages import CopyVariables as CopyVariables
 from ._log_messages import CopyWhole as CopyWhole
+from ._log_messages import LogMade as LogMade
 from ._log_messages import LogTaken as LogTaken
 from ._log_messages import OpenLog as OpenLog
 from ._log_messages import RaiseWriterMark as RaiseWriterMark
@@ -86,16 +88,22 @@ from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._task_messages import AskClock as AskClock
 from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
+from ._task_messages import BeginCapture as BeginCapture
+from ._task_messages import Captured as Captured
+from ._task_messages import ClockTold as ClockTold
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
+from ._task_messages import EndCapture as EndCapture
 from ._task_messages import Failure as Failure
 from ._task_messages import Inspect as Inspect
 from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
+from ._task_messages import Telemetry as Telemetry
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
@@ -138,6 +146,7 @@ Message = (
     | Done
     | Inspect
     | Statistics
+    | Telemetry
     | OpenSession
     | SessionOpened
     | JoinSession
@@ -192,11 +201,13 @@ Message = (
     | PromoteBackup
     | StoreHosted
     | OpenLog
+    | LogMade
     | LogTaken
     | CopyVariables
     | CopySlots
     | CopyParts
     | CopyLedger
+    | CopyTree
     | CopyWhole
     | RaiseWriterMark
     | JoinGroup
@@ -206,5 +217,10 @@ Message = (
     | AskCall
     | CallState
     | LeaveGroup
+    | AskClock
+    | ClockTold
+    | BeginCapture
+    | EndCapture
+    | Captured
 )
 """Everything that a header can announce."""

@@ -19,12 +19,16 @@ from ._schema import message
 class HostStore:
     """A coordinator has the process of a parameter server keep a backup of ``store``,
     empty for now, at an address of its own. Answered by `StoreHosted`; asked again in
-    the same view it answers the same."""
+    the same view it answers the same. ``primary`` is the incarnation of who serves it,
+    from whom alone the copy takes changes. ``serves``: it is no backup, but the primary
+    of a store that is new."""
 
     kind: ClassVar = 80
     session: int
     store: int
     view: int
+    serves: bool = False
+    primary: int = 0
 
 
 @message

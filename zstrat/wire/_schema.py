@@ -132,11 +132,16 @@ def _values(message: Any) -> tuple[Any, ...]:
 def _equal(message: Any, other: Any) -> Any:
     if type(other) is not type(message):
         return NotImplemented
-    return _values(message) == _values(other)
+    return _compared(message) == _compared(other)
+
+
+def _compared(message: Any) -> tuple[Any, ...]:
+    """The values of the fields that say what the message means."""
+    return tuple([getattr(message, x.name) for x in fields(message) if x.compare])
 
 
 def _hash(message: Any) -> int:
-    return hash(_values(message))
+    return hash(_compared(message))
 
 
 def _shown(message: Any) -> str:

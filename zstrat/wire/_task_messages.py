@@ -7,7 +7,7 @@ asked, and what belongs to it is dropped with it (`_session`).
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
-from ._schema import PlainTree, message
+from ._schema import Arrays, PlainTree, message
 
 
 @message
@@ -41,6 +41,16 @@ class Statistics:
 
 
 @message
+class Telemetry:
+    """What a task says of itself to the program whose session it serves, about once a
+    second while that changes: the parts of `Statistics` that `zstrat.telemetry` makes.
+    A notice, and nobody misses one that is lost."""
+
+    kind: ClassVar = 105
+    values: dict[str, PlainTree]
+
+
+@message
 class OpenSession:
     """A coordinator takes this task. Answered by `SessionOpened`, or by a `BusyError`
     while another coordinator that is alive holds it.
@@ -50,8 +60,8 @@ class OpenSession:
     among the tasks of its job that the coordinator knows, from 0, and goes into the
     worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
     worker may fetch ahead. ``listens``: the coordinator wants to hear what its steps
-    print (`Printed`). ``views``: those of the stores at ``ps``, which may move then
-    (`MoveServer`); empty if they have no second copy.
+    print (`Printed`). ``views``: those of the stores at ``ps``, which may move
+    (`MoveServer`). ``replicas``: second copies that these have, in other processes.
 
     A ps heeds the session and what it is called: under a ``name`` it keeps the session
     of a coordinator that is lost for the next one that opens it by that name, with the
@@ -69,6 +79,7 @@ class OpenSession:
     views: list[int] = field(default_factory=list)
     name: str = ""
     origin: int = 0
+    replicas: int = 0
 
 
 @message
@@ -127,3 +138,56 @@ class CloseSession:
     kind: ClassVar = 18
     session: int
     exit: bool
+
+
+@message
+class AskClock:
+    """What does your clock say? Answered by `ClockTold` at once."""
+
+    kind: ClassVar = 106
+    session: int
+
+
+@message
+class ClockTold:
+    """Seconds, by the clock that only goes forward of the process that answers."""
+
+    kind: ClassVar = 107
+    now: float
+
+
+@message
+class BeginCapture:
+    """From now on keep the spans of the session's steps, the last ``spans`` of them,
+    for at most so many ``seconds``. ``profile``: a worker has jax profile its process
+    as well, into a folder of its own. Answered by `Done`."""
+
+    kind: ClassVar = 108
+    session: int
+    spans: int
+    seconds: float
+    profile: bool
+
+
+@message
+class EndCapture:
+    """Keep them no more, and tell those that there are. Answered by `Captured`."""
+
+    kind: ClassVar = 109
+    session: int
+
+
+@message
+class Captured:
+    """The spans: steps (int64 [n]), places in ``phases`` (uint8 [n]), begins and ends
+    (float64 [2, n], seconds by the clock of `ClockTold`); and times, bytes that the
+    process has got and has sent by then (float64 [3, m]). ``is_cut``: there were more
+    spans. ``profile``: the folder that jax's profile is in; ``problem``: why there is
+    none."""
+
+    kind: ClassVar = 110
+    phases: list[str]
+    is_cut: bool
+    profile: str
+    problem: str
+    arrays: Arrays

@@ -4,6 +4,7 @@ Variables are created, read, and pushed to; a push applies as a whole and at mos
 """
 
 import enum
+from dataclasses import field
 from typing import ClassVar, NamedTuple
 
 from ._schema import Arrays, PlainTree, message
@@ -152,11 +153,14 @@ class PullRows:
 class Pulled:
     """One version per read, in order. ``arrays`` holds the values of those reads whose
     version differs from the one that the reader knew, in order, and behind them the
-    rows ``[n, ...]`` for each of `PullRows.rows`."""
+    rows ``[n, ...]`` for each of `PullRows.rows`. ``clock`` counts the pushes that the
+    server had applied by then, of whatever variables: two of them say how many came in
+    between. It says nothing of the answer, and takes no part in comparing."""
 
     kind: ClassVar = 36
     versions: list[int]
     arrays: Arrays
+    clock: int = field(default=0, compare=False)
 
 
 class Update(NamedTuple):
@@ -283,11 +287,13 @@ class Fenced:
 
 @message
 class Pushed:
-    """``applied`` is false for a duplicate; versions are those after the push."""
+    """``applied`` is false for a duplicate; versions are those after the push, and
+    ``clock``, as in `Pulled`, counts it, too."""
 
     kind: ClassVar = 38
     applied: bool
     versions: list[int]
+    clock: int = field(default=0, compare=False)
 
 
 @message
@@ -312,7 +318,7 @@ class Exchange:
 
 @message
 class Exchanged:
-    """``applied`` as in `Pushed`, ``versions`` and ``arrays`` as in `Pulled`.
+    """``applied`` as in `Pushed`; ``versions``, ``arrays``, ``clock`` as in `Pulled`.
 
     Either part may be refused without the other: its error is `errors.to_wire`, and
     None if it was not. Without an answer to the pull, versions and arrays are empty.
@@ -324,3 +330,4 @@ class Exchanged:
     pull_error: PlainTree
     versions: list[int]
     arrays: Arrays
+    clock: int = field(default=0, compare=False)

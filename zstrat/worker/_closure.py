@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat import errors
 from zstrat.program import trim
+from zstrat.telemetry import StepTimes
 from zstrat.wire import Completion, LayoutMessage, Outcome
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.program import ResultLayout, StepResult
+    from zstrat.ps import Clocks
     from zstrat.wire import PlainTree
 
 
@@ -52,6 +54,25 @@ class Costs:
 
 @final
 @dataclass(slots=True, eq=False)
+class StepNotes:
+    """What a step has spent its time with, and from when its values are."""
+
+    drew: float = 0.0
+    """Seconds of its preparation."""
+    examples: int = 0
+    """That it has drawn."""
+    asked: float = 0.0
+    """When its values were asked for first,"""
+    arrived: float = 0.0
+    """when they were there last,"""
+    pulled: float = 0.0
+    """and the seconds in between in which they were awaited."""
+    clocks: Clocks | None = None
+    """What the servers said of their time when it first read of them."""
+
+
+@final
+@dataclass(slots=True, eq=False)
 class ClosureStep:
     """One closure on its way: the executor says what it is, the pipeline where."""
 
@@ -59,6 +80,12 @@ class ClosureStep:
     task: Any
     """What to run; shared by the steps of a batch."""
     costs: Costs
+    received: float
+    """When it came, as all times of the executor's clock."""
+    prepared: float = field(init=False)
+    """When its preparation had ended."""
+    notes: StepNotes | None = None
+    """None if it was prepared with the others of its batch, and reads nothing."""
     work: Any = None
     """What the executor made of the task when it prepared the step."""
     reads: Any = None
@@ -86,6 +113,9 @@ class SharedPull:
 
     reads: Any
     steps: list[ClosureStep]
+    asked: float
+    clocks: Clocks = field(default_factory=dict)
+    """What the servers say of their time, in the order in which they answer."""
 
 
 @final
@@ -95,8 +125,12 @@ class Post:
 
     pushes: list[tuple[Any, Any]] = field(default_factory=list)
     """Pairs of push and the ending that its acknowledgement releases."""
+    read_at: list[Clocks | None] = field(default_factory=list)
+    """The time, on the servers, of what each push was computed from."""
     pulls: list[SharedPull] = field(default_factory=list)
     endings: list[Any] = field(default_factory=list)
+    times: StepTimes = field(default_factory=StepTimes)
+    """Of the steps that ran. Nothing is posted for their sake."""
 
     def __bool__(self) -> bool:
         return bool(self.pushes or self.pulls or self.endings)

@@ -211,6 +211,7 @@ def work(source: StepSource, now: float, call: Callable[..., object]) -> float |
         call(source.carry_out, source.pipeline.post())
         return source.clock()
     if do is Do.WAIT:
+        source.pipeline.rests(now)
         return None
     assert_never(do)
 

@@ -43,7 +43,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ._closure import ClosureStep, Do, Post, SharedPull
+from ._closure import ClosureStep, Do, Post, SharedPull, StepNotes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,6 +56,9 @@ WINDOW: Final = 32
 INTERVAL: Final = 1e-3
 """Seconds that an ending may wait for company: 50 quick closures share one message, and
 nobody notices a millisecond."""
+PAUSE: Final = 10.0
+"""Seconds without a closure that are no gap between steps any more: the program does
+something else."""
 BUDGET: Final = 64 * 2**20
 """Bytes of values that may wait in the line before it grows no more; beyond, looking
 ahead would fill the memory to save a round trip that is short beside the transfer."""
@@ -67,8 +70,8 @@ class Pipeline:
 
     __slots__ = (
         "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
-        "_line", "_oldest", "_outbox", "_queue", "_refilling", "_stuck", "_window",
-        "_writer",
+        "_line", "_oldest", "_outbox", "_queue", "_refilling", "_stuck", "_waits",
+        "_window", "_writer", "is_captured",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +102,11 @@ class Pipeline:
         self._refilling = False
         self._outbox = Post()
         self._oldest = math.inf
+        self.is_captured = False
+        """Each step is told with its number and its times, the quick ones, too. Anybody
+        may set it."""
+        self._waits: float | None = None
+        """Since when there is nothing to do."""
 
     def __len__(self) -> int:
         """Closures that have not run."""
@@ -106,9 +114,14 @@ class Pipeline:
 
     # What happened
 
-    def dispatched(self, task: Any, costs: Costs, numbers: Iterable[int]) -> None:
+    def dispatched(
+        self, task: Any, costs: Costs, numbers: Iterable[int], now: float
+    ) -> None:
         """Closures came; they run behind all that came before."""
-        self._queue.extend([ClosureStep(number, task, costs) for number in numbers])
+        if self._waits is not None and not self._line:
+            idle, self._waits = now - self._waits, None
+            self._outbox.times.idle += idle if idle < PAUSE else 0.0
+        self._queue.extend([ClosureStep(n, task, costs, now) for n in numbers])
 
     def prepared(
         self,
@@ -122,6 +135,7 @@ class Pipeline:
         writes: bool = False,
         optimizes: bool = False,
         alone: bool = False,
+        examples: int = 0,
     ) -> None:
         """The step that `next` named has what it needs but for the values it reads.
 
@@ -129,9 +143,13 @@ class Pipeline:
             levels: How often it has to advance before it can run.
             alone: It talks to the parameter servers by itself while it runs, so that
                 all before it must have been posted.
+            examples: How many it has drawn.
         """
         assert self._queue.popleft() is step
         step.costs.prepare = cost
+        step.prepared = now
+        if cost:
+            step.notes = StepNotes(cost, examples)
         step.reads, step.writes, step.alone = reads, writes, alone
         step.optimizes, step.levels = optimizes, levels
         writer, line = self._writer, self._line
@@ -156,12 +174,25 @@ class Pipeline:
             self._release(now)
 
     def arrived(
-        self, pull: SharedPull, values: Any, error: BaseException | None = None
+        self,
+        pull: SharedPull,
+        values: Any,
+        now: float,
+        error: BaseException | None = None,
     ) -> None:
         """The answer to a pull; of steps that were cancelled it is ignored."""
+        if self._waits is not None and self._line:
+            self._stalled(pull, max(0.0, now - self._waits))
+            self._waits = None
+        took = max(0.0, now - pull.asked)
         for step in pull.steps:
             if step.dropped:
                 continue
+            notes = step.notes
+            assert notes is not None
+            notes.arrived = now
+            notes.pulled += took
+            notes.clocks = {**pull.clocks, **(notes.clocks or {})}
             step.values, step.error = values, error
             if step.levels and error is None:
                 self._answered.append(step)
@@ -204,10 +235,20 @@ class Pipeline:
         assert self._line.popleft() is step
         self._bytes -= step.nbytes
         step.costs.run = cost
+        times, notes = self._outbox.times, step.notes
+        if notes is None and not self.is_captured:
+            times.quick += (step.received, step.prepared, cost)
+        else:
+            notes = notes or StepNotes()
+            times.full += (
+                step.number, step.received, step.prepared, cost, now, notes.drew,
+                notes.asked, notes.arrived, notes.pulled, notes.examples,
+            )  # fmt: skip
         if push is None:
             self.leave(ending, now)
         else:
             self._outbox.pushes.append((push, ending))
+            self._outbox.read_at.append(None if notes is None else notes.clocks)
             self._oldest = min(self._oldest, now)
         if step is self._writer:
             self._pass_on(now)
@@ -248,6 +289,11 @@ class Pipeline:
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
         return do, step
+
+    def rests(self, now: float) -> None:
+        """`next` said to wait: from now on until something happens."""
+        if self._waits is None:
+            self._waits = now
 
     def post(self) -> Post:
         """The outbox, which is empty afterwards."""
@@ -374,6 +420,14 @@ class Pipeline:
         else:
             self._writer = head
 
+    def _stalled(self, pull: SharedPull, seconds: float) -> None:
+        """The whole line has waited for values, and these are there."""
+        times = self._outbox.times
+        times.stalled += seconds
+        if pull.clocks:
+            last = next(reversed(pull.clocks))
+            times.stalls[last] = times.stalls.get(last, 0.0) + seconds
+
     def _release(self, now: float) -> None:
         """The line has run: what could not be prepared behind it ends."""
         self._stuck = False
@@ -387,9 +441,13 @@ class Pipeline:
             else:
                 step.ready = True
             return
+        if step.notes is None:
+            step.notes = StepNotes()
+        if not step.notes.asked:
+            step.notes.asked = now
         pulls = self._outbox.pulls
         if pulls and pulls[-1].reads is step.reads:
             pulls[-1].steps.append(step)
         else:
-            pulls.append(SharedPull(step.reads, [step]))
+            pulls.append(SharedPull(step.reads, [step], now))
         self._oldest = min(self._oldest, now)

@@ -112,7 +112,9 @@ class ServerLinks:
     """To all parameter servers of a session, in task order. On the loop.
 
     Args:
-        views: Of the stores at these addresses; empty if they stay where they are.
+        views: Of the stores at these addresses; none if they stay where they are.
+        replicas: Second copies that each of them has: one that is lost may be found
+            where its copy is.
     """
 
     def __init__(
@@ -121,10 +123,13 @@ class ServerLinks:
         addresses: Sequence[str],
         views: Sequence[int],
         timeouts: Timeouts,
+        *,
+        replicas: int = 0,
     ) -> None:
         self._make_link, self._views = make_link, list(views)
+        self._replicas = replicas
         # The program takes as long to miss a server, and then it finds another one.
-        self._grace = timeouts.reconnect + (2 * timeouts.patience if views else 0.0)
+        self._grace = timeouts.reconnect + (2 * timeouts.patience if replicas else 0.0)
         self._presences: list[ServerPresence] = []
         self._lines: Sequence[ServerLine] = ()
         self._is_closed = False
@@ -196,7 +201,7 @@ class ServerLinks:
             link.start()
 
     def _new(self, index: int, address: str) -> Link:
-        there = ServerPresence(self._grace, moves=bool(self._views))
+        there = ServerPresence(self._grace, moves=bool(self._replicas))
         if index < len(self._presences):
             self._presences[index] = there
         else:

@@ -11,11 +11,9 @@ compilations.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 import jax
@@ -28,6 +26,9 @@ from zstrat.errors import (
     StaleSessionError,
     WorkerLostError,
 )
+from zstrat.telemetry import resident_bytes
+from zstrat.transport import lanes, moved_bytes
+from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     CloseSession,
     Done,
@@ -87,6 +88,7 @@ class WorkerService:
         make_executor: Makes the thread that does so.
         compilations: Counts what XLA compiles; None: one that ends with the service.
         find_devices: Says what this process computes on: platform and number.
+        tells: It tells its coordinator how it is, about once a second.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class WorkerService:
         make_executor: MakeExecutor = Executor,
         compilations: Compilations | None = None,
         find_devices: Callable[[], tuple[str, int]] | None = None,
+        tells: bool = False,
     ) -> None:
         self._settings, self._me, self._make_link = settings, me, make_link
         self._task = f"/job:{me.job}/task:{me.index}"
@@ -120,6 +123,7 @@ class WorkerService:
         self._platform, self._devices = "", 0
         self._find_devices = find_devices or devices
         self._refusal: WorkerLostError | None = None
+        self._tells: Final = tells
         self._compilations = compilations or Compilations()
         self._executor = make_executor(self._task, on_crash=self._crashed)
 
@@ -209,7 +213,13 @@ class WorkerService:
     ) -> WorkerSession:
         """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
-        servers = ServerLinks(self._make_link, message.ps, message.views, timeouts)
+        servers = ServerLinks(
+            self._make_link,
+            message.ps,
+            message.views,
+            timeouts,
+            replicas=message.replicas,
+        )
         output = None
         if message.listens and self._listen is not None:
             output = StepOutput(message.session, remote)
@@ -219,8 +229,11 @@ class WorkerService:
             servers,
             patience=timeouts.request,
             counts=self._counts,
+            clock=self._clock,
             output=output,
         )
+        if self._tells:
+            session.notices = TelemetryNotices(self.telemetry, remote.notify)
         runner = self._make_runner(session, message, output)
         if before is not None:
             old = before.runner.resources
@@ -337,6 +350,31 @@ class WorkerService:
         values.update({} if session is None else session.runner.statistics())
         return values
 
+    def telemetry(self) -> dict[str, PlainTree]:
+        """What `zstrat.telemetry.TaskTold` has of this worker: of its present session,
+        but for lanes and gauges, which are those of the process."""
+        session, now = self._session, self._clock()
+        values: dict[str, PlainTree] = {}
+        gauges: dict[str, PlainTree] = {
+            "memory": resident_bytes(),
+            "waiting": 0 if session is None else session.queued,
+            "compilations": self._compilations.count,
+            "compile_seconds": self._compilations.seconds,
+        }
+        if session is not None:
+            recorder = session.recorder
+            for name in ("pulls", "pushes"):
+                recorder.reach(name, self._counts[name], now)
+            recorder.traffic(*moved_bytes(), now)
+            values |= recorder.plain(now)
+            gauges["cached_programs"] = session.runner.statistics()["programs"]
+            gauges["retries"] = session.client.repeats
+        return {**values, "lanes": _plain_lanes(), "gauges": gauges}
+
+
+def _plain_lanes() -> PlainTree:
+    return {name: dict(lane) for name, lane in lanes().items()}
+
 
 _COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls")
 
@@ -354,15 +392,6 @@ def devices() -> tuple[str, int]:
     seconds: not for the loop."""
     found = jax.local_devices()
     return found[0].platform, len(found)
-
-
-def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except OSError:  # not Linux
-        return 0
-    return pages * os.sysconf("SC_PAGESIZE")
 
 
 @final

@@ -140,6 +140,7 @@ class StepRunner:
         return {
             "functions": len(functions),
             "traces": sum(function.trace_count for function in functions),
+            "programs": sum(function.programs.kept for function in functions),
             "layouts": len(self._layouts),
         }
 
@@ -149,16 +150,17 @@ class StepRunner:
         self, batches: Iterable[tuple[Batch, memoryview]], low_water: int
     ) -> None:
         """Queues closures, each batch with the inputs of its steps."""
+        now = self.clock()
         for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)
             task = _Task(batch.function, batch.arguments, context, low_water)
             costs = self._costs.setdefault(batch.function, Costs())
             if not (size := batch.size):
-                self.pipeline.dispatched(task, costs, batch.steps)
+                self.pipeline.dispatched(task, costs, batch.steps, now)
                 continue
             for at, step in enumerate(batch.steps):
                 own = replace(task, inputs=inputs[at * size : (at + 1) * size])
-                self.pipeline.dispatched(own, costs, [step])
+                self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Ends all that has not begun; what it has drawn goes back to its dataset."""
@@ -184,6 +186,10 @@ class StepRunner:
             building.reset(building_before)
             creator.reset(creator_before)
             worker_context.reset(before)
+
+    def capture(self, yes: bool) -> None:
+        """Whether each step's times are told with its number. From any thread."""
+        self.pipeline.is_captured = yes
 
     def close(self) -> None:
         """The session is over: nobody hears of what is left."""
@@ -240,6 +246,7 @@ class StepRunner:
             levels=needs.advances,
             writes=needs.writes,
             optimizes=needs.optimizes,
+            examples=prepared.examples if prepared.plan.draws else 0,
         )
         return now
 

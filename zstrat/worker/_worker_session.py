@@ -10,12 +10,17 @@ and what the coordinator has heard of them, is kept by `Reports`.
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
 from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.ps import PsClient
+from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
+    AskClock,
+    BeginCapture,
     BuildResource,
     CancelSteps,
     Dispatch,
@@ -23,6 +28,7 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
+    EndCapture,
     Failure,
     Fetch,
     Fetched,
@@ -34,16 +40,18 @@ from zstrat.wire import (
 )
 
 from . import _closure
+from ._capture import SessionCapture
 from ._reports import Reports, Results
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     import numpy as np
 
-    from zstrat.ps import PsUpdate
+    from zstrat.ps import Clocks, PsUpdate
     from zstrat.transport import Remote
+    from zstrat.transport.health import TelemetryNotices
     from zstrat.wire import Batch
 
     from ._closure import Ending, Post, SharedPull
@@ -69,6 +77,9 @@ Owned = (
     | BuildResource
     | DropResources
     | MoveServer
+    | AskClock
+    | BeginCapture
+    | EndCapture
 )
 """Messages that belong to the open session. Their senders were checked."""
 
@@ -82,6 +93,7 @@ class WorkerSession:
         servers: The ways to all parameter servers; owned by the session.
         patience: Seconds that a request waits for a server that is away.
         counts: The worker's counters, over all sessions.
+        clock: That of the executor.
         output: Takes what is printed to the coordinator; None: nobody does.
     """
 
@@ -93,8 +105,13 @@ class WorkerSession:
         *,
         patience: float,
         counts: Counter[str],
+        clock: Callable[[], float] = time.monotonic,
         output: StepOutput | None = None,
     ) -> None:
+        self.recorder: Final = Recorder(WORKER_PHASES)
+        self.notices: TelemetryNotices | None = None
+        """Tell the coordinator what is recorded."""
+        self._clock: Final = clock
         self.session: Final = session
         self._output: Final = output
         self.client: Final = PsClient(servers.links, session, request_timeout=patience)
@@ -113,6 +130,8 @@ class WorkerSession:
             listen: Says who hears what the process prints.
         """
         self._executor, self.runner, self._listen = executor, runner, listen
+        self.recorder.on_capture = runner.capture
+        self._capture = SessionCapture(self.recorder, executor, self._clock)
         executor.tell(partial(executor.work_for, runner))
         # With the runner: what runs until then is another session's.
         output = self._output
@@ -165,6 +184,8 @@ class WorkerSession:
                 return self._servers.move(message)
             case BuildResource():
                 return executor.submit(partial(_build, self.runner, message))
+            case AskClock() | BeginCapture() | EndCapture():
+                return self._capture.serve(message)
             case _:
                 assert_never(message)
         return Done()
@@ -200,50 +221,90 @@ class WorkerSession:
         pushes, pulls = post.pushes, post.pulls
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
+        now = self._clock()
+        self.recorder.ran(post.times, now)
+        if self.notices is not None:
+            self.notices.touch()
         if len(pushes) == 1 and len(pulls) == 1:
-            self._exchange(*pushes[0], pulls[0])
+            self._exchange(*pushes[0], post.read_at[0], pulls[0], now)
         else:
-            for push, ending in pushes:
-                self._push(push, ending)
+            for (push, ending), read_at in zip(pushes, post.read_at, strict=True):
+                self._push(push, ending, read_at, now)
             for pull in pulls:
                 self._pull(pull)
         self._reports.now(post.endings)
 
     def _exchange(
-        self, updates: list[PsUpdate], ending: Ending, pull: SharedPull
+        self,
+        updates: list[PsUpdate],
+        ending: Ending,
+        read_at: Clocks | None,
+        pull: SharedPull,
+        now: float,
     ) -> None:
         step, reads = ending.completion.step, pull.reads
+        push = _PushUnderWay(ending, read_at, now)
         try:
             pushed, pulled = self.client.exchange(
-                step, 0, self._low_water, updates, *reads
+                step,
+                0,
+                self._low_water,
+                updates,
+                *reads,
+                clocks=(push.clocks, pull.clocks),
             )
         except Exception as error:  # goes to the coordinator as the steps' outcome
             self._reports.later(_closure.failed(step, error))
             self._arrived(pull, None, error)
         else:
-            pushed.add_done_callback(partial(self._pushed, ending))
+            pushed.add_done_callback(partial(self._pushed, push))
             pulled.add_done_callback(partial(self._pulled, pull))
 
-    def _push(self, updates: list[PsUpdate], ending: Ending) -> None:
+    def _push(
+        self,
+        updates: list[PsUpdate],
+        ending: Ending,
+        read_at: Clocks | None,
+        now: float,
+    ) -> None:
         step = ending.completion.step
+        push = _PushUnderWay(ending, read_at, now)
         try:
-            future = self.client.push(step, 0, self._low_water, updates)
+            future = self.client.push(
+                step, 0, self._low_water, updates, clocks=push.clocks
+            )
         except Exception as error:  # goes to the coordinator as this step's outcome
             self._reports.later(_closure.failed(step, error))
         else:
-            future.add_done_callback(partial(self._pushed, ending))
+            future.add_done_callback(partial(self._pushed, push))
 
-    def _pushed(self, ending: Ending, future: asyncio.Future[bool]) -> None:
-        error = _error_of(future)
+    def _pushed(self, push: _PushUnderWay, future: asyncio.Future[bool]) -> None:
+        error, ending = _error_of(future), push.ending
         if self._closed:
             return
         if error is not None:
             ending = _closure.failed(ending.completion.step, error)
+        else:
+            self._acknowledged(push)
         self._reports.soon(ending)
+
+    def _acknowledged(self, push: _PushUnderWay) -> None:
+        """Notes how long it took, and how many pushes of others each server that has
+        applied it did between the pull of its step and this. None, if a copy of the
+        server has taken its place: that counts otherwise."""
+        recorder, read_at = self.recorder, push.read_at
+        step = push.ending.completion.step
+        recorder.spent(Phase.PUSH, step, push.since, self._clock())
+        if not read_at:
+            return
+        for ps, clock in push.clocks.items():
+            behind = clock - 1 - read_at.get(ps, clock)
+            if behind >= 0:
+                recorder.stale(f"ps:{ps}", behind)
 
     def _pull(self, pull: SharedPull) -> None:
         try:
-            future = self.client.pull(*pull.reads)
+            future = self.client.pull(*pull.reads, clocks=pull.clocks)
         except Exception as error:  # goes to the coordinator as the steps' outcome
             self._arrived(pull, None, error)
         else:
@@ -261,7 +322,8 @@ class WorkerSession:
         values: list[np.ndarray] | None,
         error: BaseException | None,
     ) -> None:
-        self._executor.tell(partial(self.runner.pipeline.arrived, pull, values, error))
+        arrived = self.runner.pipeline.arrived
+        self._executor.tell(partial(arrived, pull, values, self._clock(), error))
 
     def _send_back(
         self, batches: Sequence[tuple[Batch, memoryview]], error: ZstratError
@@ -291,7 +353,10 @@ class WorkerSession:
         if self._closed:
             return
         self._closed = True
+        if self.notices is not None:
+            self.notices.close()
         self._reports.close()
+        self._capture.close()
         if self._output is not None:
             self._output.close()
         self._executor.tell(partial(self._executor.work_for, None))
@@ -304,6 +369,17 @@ class WorkerSession:
         Cancellation: links that are not closed yet are left open.
         """
         await self._servers.close(reason)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _PushUnderWay:
+    """``read_at``: the time, on each server, of what it was computed from."""
+
+    ending: Ending
+    read_at: Clocks | None
+    since: float
+    clocks: Clocks = field(default_factory=dict)
 
 
 def _error_of(future: asyncio.Future[Any]) -> BaseException | None:

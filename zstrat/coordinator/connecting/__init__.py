@@ -10,6 +10,7 @@ from ._arrival import hail as hail
 from ._arrival import objection_to as objection_to
 from ._job_links import addresses_of_ps as addresses_of_ps
 from ._job_links import addresses_of_workers as addresses_of_workers
+from ._job_links import check_replicas as check_replicas
 from ._job_links import links_of as links_of
 from ._job_links import prefetch_of as prefetch_of
 from ._open_sessions import Place as Place

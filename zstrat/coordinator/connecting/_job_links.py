@@ -1,5 +1,5 @@
-"""Where the tasks of a cluster are, links to them over ZeroMQ, and how far ahead of
-their steps workers fetch.
+"""Where the tasks of a cluster are, links to them over ZeroMQ, how far ahead of their
+steps workers fetch, and whether servers can keep copies for each other.
 
 A program may know only some of the workers, but all parameter servers: a variable names
 its server by its place among them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zstrat.transport import Link, Security, hello
+from zstrat.transport import Link, Security, hello, key_names
 from zstrat.wire import Job
 
 if TYPE_CHECKING:
@@ -49,6 +49,33 @@ def prefetch_of(settings: Settings, workers: Mapping[int, str]) -> int:
     if settings.prefetch is not None:
         return settings.prefetch
     return 1 if len(workers) > 1 else 0
+
+
+def check_replicas(
+    replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
+) -> None:
+    """
+    Args:
+        ps: How many parameter servers there are.
+        stores_per_ps: Logical servers of each of them.
+
+    Raises:
+        ValueError: There cannot be so many copies, or stores; says why.
+    """
+    if not replicas and stores_per_ps == 1:
+        return
+    if ps <= replicas:
+        raise ValueError(
+            f"replicas={replicas}: what one parameter server holds is kept by another "
+            f"one, too, and the cluster has {ps}: give it {replicas + 1} ps at least"
+        )
+    keys = settings.keys
+    if keys is not None and any(name.startswith("ps-") for name in key_names(keys)):
+        raise ValueError(
+            f"replicas={replicas}, stores_per_ps={stores_per_ps}: what one parameter "
+            f"server hosts has the key of another one, and {keys} has a key for each: "
+            "make keys for the roles, `zstrat keygen` without --per-task"
+        )
 
 
 def links_of(

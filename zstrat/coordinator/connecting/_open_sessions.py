@@ -36,6 +36,9 @@ class Replaceable(Protocol):
     @property
     def portal(self) -> Portal: ...
 
+    @property
+    def coordinators(self) -> dict[str, Any]: ...
+
     def give_way(self, made_at: str, newer: str) -> None: ...
 
 
@@ -61,13 +64,18 @@ class SessionClaim:
         self._session = weakref.ref(session)
         self._portal = weakref.ref(session.portal)
 
+    @property
+    def session(self) -> Replaceable | None:
+        """None while it is not open, and when nobody holds it any more."""
+        return None if self._session is None else self._session()
+
     def give_way(self, made_at: str) -> None:
         """Ends the session, for one that is made there.
 
         Raises:
             BusyError: It has something unfinished.
         """
-        session = None if self._session is None else self._session()
+        session = self.session
         if session is not None:
             session.give_way(self.made_at, made_at)
         elif self._portal is not None and (portal := self._portal()) is not None:
@@ -116,6 +124,12 @@ class OpenSessions:
             rivals = self._rivals_of(claim)
         for rival in rivals:
             rival.give_way(claim.made_at)
+
+    def present(self) -> list[Replaceable]:
+        """Those that are open."""
+        with self._lock:
+            found = [each.session for each in self._claims if not each.is_over]
+        return [session for session in found if session is not None]
 
     def drop(self, claim: SessionClaim) -> None:
         """The session was not opened."""

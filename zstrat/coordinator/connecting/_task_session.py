@@ -133,8 +133,12 @@ class TaskSession:
         """What the task held of ours is lost for certain."""
         self.lives_on = False
         """It was lost to its connection alone: the process is the same."""
+        self.is_parked = False
+        """Nobody is asked, up to `move`."""
         self.is_moved = False
         """It leaves because it enters another session of ours: `renew`."""
+        self.back_by = 0.0
+        """Until when (loop time) it is to be back with all it held, as it has said."""
         self._opening, self._events, self._one_life = opening, events, one_life
         self._moves = moves
         self._moving: asyncio.Task[None] | None = None
@@ -160,6 +164,10 @@ class TaskSession:
         self._closed = False
         self._make_link, self._expect, self._place = make_link, (job, task), 0
         self.link = self._new_link()
+        self._begun: TaskLink | None = None
+        """The link that was started last."""
+        self._placed = asyncio.Event()
+        self._placed.set()
 
     @property
     def is_ready(self) -> bool:
@@ -188,7 +196,8 @@ class TaskSession:
         return self.link.trouble
 
     def start(self) -> None:
-        self.link.start()
+        if self._place == 1:  # else it was moved, and starts by itself
+            self._start(self.link)
 
     async def wait_ready(self, deadline: float) -> SessionOpened:
         """Waits until the task is in our session.
@@ -247,6 +256,8 @@ class TaskSession:
         where nothing is, and which is entered behind `renew`."""
         if self._closed:
             return
+        self.is_parked = False
+        self._placed.set()
         self._stop_asking()
         self._stop_absence()
         self.opened, self.refusal, self._life = None, None, None
@@ -259,6 +270,13 @@ class TaskSession:
         going = self._go_on(before, self._moving)
         loop = asyncio.get_running_loop()
         self._moving = loop.create_task(going, name=f"{self.name} moves")  # see close
+
+    def park(self) -> None:
+        """What it held is gone, and nobody knows yet where it will be: who asks it
+        waits for `move`."""
+        self.move(self.address, is_empty=True)
+        self.is_parked = True
+        self._placed.clear()
 
     def give_up(self, reason: str) -> None:
         """Whoever waits for a task that ``moves`` is told that it is lost."""
@@ -311,14 +329,20 @@ class TaskSession:
         asyncio.get_running_loop().call_soon(self._start, link)
 
     def _start(self, link: TaskLink) -> None:
-        if link is self.link and not self._closed:
+        if link is self._begun or self._closed or self.is_parked:
+            return
+        if link is self.link:
+            self._begun = link
             link.start()
 
     async def _connected(self, deadline: float) -> None:
         """Waits until the link of then is open; raises as `TaskLink.wait_open`."""
         while True:
+            await self._is_placed(deadline)
             if self._moving is not None:
                 await asyncio.wait([self._moving])
+            if self.is_parked:
+                continue
             link = self.link
             try:
                 await link.wait_open(deadline)
@@ -327,6 +351,14 @@ class TaskSession:
                     raise
             else:
                 return
+
+    async def _is_placed(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._placed.wait()
+        except TimeoutError:
+            words = f"{self.name}: no process has taken its place in time"
+            raise DeadlineExceededError(words) from None
 
     # ---- told by the link ------------------------------------------------------------
 
@@ -361,6 +393,7 @@ class TaskSession:
         if self._closed:
             return
         self._stop_asking()
+        self.back_by = asyncio.get_running_loop().time() + error.returns
         level = logging.INFO if error.left else logging.WARNING
         if not self._one_life or not self.is_ready or self._moves:
             self._leave(error.reason, level)

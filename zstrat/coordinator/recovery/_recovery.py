@@ -436,7 +436,7 @@ def steady(
 
 
 def _is_back(task: TaskSession) -> bool:
-    return task.is_ready or (task.gone and task.link.is_open)
+    return task.is_ready or (task.gone and (task.link.is_open or task.is_parked))
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from ._placement import Attach as Attach
-from ._placement import Copy as Copy
-from ._placement import CopyPhase as CopyPhase
-from ._placement import Detach as Detach
-from ._placement import Drop as Drop
-from ._placement import Host as Host
-from ._placement import Lose as Lose
-from ._placement import Promote as Promote
-from ._placement import Serve as Serve
+from ._orders import Attach as Attach
+from ._orders import Copy as Copy
+from ._orders import CopyPhase as CopyPhase
+from ._orders import Detach as Detach
+from ._orders import Drop as Drop
+from ._orders import Establish as Establish
+from ._orders import Host as Host
+from ._orders import Lose as Lose
+from ._orders import Promote as Promote
+from ._orders import Serve as Serve
+from ._placement import StorePlace as StorePlace
 from ._placement import StorePlacement as StorePlacement
-from ._processes import check_replicas as check_replicas
 from ._replication import Replication as Replication

@@ -5,6 +5,8 @@ A store is *served* at its primary's address. Its *view* grows with each change 
 and is in each order, so that what an earlier one has begun is refused, and what is said
 of it is not heard here.
 
+    FOUNDING: one that no process has from the beginning is made, empty.
+
     ALONE ──host──▶ HOSTING ──attach──▶ ATTACHING ──whole──▶ PAIRED
       ▲ ▲                                   │ │                │ │
       │ └──────────detached── DETACHING ◀───┘─│──backup lost───┘ │
@@ -18,109 +20,41 @@ of it is not heard here.
 The law of this file: a copy is only promoted, and a primary only goes on alone, if no
 other copy can have acknowledged what it lacks. So while one of the two is asked, and
 does not answer, the other is not; and a copy that is not known to be whole may refuse.
+
+A store *moves* in the same way, on purpose: it gets a backup in the process that is its
+*target*, which is promoted when it is whole. What ends that copy before ends the move,
+and the store stays where it is. Without replicas a store has a backup only to move.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
+
+from ._orders import (
+    Attach,
+    Copy,
+    CopyPhase,
+    Detach,
+    Drop,
+    Establish,
+    Host,
+    Lose,
+    Promote,
+    Serve,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Of a store: ``life`` is that of the process that has it in its memory."""
-
-    process: int
-    life: int
-    address: str
-    incarnation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """The process is to keep a backup, empty for now."""
-
-    store: int
-    view: int
-    process: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """The primary is to fill the backup, and to keep it equal."""
-
-    store: int
-    view: int
-    backup: Copy
-
-
-@dataclass(frozen=True, slots=True)
-class Detach:
-    """The primary is to go on alone."""
-
-    store: int
-    view: int
-
-
-@dataclass(frozen=True, slots=True)
-class Promote:
-    """The backup is to be the primary."""
-
-    store: int
-    view: int
-    backup: Copy
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """The process need not keep the copy that it may have."""
-
-    store: int
-    view: int
-    process: int
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """Whoever asks for the store finds it there now."""
-
-    store: int
-    view: int
-    primary: Copy
-
-
-@dataclass(frozen=True, slots=True)
-class Lose:
-    """Nobody serves the store. ``gone``: nobody ever will."""
-
-    store: int
-    reason: str
-    gone: bool = False
-
-
-Asked = Host | Attach | Detach | Promote
-"""Orders that are answered, one at a time for each store: a later one replaces it."""
-PlacementOrder = Asked | Drop | Serve | Lose
-
-
-class CopyPhase(enum.Enum):
-    """What is asked for a store now."""
-
-    ALONE = "alone"
-    HOSTING = "hosting"
-    ATTACHING = "attaching"
-    PAIRED = "paired"
-    DETACHING = "detaching"
-    PROMOTING = "promoting"
-    EMPTY = "empty"
+    from ._orders import Asked, PlacementOrder
 
 
 _HAVING: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
 """The primary has a backup, or fills it."""
+_BARE: Final = (CopyPhase.ALONE, CopyPhase.EMPTY)
+"""No other process has anything of the store."""
+MOVES: Final = "it moves"
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +71,15 @@ class StorePlace:
     """That nobody serves it was ordered."""
     reason: str = ""
     """Why a copy of it was lost, the last time."""
+    target: int | None = None
+    """The process that is to be its primary."""
+    home: int = 0
+    """The process where it begins anew in another session."""
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether no other process has anything of it."""
+        return self.phase in _BARE
 
 
 @dataclass(slots=True)
@@ -146,24 +89,35 @@ class _Process:
     is_there: bool = False
     unwilling: set[int] = field(default_factory=set)
     """Stores of which it shall not have a backup for a while."""
+    is_leaving: bool = False
+    """It shall not have any more."""
 
 
 @final
 class StorePlacement:
-    """That of all stores: of store ``i`` at first in process ``i``.
+    """That of all stores: they are dealt out to the processes. Store ``i`` is what the
+    process ``i`` has by itself; others it hosts, when that is asked (`found`).
 
     Args:
         addresses: Of the processes.
+        replicas: Backups that each store is to have: 0 or 1.
+        per_process: Stores of each process.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(
+        self, addresses: Sequence[str], replicas: int = 1, per_process: int = 1
+    ) -> None:
+        self._replicas, self._own = replicas, len(addresses)
         self._processes = [_Process(address) for address in addresses]
         self.stores = [
-            StorePlace(number, Copy(number, 0, address))
-            for number, address in enumerate(addresses)
+            StorePlace(number, Copy(home, 0, addresses[home]), home=home)
+            for number in range(len(addresses) * per_process)
+            for home in [number % len(addresses)]
         ]
         self.failovers = 0
-        """How often a backup became primary."""
+        """How often a backup became primary because that was lost."""
+        self.moves = 0
+        """How often one did so on purpose."""
         self._is_started = False
 
     @property
@@ -175,9 +129,27 @@ class StorePlacement:
         """All stores are served where they belong, by processes that are there."""
         self._is_started = True
         for store in self.stores:
-            process = self._processes[store.number]
-            store.primary = Copy(store.number, process.life, process.address)
+            if self.is_own(store.number):
+                self._go_home(store)
         return self._seek_all()
+
+    def found(self) -> list[PlacementOrder]:
+        """Stores that no process has by itself are made where they belong. Comes before
+        `start`."""
+        orders: list[PlacementOrder] = []
+        for store in self.stores:
+            if not self.is_own(store.number):
+                self._change(store, CopyPhase.FOUNDING, "")
+                orders.append(Establish(store.number, store.view, store.home))
+        return orders
+
+    @property
+    def is_founding(self) -> bool:
+        return any(store.phase is CopyPhase.FOUNDING for store in self.stores)
+
+    def is_own(self, number: int) -> bool:
+        """Whether the process where the store belongs has it by itself."""
+        return number < self._own and self.stores[number].home == number
 
     def reset(self) -> None:
         """All stores begin anew where they belong, in another session; up to `start`
@@ -185,9 +157,13 @@ class StorePlacement:
         self._is_started = False
         for store in self.stores:
             store.phase, store.backup, store.is_lost = CopyPhase.ALONE, None, False
+            store.target = None
             store.view += 1
-            home = self._processes[store.number]
-            store.primary = Copy(store.number, home.life, home.address)
+            self._go_home(store)
+
+    def _go_home(self, store: StorePlace) -> None:
+        home = self._processes[store.home]
+        store.primary = Copy(store.home, home.life, home.address)
 
     # ---- processes -------------------------------------------------------------------
 
@@ -211,11 +187,74 @@ class StorePlacement:
             return []
         orders: list[PlacementOrder] = []
         for store in self.stores:
+            if not self.keeps(store.number):
+                continue  # the way to the store itself says so
             if store.primary.process == number:
                 orders += self._primary_lost(store, reason)
             elif store.backup is not None and store.backup.process == number:
                 orders += self._backup_away(store, reason)
         return orders
+
+    def enter(self, address: str) -> int:
+        """Another process is to be had; returns its number."""
+        self._processes.append(_Process(address))
+        return len(self._processes) - 1
+
+    def spare(self, number: int, is_leaving: bool) -> None:
+        """The process is to get no copies, or may get some again."""
+        self._processes[number].is_leaving = is_leaving
+
+    def abandon(self, number: int) -> None:
+        """The process is gone: what belonged there belongs where it is now."""
+        for store in self.stores:
+            if store.home == number:
+                store.home = store.primary.process
+
+    # ---- moves -----------------------------------------------------------------------
+
+    def keeps(self, number: int) -> bool:
+        """Whether the store has more than a primary, or is to have."""
+        return bool(self._replicas) or not self.stores[number].is_bare
+
+    def move(self, number: int, target: int) -> list[PlacementOrder]:
+        """The store is to be served by another process. It is where `StorePlace.target`
+        is None again, or stays where it was."""
+        store = self.stores[number]
+        if not self._is_started or store.primary.process == target:
+            return self.stay(number, "it is there")
+        store.target = target
+        at_target = store.backup is not None and store.backup.process == target
+        match store.phase:
+            case CopyPhase.ALONE:
+                return self._seek(store)
+            case CopyPhase.PAIRED if at_target:
+                return self._promote(store, MOVES)
+            case CopyPhase.HOSTING if not at_target:
+                return self._not_hosted(store, unwilling=False)
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED if not at_target:
+                return self._detach(store, MOVES)
+            case CopyPhase.EMPTY:
+                store.target = None
+        return []
+
+    def stay(self, number: int, reason: str) -> list[PlacementOrder]:
+        """The store is to stay where it is; a switch that is under way ends."""
+        store = self.stores[number]
+        if store.target is None or store.phase is CopyPhase.PROMOTING:
+            return []
+        target, store.target = store.target, None
+        if self._replicas or store.backup is None or store.backup.process != target:
+            return []
+        if store.phase is CopyPhase.HOSTING:
+            return self._not_hosted(store, unwilling=False)
+        return self._detach(store, reason) if store.phase in _HAVING else []
+
+    def evict(self, number: int) -> list[PlacementOrder]:
+        """The backup of the store is to be in another process."""
+        store = self.stores[number]
+        if store.phase is CopyPhase.HOSTING:
+            return self._not_hosted(store, unwilling=False)
+        return self._detach(store, MOVES) if store.phase in _HAVING else []
 
     # ---- copies ----------------------------------------------------------------------
 
@@ -250,10 +289,25 @@ class StorePlacement:
         store.phase = CopyPhase.ATTACHING
         return [Attach(store.number, store.view, store.backup)]
 
+    def founded(
+        self, order: Establish, address: str, incarnation: int
+    ) -> list[PlacementOrder]:
+        """The process serves the store, empty, there."""
+        store = self.stores[order.store]
+        if (store.view, store.phase) != (order.view, CopyPhase.FOUNDING):
+            return [Drop(store.number, store.view, order.process)]
+        life = self._processes[order.process].life
+        store.primary = Copy(order.process, life, address, incarnation)
+        return self._served(store)
+
     def attached(self, order: Attach) -> list[PlacementOrder]:
         """The backup has all."""
-        if self._is_of_now(order, CopyPhase.ATTACHING):
-            self.stores[order.store].phase = CopyPhase.PAIRED
+        if not self._is_of_now(order, CopyPhase.ATTACHING):
+            return []
+        store = self.stores[order.store]
+        store.phase = CopyPhase.PAIRED
+        if store.target == order.backup.process:
+            return self._promote(store, MOVES)
         return []
 
     def detached(self, order: Detach) -> list[PlacementOrder]:
@@ -262,10 +316,7 @@ class StorePlacement:
         if not self._is_of_now(order, CopyPhase.DETACHING):
             return []
         backup, store.backup = store.backup, None
-        orders: list[PlacementOrder] = []
-        if backup is not None and self._processes[backup.process].is_there:
-            orders.append(Drop(store.number, store.view, backup.process))
-        return orders + self._served(store)
+        return self._dropped(store, backup) + self._served(store)
 
     def promoted(self, order: Promote) -> list[PlacementOrder]:
         """The backup is the primary."""
@@ -273,28 +324,33 @@ class StorePlacement:
         if not self._is_of_now(order, CopyPhase.PROMOTING):
             return []
         former, store.primary, store.backup = store.primary, order.backup, None
-        self.failovers += 1
-        orders = self._served(store)
-        if self._processes[former.process].is_there:
-            drop = Drop(store.number, store.view, former.process)
-            orders.insert(0, drop)  # before a new backup of it is asked for
-        return orders
+        if store.target == order.backup.process:
+            self.moves, store.target = self.moves + 1, None
+            store.home = order.backup.process
+        else:
+            self.failovers += 1
+        dropped = self._dropped(store, former)  # before a new backup is asked for
+        return dropped + self._served(store)
 
     def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Who was asked has said no: nothing of the order was done, nor will be."""
         store = self.stores[order.store]
-        if store.view != order.view or not self._is_started:
+        if store.view != order.view or not self._may_hear(order):
             return []
         store.reason = reason
         match store.phase:
+            case CopyPhase.FOUNDING:
+                return self._lose(store, reason)
             case CopyPhase.HOSTING:
                 return self._not_hosted(store)
             case CopyPhase.ATTACHING:
                 self._refused_by_backup(store)
                 return self._detach(store, reason)
             case CopyPhase.PROMOTING:
-                store.backup = None
-                return self._detach_or_lose(store, reason)
+                backup = store.backup
+                self._forget_backup(store)
+                orders = self._detach_or_lose(store, reason)
+                return [*orders, *self._dropped(store, backup)]
             case CopyPhase.DETACHING:
                 return self._promote_or_lose(store, reason)
             case _:
@@ -303,7 +359,7 @@ class StorePlacement:
     def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Nobody knows whether the order was carried out; it is given once more."""
         store = self.stores[order.store]
-        if store.view != order.view or not self._is_started:
+        if store.view != order.view or not self._may_hear(order):
             return []
         if isinstance(order, Host):
             return self._not_hosted(store) if store.phase is CopyPhase.HOSTING else []
@@ -322,6 +378,9 @@ class StorePlacement:
         return any(process.unwilling for process in self._processes)
 
     # ---- private ---------------------------------------------------------------------
+
+    def _may_hear(self, order: Asked) -> bool:
+        return self._is_started or isinstance(order, Establish)
 
     def _is_of_now(self, order: Asked, phase: CopyPhase) -> bool:
         store = self.stores[order.store]
@@ -371,7 +430,7 @@ class StorePlacement:
         assert store.backup is not None, store
         yield Drop(store.number, store.view, store.backup.process)
         if store.phase is CopyPhase.PROMOTING:
-            store.backup = None
+            self._forget_backup(store)
             yield from self._detach_or_lose(store, reason)
         elif store.phase is CopyPhase.HOSTING:
             yield from self._not_hosted(store, unwilling=False)
@@ -390,7 +449,7 @@ class StorePlacement:
             case CopyPhase.DETACHING:
                 return self._tell(store, reason)
             case _:
-                store.backup = None
+                self._forget_backup(store)
                 return [*self._tell(store, reason), *self._detach(store, reason)]
 
     def _backup_away(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -415,6 +474,8 @@ class StorePlacement:
         return [Promote(store.number, store.view, store.backup)]
 
     def _detach(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        if store.backup is not None and store.backup.process == store.target:
+            store.target = None
         self._change(store, CopyPhase.DETACHING, reason)
         return [Detach(store.number, store.view)]
 
@@ -447,7 +508,7 @@ class StorePlacement:
         if store.phase is CopyPhase.EMPTY:
             return []
         store.view, store.phase, store.backup = store.view + 1, CopyPhase.EMPTY, None
-        store.is_lost = True
+        store.is_lost, store.target = True, None
         return [Lose(store.number, reason, gone=True)]
 
     def _served(self, store: StorePlace) -> list[PlacementOrder]:
@@ -460,8 +521,20 @@ class StorePlacement:
     ) -> list[PlacementOrder]:
         if unwilling:
             self._refused_by_backup(store)
-        store.phase, store.backup = CopyPhase.ALONE, None
+        self._forget_backup(store)
+        store.phase = CopyPhase.ALONE
         return self._seek(store)
+
+    def _dropped(self, store: StorePlace, copy: Copy | None) -> list[PlacementOrder]:
+        if copy is None or not self._processes[copy.process].is_there:
+            return []
+        return [Drop(store.number, store.view, copy.process)]
+
+    def _forget_backup(self, store: StorePlace) -> None:
+        """And the move that it was for."""
+        if store.backup is not None and store.backup.process == store.target:
+            store.target = None
+        store.backup = None
 
     def _refused_by_backup(self, store: StorePlace) -> None:
         if store.backup is not None:
@@ -472,16 +545,23 @@ class StorePlacement:
 
     def _seek(self, store: StorePlace) -> list[PlacementOrder]:
         """A backup, in the process that has the fewest copies and not this one's."""
-        if store.phase is not CopyPhase.ALONE:
+        if store.phase is not CopyPhase.ALONE or not self._is_started:
             return []
         at, count = store.primary.process, len(self._processes)
         fit = [
             number
             for number, process in enumerate(self._processes)
             if process.is_there
+            and not process.is_leaving
             and number != at
             and store.number not in process.unwilling
         ]
+        if store.target is not None and store.target not in fit:
+            store.target = None
+        if store.target is not None:
+            fit = [store.target]
+        elif not self._replicas:
+            return []
         if not fit:
             return []
         chosen = min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))

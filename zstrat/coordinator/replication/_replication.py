@@ -1,4 +1,5 @@
-"""Keeps a second copy of each store, and goes on with that when the first is lost.
+"""Keeps a second copy of each store, and goes on with that when the first is lost; and
+moves stores on purpose.
 
 Carries out what `StorePlacement` decides: asks processes and copies, moves the
 program's own lines, has the workers told. Each process is watched by a session of its
@@ -13,17 +14,21 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
-from zstrat.coordinator.connecting import TaskSession
+from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
+    AlreadyExistsError,
     ClosedError,
     DeadlineExceededError,
     NotPrimaryError,
     PeerLostError,
+    UnavailableError,
     ZstratError,
 )
+from zstrat.transport import reached_as
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
+    CloseSession,
     DetachBackup,
     DropStore,
     HostStore,
@@ -33,18 +38,18 @@ from zstrat.wire import (
     StoreHosted,
 )
 
-from ._placement import (
+from ._orders import (
     Attach,
     CopyPhase,
     Detach,
     Drop,
+    Establish,
     Host,
     Lose,
     Promote,
     Serve,
-    StorePlacement,
 )
-from ._processes import reachable
+from ._placement import StorePlacement
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -53,9 +58,10 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import MakeTaskLink
     from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient
-    from zstrat.wire import CloseSession
+    from zstrat.wire import Hello, PlainTree, SessionOpened
 
-    from ._placement import Asked, PlacementOrder, StorePlace
+    from ._orders import Asked, PlacementOrder
+    from ._placement import StorePlace
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -100,6 +106,9 @@ class Replication:
 
     Args:
         addresses: Of the processes, in task order, each with a store at first.
+        replicas: Second copies that each store is to have: 0, then there are some only
+            while stores move.
+        stores_per_ps: Stores of each process.
     """
 
     def __init__(
@@ -109,34 +118,44 @@ class Replication:
         addresses: Sequence[str],
         timeouts: Timeouts,
         make_link: MakeTaskLink,
+        replicas: int = 1,
+        stores_per_ps: int = 1,
     ) -> None:
-        self.placement: Final = StorePlacement(addresses)
+        self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
+        self.replicas: Final = replicas
         self._cluster, self._session = cluster, session
-        self.addresses: Final = addresses
+        self.addresses: Final = list(addresses)
         self._timeouts, self._make_link = timeouts, make_link
         self._lives = [0] * len(addresses)
         self.processes: Final = [
-            TaskSession(
-                "ps",
-                index,
-                index,
-                address,
-                OpenSession(session, index, 0, []),
-                make_link,
-                self,
-                one_life=True,
-                turn=timeouts.turn,
-            )
-            for index, address in enumerate(addresses)
+            self._process(number, number, address)
+            for number, address in enumerate(addresses)
         ]
+        """By index; those that were let go are closed, and stay."""
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._telling: dict[int, asyncio.TimerHandle] = {}
         self._forgiving: asyncio.TimerHandle | None = None
         self._ended: list[asyncio.Task[None]] = []
-        self._whole = asyncio.Event()
-        self._bare = dict.fromkeys(range(len(addresses)), logging.INFO)
+        self._news = asyncio.Event()
+        bare = len(self.placement.stores) * replicas
+        self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a second copy, and the level at which its coming is logged."""
-        self.is_started = False
+        self.is_started = self._is_watching = False
+
+    def _process(self, number: int, index: int, address: str) -> TaskSession:
+        return TaskSession(
+            "ps",
+            number,
+            index,
+            address,
+            OpenSession(self._session, index, 0, []),
+            self._make_link,
+            self,
+            one_life=True,
+            turn=self._timeouts.turn,
+            moves=True,
+            objection=self._objection,
+        )
 
     # ---- life ------------------------------------------------------------------------
 
@@ -145,36 +164,137 @@ class Replication:
         self.is_started = True
         self._carry_out(self.placement.start())
 
+    async def found(self, deadline: float) -> None:
+        """Takes all processes, and has them make the stores that they do not have by
+        themselves. Comes before `open`.
+
+        Raises:
+            UnavailableError: A process does not; says why.
+            ZstratError: As of `arrive`.
+        """
+        self._is_watching = True
+        await arrive(self.processes, (), deadline)
+        self._carry_out(self.placement.found())
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.wait_until(lambda: not self.placement.is_founding)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                "stores_per_ps: not each parameter server has made its stores in time; "
+                "look at their logs"
+            ) from None
+        for store in self.placement.stores:
+            if store.phase is CopyPhase.EMPTY:
+                raise UnavailableError(
+                    f"{self.processes[store.home].name} serves no other store than its "
+                    f"own: {store.reason}"
+                )
+
     async def open(self, deadline: float) -> None:
-        """Takes all processes, and waits until each store has a second copy.
+        """Takes all processes, and waits until each store has the copies that it is to
+        have.
 
         Raises:
             DeadlineExceededError: One has none at ``deadline`` (loop time).
             BusyError, VersionMismatchError, PermissionDeniedError: As a process says.
+
+        Cancellation: it may be called again.
         """
-        for process in self.processes:
-            process.start()
+        if not self._is_watching:
+            self._is_watching = True
+            for process in self.processes:
+                process.start()
         for process in self.processes:
             await process.wait_ready(deadline)
-        self.start()
+        if not self.is_started:
+            self.start()
         await self.wait_whole(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
-        """Waits until each store has a second copy.
+        """Waits until each store has a second copy, if it is to have one.
 
         Raises:
             DeadlineExceededError: One has none at ``deadline`` (loop time).
 
         Cancellation: nothing is lost.
         """
+        if not self.replicas:
+            return
         try:
             async with asyncio.timeout_at(deadline):
-                await self._whole.wait()
+                await self.wait_until(lambda: not self.placement.without_backup)
         except TimeoutError:
             raise DeadlineExceededError(
                 f"replicas=1, but not each parameter server has a backup in time: "
                 f"{self._words()}; look at the logs of the parameter servers"
             ) from None
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for what orders and their answers bring about.
+
+        Cancellation: nothing is lost.
+        """
+        while not is_so():
+            self._news.clear()
+            await self._news.wait()
+
+    # ---- processes that come and go, and stores that move ----------------------------
+
+    def enter(self, number: int, address: str) -> TaskSession:
+        """Begins to greet another process, which has no store yet."""
+        index = self.placement.enter(address)
+        self.addresses.append(address)
+        self._lives.append(0)
+        process = self._process(number, index, address)
+        self.processes.append(process)
+        process.start()
+        return process
+
+    async def dismiss(self, process: TaskSession, patience: float) -> None:
+        """Leaves a process that has nothing of any store. Its daemon serves whoever
+        comes next.
+
+        Cancellation: it is left.
+        """
+        self.placement.spare(process.index, True)
+        self._carry_out(self.placement.lost(process.index, "it was let go"))
+        was_ready = process.is_ready
+        process.leave()
+        if was_ready:
+            deadline = asyncio.get_running_loop().time() + patience
+            goodbye = CloseSession(self._session, False)
+            answer = process.link.submit(goodbye, deadline=deadline)
+            answer.add_done_callback(_unheeded)
+            await asyncio.wait([answer])
+        await process.close()
+        self.placement.abandon(process.index)
+
+    def spare(self, index: int, is_leaving: bool) -> None:
+        """The process gets no copies any more, or may get some again."""
+        self.placement.spare(index, is_leaving)
+        if not is_leaving:
+            self._carry_out(self.placement.forgive())
+
+    async def move(self, store: int, target: int) -> None:
+        """Has another process serve the store, and waits until it does; returns when it
+        does, or it is clear that the store stays where it is.
+
+        Cancellation: it stays there, if that was not said already.
+        """
+        place = self.placement.stores[store]
+        self._carry_out(self.placement.move(store, target))
+        try:
+            await self.wait_until(lambda: place.target is None or place.is_lost)
+        finally:
+            self._carry_out(self.placement.stay(store, "it is not to move any more"))
+
+    def evict(self, store: int) -> None:
+        """Has the backup of the store be in another process than now."""
+        self._carry_out(self.placement.evict(store))
+
+    def keeps(self, store: int) -> bool:
+        """Whether it decides what becomes of the store if that is lost."""
+        return self.is_started and self.placement.keeps(store)
 
     def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
@@ -182,11 +302,23 @@ class Replication:
         self._session = session
         self._stop()
         self.placement.reset()
-        for task, home in zip(self._cluster.ps, self.addresses, strict=True):
-            if task.address != home:
-                task.move(home, is_empty=True)
+        for store in self.placement.stores:
+            self._send_home(store)
         for process in self.processes:
             process.renew(session, farewells)
+        self._carry_out(self.placement.found())
+
+    def _send_home(self, store: StorePlace) -> None:
+        """Nothing is left of it, and it is entered behind `TaskSession.renew`."""
+        task, home = self._cluster.ps[store.number], self.addresses[store.home]
+        if not self.placement.is_own(store.number):
+            task.park()
+        elif task.address != home or task.is_parked:
+            task.move(home, is_empty=True)
+
+    def home_of(self, store: int) -> str:
+        """The address where it begins anew, or of the process that hosts it there."""
+        return self.addresses[self.placement.stores[store].home]
 
     async def stop(self) -> None:
         """Decides nothing any more. The processes are left by whoever leaves all tasks.
@@ -206,7 +338,7 @@ class Replication:
             again: It may be made twice.
         """
         while True:
-            before = self.failovers
+            before = self.takeovers
             try:
                 return await work()
             except ZstratError:
@@ -215,7 +347,7 @@ class Replication:
 
     async def settled(self, since: int) -> bool:
         """Waits while it is not known who serves a store; returns whether that was so
-        now, or another copy took its place since so many `failovers`."""
+        now, or another copy took its place since so many `takeovers`."""
         if self._cluster.broken is not None:
             return False
         lines = self._cluster.client.lines
@@ -224,18 +356,33 @@ class Replication:
             # The lines have them wait until that is known.
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
-        return waited or self.failovers != since
+        return waited or self.takeovers != since
 
     @property
-    def failovers(self) -> int:
-        """How often a backup became primary."""
-        return self.placement.failovers
+    def takeovers(self) -> int:
+        """How often a backup became primary, whyever."""
+        return self.placement.failovers + self.placement.moves
 
-    def statistics(self) -> dict[str, int]:
-        """How often a backup became primary, and how many stores have none now."""
+    def statistics(self) -> dict[str, PlainTree]:
+        """How often a backup became primary, how many stores have none now, and where
+        stores are."""
+        placement = self.placement
+        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
+        if self.replicas:
+            counts["failovers"] = placement.failovers
+            counts["stores_without_backup"] = placement.without_backup
+        return {**counts, "stores": [self._told(store) for store in placement.stores]}
+
+    def _told(self, store: StorePlace) -> PlainTree:
+        backup = (
+            "" if store.backup is None else self.processes[store.backup.process].name
+        )
         return {
-            "failovers": self.failovers,
-            "stores_without_backup": self.placement.without_backup,
+            "store": store.number,
+            "process": self.processes[store.primary.process].name,
+            "address": store.primary.address,
+            "backup": backup,
+            "state": store.phase.value,
         }
 
     # ---- told by the sessions with the processes -------------------------------------
@@ -303,7 +450,7 @@ class Replication:
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
             await asyncio.sleep(AGAIN)  # a link that is not open says so at once
             told = partial(placement.unanswered, order, str(error))
-        except ZstratError as error:
+        except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
             told = partial(placement.refused, order, str(error))
         else:
@@ -316,10 +463,19 @@ class Replication:
         deadline = loop.time() + LONG
         match order:
             case Host(store, _, number):
+                primary, process = self._cluster.ps[store], self.processes[number]
+                await primary.wait_ready(deadline)
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                assert primary.hello is not None, "it has entered the session"
+                named = primary.hello.incarnation
+                host = HostStore(session, store, view, primary=named)
+                return await process.link.submit(host, deadline=deadline)
+            case Establish(store, _, number):
                 process = self.processes[number]
                 await process.wait_ready(deadline)
                 deadline = loop.time() + self._timeouts.request
-                host = HostStore(session, store, view)
+                host = HostStore(session, store, view, True)
                 return await process.link.submit(host, deadline=deadline)
             case Attach(store, _, backup):
                 primary = self._cluster.ps[store]
@@ -361,21 +517,45 @@ class Replication:
         match order:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
-                address = reachable(answer.address, self.addresses[order.process])
-                return placement.hosted(order, address, answer.incarnation)
+                return self._hosted(order, answer)
+            case Establish():
+                assert isinstance(answer, StoreHosted), answer
+                address = reached_as(answer.address, self.addresses[order.process])
+                return placement.founded(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
             case Detach():
                 return placement.detached(order)
             case Promote():
+                if placement.stores[order.store].target == order.backup.process:
+                    return self._moved(order)
                 log.warning(
-                    "%s is lost (%s): its backup, in the process of /job:ps/task:%d, "
-                    "is in its place with all that was acknowledged",
+                    "%s is lost (%s): its backup, in the process of %s, is in its "
+                    "place with all that was acknowledged",
                     self._cluster.ps[order.store].name,
                     placement.stores[order.store].reason,
-                    order.backup.process,
+                    self.processes[order.backup.process].name,
                 )
                 return placement.promoted(order)
+
+    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
+        address = reached_as(answer.address, self.addresses[order.process])
+        orders = self.placement.hosted(order, address, answer.incarnation)
+        if self.placement.stores[order.store].target == order.process:
+            log.info(
+                "the store of %s is copied to the process of %s, where it moves",
+                self._cluster.ps[order.store].name,
+                self.processes[order.process].name,
+            )
+        return orders
+
+    def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
+        log.info(
+            "the store of %s is in the process of %s now",
+            self._cluster.ps[order.store].name,
+            self.processes[order.backup.process].name,
+        )
+        return self.placement.promoted(order)
 
     def _drop(self, order: Drop) -> None:
         process = self.processes[order.process]
@@ -394,13 +574,16 @@ class Replication:
     def _lose(self, order: Lose) -> None:
         self._stop_telling(order.store)
         if order.gone:
-            task = self._cluster.ps[order.store]
-            task.move(self.addresses[order.store], is_empty=True)
+            self._send_home(self.placement.stores[order.store])
             self._tell(order)
         else:
-            # As for a server without a copy: a line may be cut for so long.
-            loop, grace = asyncio.get_running_loop(), self._timeouts.reconnect
-            self._telling[order.store] = loop.call_later(grace, self._tell, order)
+            # As for a server without a copy: a line may be cut for so long, and a
+            # process says for how long it is away.
+            loop = asyncio.get_running_loop()
+            asked = (*self.processes, *self._cluster.ps)
+            until = [process.back_by for process in asked]
+            until.append(loop.time() + self._timeouts.reconnect)
+            self._telling[order.store] = loop.call_at(max(until), self._tell, order)
 
     def _tell(self, order: Lose) -> None:
         self._telling.pop(order.store, None)
@@ -408,17 +591,16 @@ class Replication:
         if not task.is_ready:
             task.give_up(order.reason)
             self._cluster.store_lost(order.store, order.reason)
+        self._news.set()
 
     # ---- private ---------------------------------------------------------------------
 
     def _look(self) -> None:
         """What follows from all orders together."""
-        for store in self.placement.stores:
-            self._say(store)
-        if self.placement.without_backup:
-            self._whole.clear()
-        else:
-            self._whole.set()
+        if self.replicas:
+            for store in self.placement.stores:
+                self._say(store)
+        self._news.set()
         if self.placement.is_waiting and self._forgiving is None:
             loop = asyncio.get_running_loop()
             self._forgiving = loop.call_later(FORGIVING, self._forgive)
@@ -427,7 +609,8 @@ class Replication:
         name, bare = self._cluster.ps[store.number].name, self._bare
         if store.phase is CopyPhase.PAIRED and store.number in bare:
             level = bare.pop(store.number)
-            at = "" if store.backup is None else f"/job:ps/task:{store.backup.process}"
+            assert store.backup is not None, store
+            at = self.processes[store.backup.process].name
             log.log(level, "%s has a backup, in the process of %s", name, at)
         elif store.phase is not CopyPhase.PAIRED and store.number not in bare:
             bare[store.number] = logging.WARNING
@@ -446,13 +629,29 @@ class Replication:
         name = self._cluster.ps[order.store].name
         match order:
             case Host():
-                return f"/job:ps/task:{order.process} keeps no backup of {name}"
+                return f"{self.processes[order.process].name} keeps no backup of {name}"
+            case Establish():
+                return f"{self.processes[order.process].name} does not host {name}"
             case Attach():
                 return f"{name} does not fill its backup"
             case Detach():
                 return f"{name} does not go on without its backup"
             case Promote():
                 return f"the backup of {name} does not take its place"
+
+    def _objection(
+        self, task: TaskSession, hello: Hello, _: SessionOpened | None
+    ) -> ZstratError | None:
+        """Whether the process is here already, by another address."""
+        for other in self.processes:
+            is_other = other is not task and not other.is_closed
+            known = other.hello if is_other and other.is_ready else None
+            if known is not None and known.incarnation == hello.incarnation:
+                return AlreadyExistsError(
+                    f"{task.address} is the process of {other.name}, which the cluster "
+                    f"has at {other.address}"
+                )
+        return None
 
     def _forgive(self) -> None:
         self._forgiving = None

@@ -39,6 +39,7 @@ class LoopCoordinator:
     Args:
         session: Its number: the incarnation in the HELLO of its links.
         ps, workers: Addresses.
+        replicas: Copies of what each parameter server holds: 0 or 1.
         draw: Draws the number of a session anew.
     """
 
@@ -51,11 +52,19 @@ class LoopCoordinator:
         make_link: MakeTaskLink,
         *,
         prefetch: int,
+        replicas: int = 0,
         draw: Callable[[], int],
     ) -> None:
         times = settings.timeouts
         self.cluster: Final = Cluster(
-            session, ps, workers, times, make_link, prefetch, draw=draw
+            session,
+            ps,
+            workers,
+            times,
+            make_link,
+            prefetch,
+            replicas=replicas,
+            draw=draw,
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)
         self._patience = times.request

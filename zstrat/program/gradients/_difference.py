@@ -31,7 +31,7 @@ from ._survey import Survey, Surveyed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Recorder
+    from zstrat.variables import TraceRecorder
 
     from ._substitution import Sought
 
@@ -106,7 +106,7 @@ class Difference:
     """
 
     call: Callable[[Sequence[Any], Substitution | None], Any]
-    outer: Recorder | None
+    outer: TraceRecorder | None
     has_aux: bool
     cuts: Sequence[Differentiated]
     own: Differentiated

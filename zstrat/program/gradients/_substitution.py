@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from zstrat.program.trace._iterator import StepIterator
     from zstrat.variables import (
         GradientCall,
-        Recorder,
         Table,
+        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -75,7 +75,7 @@ class Substitution:
 
     def __init__(
         self,
-        outer: Recorder | None,
+        outer: TraceRecorder | None,
         values: dict[int, jax.Array],
         given: Sequence[tuple[Any, VariableHandle | None]] = (),
         *,
@@ -163,7 +163,7 @@ class Substitution:
         return self._outer.drew(leaf)
 
 
-def is_live(outer: Recorder) -> bool:
+def is_live(outer: TraceRecorder) -> bool:
     """Whether values are real under this recorder, so that nothing is captured."""
     if isinstance(outer, Immediate):
         return True

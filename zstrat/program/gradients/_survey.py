@@ -23,7 +23,7 @@ from zstrat.program.trace._where import claimed
 from ._substitution import Substitution
 
 if TYPE_CHECKING:
-    from zstrat.variables import Recorder, VariableHandle
+    from zstrat.variables import TraceRecorder, VariableHandle
 
     from ._substitution import Sought
 
@@ -67,7 +67,7 @@ class Survey:
     """
 
     call: Call
-    outer: Recorder
+    outer: TraceRecorder
     given: list[Any]
     stand_for: list[VariableHandle | None]
     values: dict[int, jax.Array]

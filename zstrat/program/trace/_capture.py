@@ -59,7 +59,12 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import GradientCall, Recorder, VariableHandle, VariableUpdate
+    from zstrat.variables import (
+        GradientCall,
+        TraceRecorder,
+        VariableHandle,
+        VariableUpdate,
+    )
 
     from ._feeds import TraceFeed
     from ._iterator import StepIterator
@@ -71,13 +76,13 @@ def copy_home(variable: VariableHandle) -> CopyHome | None:
     return home if isinstance(home, CopyHome) else None
 
 
-def row_of(recording: Recorder, copy: CopyHome) -> jax.Array:
+def row_of(recording: TraceRecorder, copy: CopyHome) -> jax.Array:
     """The value of the copy."""
     row: jax.Array = copies_of(recording, copy.container)[copy.number]
     return row
 
 
-def change(recording: Recorder, copy: CopyHome, update: Recorded) -> None:
+def change(recording: TraceRecorder, copy: CopyHome, update: Recorded) -> None:
     """Makes the next value of the copy alone; all are kept apart from now on.
 
     Raises:

@@ -24,7 +24,7 @@ from zstrat.variables import (
 )
 
 if TYPE_CHECKING:
-    from zstrat.variables import Recorder, VariableHandle
+    from zstrat.variables import TraceRecorder, VariableHandle
 
 
 def updates_copies(variable: VariableHandle, count: int) -> bool:
@@ -91,7 +91,7 @@ def apart_from_now(variable: VariableHandle) -> None:
             home.part()
 
 
-def shown_to(recording: Recorder, variable: VariableHandle) -> jax.Array:
+def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
     """The value that is read under this recorder: outside of replicas, what is brought
     together when it is read is made of all copies."""
     if not is_on_read(variable):
@@ -104,13 +104,15 @@ def shown_to(recording: Recorder, variable: VariableHandle) -> jax.Array:
         recorder.reset(before)
 
 
-def copies_of(recording: Recorder, variable: VariableHandle) -> Any:
+def copies_of(recording: TraceRecorder, variable: VariableHandle) -> Any:
     """All copies, ``[count, ...]``, as the step sees them."""
     assert isinstance(recording, KeepsCopies), recording
     return recording.copies(variable)
 
 
-def keep_copies(recording: Recorder, variable: VariableHandle, copies: Any) -> None:
+def keep_copies(
+    recording: TraceRecorder, variable: VariableHandle, copies: Any
+) -> None:
     """The copies from now on."""
     assert isinstance(recording, KeepsCopies), recording
     recording.put_copies(variable, copies)

@@ -47,6 +47,11 @@ class AskedServers:
         outlive a connection."""
 
     @property
+    def repeats(self) -> int:
+        """How often a request was sent again."""
+        return sum([line.repeats for line in self.lines])
+
+    @property
     def count(self) -> int:
         """How many servers there are."""
         return len(self.lines)

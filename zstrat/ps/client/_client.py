@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ._line import LineLink
     from ._pushing import PsUpdate
-    from ._reading import Ref, RowsRef
+    from ._reading import Clocks, Ref, RowsRef
 
 MEMORY: Final = 256 * 2**20
 """Default bound in bytes of the values that a client remembers."""
@@ -84,6 +84,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         rows: Sequence[RowsRef] = (),
         *,
         deadline: float | None = None,
+        clocks: Clocks | None = None,
     ) -> asyncio.Future[list[np.ndarray]]:
         """Reads variables, and rows of variables: read-only arrays, first the values in
         the order of ``refs``, then ``[n, ...]`` for each of ``rows``.
@@ -92,6 +93,7 @@ class PsClient(VariableCalls, SnapshotCalls):
 
         Args:
             deadline: Loop time; None: the default of the link.
+            clocks: Gets what the servers say of their time, before the future is done.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
@@ -100,7 +102,7 @@ class PsClient(VariableCalls, SnapshotCalls):
             NotFoundError, StaleSessionError: As the server says.
         """
         self._forget_restarted()
-        reading = Reading(refs, rows, self._known)
+        reading = Reading(refs, rows, self._known, clocks)
         parts = [
             CallPart(asked.ps, asked.message(self.session), Pulled, asked.take)
             for asked in reading.messages()
@@ -115,6 +117,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         updates: Sequence[PsUpdate],
         *,
         deadline: float | None = None,
+        clocks: Clocks | None = None,
     ) -> asyncio.Future[bool]:
         """Applies updates: on each server all of its own, or none.
 
@@ -123,6 +126,7 @@ class PsClient(VariableCalls, SnapshotCalls):
                 ``(step, part)`` at most once in a session.
             low_water: Of an own update (`update`); what the push of a closure says of
                 it is not believed.
+            clocks: Gets what the servers that apply it say of their time.
 
         Returns:
             Whether any server applied it; False if all had done so before.
@@ -134,7 +138,7 @@ class PsClient(VariableCalls, SnapshotCalls):
             ValueError: The updates of one server do not fit one message, as those of
                 about ten thousand variables: it could not apply them as a whole.
         """
-        pushing = Pushing(self.session, step, part, low_water, updates)
+        pushing = Pushing(self.session, step, part, low_water, updates, clocks=clocks)
         return self._push(pushing, deadline)
 
     def update(
@@ -172,7 +176,12 @@ class PsClient(VariableCalls, SnapshotCalls):
         step, attempt, low_water = run
         pushing = Pushing(self.session, step, part, low_water, updates)
         parts = [
-            CallPart(ps, named(push, attempt, names), Pushed, pushing.take)
+            CallPart(
+                ps,
+                named(push, attempt, names),
+                Pushed,
+                partial(pushing.take, ps),
+            )
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result)
@@ -221,26 +230,29 @@ class PsClient(VariableCalls, SnapshotCalls):
         rows: Sequence[RowsRef] = (),
         *,
         deadline: float | None = None,
+        clocks: tuple[Clocks, Clocks] | None = None,
     ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
         """`push`, and behind it `pull`, in half as many messages. Either may fail
         without the other, unless a server is gone.
 
         Args:
             deadline: Loop time, of both; None: the default of the link.
+            clocks: Those of `push`, and those of `pull`.
 
         Returns:
             What `push` and what `pull` would have returned.
         """
         self._forget_restarted()
-        pushing = Pushing(self.session, step, part, low_water, updates)
-        reading = Reading(refs, rows, self._known)
+        theirs, mine = clocks or (None, None)
+        pushing = Pushing(self.session, step, part, low_water, updates, clocks=theirs)
+        reading = Reading(refs, rows, self._known, mine)
         return exchange(self.lines, self.session, pushing, reading, deadline)
 
     # ---- private ---------------------------------------------------------------------
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [
-            CallPart(ps, push, Pushed, pushing.take)
+            CallPart(ps, push, Pushed, partial(pushing.take, ps))
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result, deadline)

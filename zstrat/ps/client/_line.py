@@ -102,10 +102,13 @@ class ServerLine:
         "_task",
         "_timeout",
         "_waits",
+        "repeats",
     )  # fmt: skip
 
     def __init__(self, link: LineLink, task: str, request_timeout: float) -> None:
         self._link, self._task, self._timeout = link, task, request_timeout
+        self.repeats = 0
+        """How often a request was sent again, or had to wait to be sent at all."""
         self._broken: list[_Held] = []
         self._later: list[_Held] = []
         self._flows = True
@@ -159,13 +162,12 @@ class ServerLine:
         error = None if lost.cancelled() else lost.exception()
         if not isinstance(error, LOST) or not (self._waits or self._loss):
             return None
-        if isinstance(error, ClosedError) and not self._waits:
-            return None
         repeated = _repeated(message) if sent else message
         if isinstance(error, NotPrimaryError):
             self._pause()
         elif repeated is None and isinstance(error, PeerLostError):
             return None
+        self.repeats += 1
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
@@ -219,7 +221,7 @@ class ServerLine:
     def close(self, error: Exception) -> None:
         """Nobody waits any more; the error says why."""
         self._stop_retry()
-        self._waits = False
+        self._flows, self._waits, self._loss = True, False, None  # as the link says
         for each in self._take():
             self._end(each, type(error)(*error.args))
 
@@ -306,7 +308,7 @@ class ServerLine:
             else:
                 self._keep(repeated, held.deadline, outcome, sent=True)
         else:
-            lost = self._loss if isinstance(error, PeerLostError) else None
+            lost = self._loss if isinstance(error, LOST) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
     def _late(self, held: _Held) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Message
 
     from ._line import ServerLine
-    from ._reading import Reading, ServerPull
+    from ._reading import Clocks, Reading, ServerPull
 
 MOST: Final = 2048
 """Variables of one exchange: what it says of them fits a header by far. Beyond, the two
@@ -49,7 +49,7 @@ class Pushing:
     """``messages`` by server; `take` is given the answers, and `result` says what the
     caller wants to know when all are here."""
 
-    __slots__ = ("_applied", "messages")
+    __slots__ = ("_applied", "_clocks", "messages")
 
     def __init__(
         self,
@@ -59,6 +59,8 @@ class Pushing:
         low_water: int,
         updates: Iterable[PsUpdate],
         writer: int = 0,
+        *,
+        clocks: Clocks | None = None,
     ) -> None:
         mine: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
         for ps, key, op, optimizer, operands in updates:
@@ -72,9 +74,12 @@ class Pushing:
             for ps, (entries, arrays) in mine.items()
         }
         self._applied = not mine
+        self._clocks = clocks
 
-    def take(self, answer: Pushed | Exchanged) -> None:
+    def take(self, ps: int, answer: Pushed | Exchanged) -> None:
         self._applied |= answer.applied
+        if self._clocks is not None and answer.applied:
+            self._clocks[ps] = answer.clock
 
     def result(self) -> bool:
         """Whether any server applied it, or there was nothing to apply."""
@@ -155,7 +160,7 @@ class _Both:
         self.pushed, self.pulled = pushed, pulled
 
     def send_push(self, line: ServerLine, ps: int, push: Push) -> None:
-        part = CallPart(ps, push, Pushed, self._pushing.take)
+        part = CallPart(ps, push, Pushed, partial(self._pushing.take, ps))
         self.pushed.send(line, part, self._deadline)
 
     def send_pull(self, line: ServerLine, asked: ServerPull) -> None:
@@ -206,7 +211,7 @@ class _Both:
                 later.add_done_callback(partial(self._replied, line, part))
             return
         if answer.push_error is None:
-            self.pushed.take(self._pushing.take, answer, part)
+            self.pushed.take(partial(self._pushing.take, part.ps), answer, part)
         else:
             self.pushed.fail(from_wire(answer.push_error))
         if answer.pull_error is None:

@@ -70,6 +70,9 @@ class Known:
         self.nbytes = 0
 
 
+Clocks = dict[int, int]
+"""`Pulled.clock` by server, in the order in which they answered."""
+
 SMALL: Final = 64 * 1024
 """Bytes below which an array is copied out of a larger message."""
 
@@ -117,12 +120,17 @@ class ServerPull(NamedTuple):
 class Reading:
     """Fills in values from the answers, whichever comes first."""
 
-    __slots__ = ("_known", "_refs", "_rows", "_values")
+    __slots__ = ("_clocks", "_known", "_refs", "_rows", "_values")
 
     def __init__(
-        self, refs: Sequence[Ref], rows: Sequence[RowsRef], known: Known
+        self,
+        refs: Sequence[Ref],
+        rows: Sequence[RowsRef],
+        known: Known,
+        clocks: Clocks | None = None,
     ) -> None:
         self._refs, self._rows, self._known = refs, rows, known
+        self._clocks = {} if clocks is None else clocks
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
     def messages(self) -> Iterator[ServerPull]:
@@ -158,11 +166,12 @@ class Reading:
         keys = [rows[place].key for place in parts]
         indices = tuple([rows[place].indices for place in parts])
         return ServerPull(
-            ps, reads, keys, indices, partial(self._take, whole, values, parts)
+            ps, reads, keys, indices, partial(self._take, ps, whole, values, parts)
         )
 
     def _take(
         self,
+        ps: int,
         whole: list[int],
         known: list[Value | None],
         parts: list[int],
@@ -171,6 +180,7 @@ class Reading:
         changed = len(answer.arrays) - len(parts)
         if changed < 0:
             raise ValueError(f"{len(answer.arrays)} arrays for {len(parts)} of rows")
+        self._clocks.setdefault(ps, answer.clock)
         arrays = iter(answer.arrays)
         copy_below = _copy_below(answer.arrays, changed)
         values = self._values

@@ -103,18 +103,19 @@ class OptimizerEngine:
             InvalidArgumentError: It is none.
             Exception: Whatever loading the code raises.
         """
-        from zstrat.optimizers import checked
-
-        from ._xla import UpdatePrograms
-
         if optimizer <= 0:
             raise InvalidArgumentError(
                 f"optimizer {name!r}: id {optimizer} is not above 0"
             )
         try:
-            transformation = checked(self.load_code(code))
+            loaded = self.load_code(code)  # which brings jax, if it is not there yet
+            from zstrat.optimizers import checked
+
+            transformation = checked(loaded)
         except TypeError as error:
             raise InvalidArgumentError(f"optimizer {name!r}: {error}") from error
+        from ._xla import UpdatePrograms
+
         bindings, programs = (
             Bindings(name, transformation),
             UpdatePrograms(optimizer, name),

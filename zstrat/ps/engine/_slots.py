@@ -184,26 +184,6 @@ class Unbound(Slots):
         }
         return Unbound(slots.cells, slots.leaves, _LAYOUT, filled)
 
-    @classmethod
-    def around(
-        cls,
-        leaves: Sequence[tuple[str, bool, Sequence[Sequence[int]] | None, np.ndarray]],
-        who: str,
-    ) -> Unbound:
-        """Leaves by name, whether each has the variable's rows, which of them are there
-        (None: all), and arrays that are nobody else's."""
-        unbound = Unbound((), (), _LAYOUT)
-        cells = []
-        for name, rows, filled, array in leaves:
-            cell = Cell.around(array)
-            cell.who = who
-            cells.append(cell)
-            runs = [(0, array.shape[0] if rows else 1)] if filled is None else filled
-            unbound.filled[name] = [(start, stop) for start, stop in runs]
-        unbound.leaves = tuple([SlotArray(name, rows) for name, rows, *_ in leaves])
-        unbound.become(tuple(cells), _LAYOUT)
-        return unbound
-
     def make_room(
         self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
     ) -> None:

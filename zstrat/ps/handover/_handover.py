@@ -3,18 +3,25 @@
 The process that is told to stop answers nothing any more when it has finished what it
 had accepted, and leaves what it holds in a state folder; who asks it meanwhile hears
 nothing, sees it leave, and asks again. The next process loads all of it and removes the
-state before it answers anybody. So a state is used once, and is the newest that there
-is: who is killed later has none, and comes back empty.
+state before it answers anybody. So a state is used once, and is the newest that its
+process had: who is killed later has none, and comes back empty.
 
 Peers know a parameter server by its incarnation, which stands for what it holds. It is
-handed over with the state. Law of the file: **an incarnation answers for one state at a
-time**: the old process is silent before the state is complete, and the new one answers
-when it is removed.
+handed over with the state, and so are those of the copies that it keeps for others, at
+their addresses. Law of the file: **an incarnation answers for one state at a time**:
+the old process is silent before the state is complete, and the new one answers when it
+is removed. All that a process had is handed over, or nothing.
+
+With second copies another process may have gone on meanwhile. So what comes back of
+such a store serves nobody until the coordinator says that it does, who knows the views:
+see `StoreRole`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,29 +30,66 @@ from typing import TYPE_CHECKING, Any, final
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.snapshots._file_thread import DiskThread
+from zstrat.ps.snapshots._snapshot import ServerSnapshot
 from zstrat.ps.snapshots._snapshot_write import SnapshotWrite
 from zstrat.ps.store._store import Store
 from zstrat.wire import Hello, Owner
 
 from ._state_files import StateFiles
-from ._store_state import captured, restore
+from ._store_state import StoreWriting, restore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from zstrat.ps.snapshots._snapshot_write import Turn
+    from ._state_files import StateReader
 
 log = logging.getLogger("zstrat.ps")
 
 
+class StoreRole(enum.Enum):
+    """What a process was to a store."""
+
+    ALONE = "alone"
+    """No other process had a copy of it with all that was acknowledged: who comes next
+    serves it."""
+    PRIMARY = "primary"
+    """Another one had, and may serve it: who comes next waits for `DetachBackup`."""
+    BACKUP = "backup"
+    """It had a copy with all that was acknowledged: who comes next may be promoted."""
+    NOTHING = "nothing"
+    """There is nothing of it, or nothing that is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftStore:
+    """What a process has of one store.
+
+    Args:
+        number: Of the store.
+        view: The newest one of it that the process knew of.
+        store: What it holds; None: nothing.
+        address, incarnation: Of a copy that it keeps for another process; its own store
+            has those of the process.
+    """
+
+    number: int
+    role: StoreRole
+    view: int
+    store: Store | None
+    address: str = ""
+    incarnation: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What the process before has left. ``owner`` has no connection yet."""
+    """What the process before has left: its own store, and copies that it kept.
+    ``owner`` has no connection yet."""
 
     incarnation: int
     owner: Owner
-    store: Store
+    own: LeftStore
+    copies: Sequence[LeftStore] = ()
 
 
 @final
@@ -63,14 +107,7 @@ class Handover:
     def __init__(self, folder: Path, index: int, task: str) -> None:
         self._files, self._task = StateFiles(folder, index), task
 
-    async def leave(
-        self,
-        store: Store,
-        owner: Owner,
-        incarnation: int,
-        turn: Turn,
-        patience: float,
-    ) -> bool:
+    async def leave(self, left: Inherited, patience: float) -> bool:
         """Leaves what is here for the next process, if that can be done in ``patience``
         seconds; the log says why not.
 
@@ -80,21 +117,19 @@ class Handover:
         began = loop.time()
         try:
             async with asyncio.timeout(patience):
-                await self.write(store, owner, incarnation, turn)
+                await self.write(left)
         except TimeoutError:
             words = f"it was not written within ZSTRAT_HANDOVER={patience:g} s"
         except Exception as error:  # goes to the log: the process ends all the same
             words = f"{type(error).__name__}: {error}"
         else:
-            log.info("left %d variables in %.1f s", len(store), loop.time() - began)
+            log.info("left %s in %.1f s", _words(left), loop.time() - began)
             return True
         log.error("what this process holds is lost with it: %s", words)
         return False
 
-    async def write(
-        self, store: Store, owner: Owner, incarnation: int, turn: Turn
-    ) -> None:
-        """Writes what the store holds, which changes no more.
+    async def write(self, left: Inherited) -> None:
+        """Writes what the stores hold, which change no more.
 
         Raises:
             ZstratError, OSError: It could not be written; there is no state.
@@ -103,18 +138,18 @@ class Handover:
         """
         thread = ComputeThread(f"state {self._task}")
         disk = DiskThread(thread, self._task)
-        state = captured(store)
-        path, tensors = self._files.new_path(), state.snapshot.tensors
-        names = [str(number) for number in range(len(tensors))]
+        path, stores = self._files.new_path(), StoreWriting()
         facts = {
-            "incarnation": incarnation,
-            "owner": _plain(owner),
-            "store": state.facts,
+            "incarnation": left.incarnation,
+            "owner": _plain(left.owner),
+            "stores": [_told(each, stores) for each in (left.own, *left.copies)],
         }
+        names = [str(number) for number in range(len(stores.tensors))]
+        snapshot = ServerSnapshot(stores.tensors)
         try:
             await disk.run(self._files.remove)
-            writing = SnapshotWrite(state.snapshot, disk, turn)
-            written = await writing.run(path, tensors, names)
+            writing = SnapshotWrite(snapshot, disk, _no_turn)
+            written = await writing.run(path, snapshot.tensors, names)
             commit = partial(self._files.commit, path, written.digests, facts)
             await disk.run(commit)
         finally:
@@ -133,12 +168,11 @@ class Handover:
             OSError: It cannot be removed.
         """
         try:
-            found = self._files.read()
-            if found is None:
-                self._files.remove()  # what somebody has left who was killed
-                return None
-            facts, arrays = found
-            return self._inherited(facts, arrays, load_code, largest)
+            with self._files.open() as state:
+                if state is not None:
+                    return self._inherited(state, load_code, largest)
+            self._files.remove()  # what somebody has left who was killed
+            return None
         except Exception as error:  # goes to the log: nobody else can do anything
             log.error(
                 "what the process before has left in %s is not used, and this one "
@@ -159,24 +193,56 @@ class Handover:
         self._files.remove()
 
     def _inherited(
-        self,
-        facts: Any,
-        arrays: list[Any],
-        load_code: Callable[[bytes], object],
-        largest: int,
+        self, state: StateReader, load_code: Callable[[bytes], object], largest: int
     ) -> Inherited:
-        store = Store(OptimizerEngine(load_code), task=self._task, largest=largest)
-        restore(store, facts["store"], arrays)
+        facts, stores = state.facts, []
+        for told in facts["stores"]:
+            store, task = None, f"/job:ps/task:{told['number']}"
+            if told["store"] is not None:
+                store = Store(OptimizerEngine(load_code), task=task, largest=largest)
+                restore(store, told["store"], state)
+            role = StoreRole(told["role"])
+            stores.append(LeftStore(**{**told, "role": role, "store": store}))
         owner, incarnation = _owner(facts["owner"]), int(facts["incarnation"])
+        left = Inherited(incarnation, owner, stores[0], stores[1:])
         log.info(
-            "goes on with what the process before has left: %d variables of session "
-            "%#x of %s, incarnation %x",
-            len(store),
+            "goes on with what the process before has left: %s of session %#x of %s, "
+            "incarnation %x",
+            _words(left),
             owner.session,
             owner,
             incarnation,
         )
-        return Inherited(incarnation, owner, store)
+        return left
+
+
+def _told(left: LeftStore, stores: StoreWriting) -> dict[str, Any]:
+    return {
+        "number": left.number,
+        "role": left.role.value,
+        "view": left.view,
+        "store": None if left.store is None else stores.add(left.store),
+        "address": left.address,
+        "incarnation": left.incarnation,
+    }
+
+
+def _words(left: Inherited) -> str:
+    """All stores by their roles, and how many variables they have."""
+    own = left.own
+    held = 0 if own.store is None else len(own.store)
+    if own.role is StoreRole.ALONE:
+        return f"{held} variables"
+    roles = "; ".join(
+        f"store {each.number}: {each.role.value}, view {each.view}"
+        for each in (own, *left.copies)
+    )
+    return f"{held} variables ({roles})"
+
+
+def _no_turn(names: object) -> contextlib.AbstractAsyncContextManager[None]:
+    """Nobody else uses what is left."""
+    return contextlib.nullcontext()
 
 
 def _plain(owner: Owner) -> dict[str, Any]:

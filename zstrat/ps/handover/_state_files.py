@@ -24,20 +24,44 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.checkpoint import TensorReader, digest_of, replace_file, sync_folder
 from zstrat.errors import DataLossError, PermissionDeniedError
-from zstrat.rows import lasting
-from zstrat.wire import raw
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
-
 FORMAT: Final = "zstrat.ps.state"
-VERSION: Final = 1
+VERSION: Final = 2
 
 _WRITABLE: Final = 0o022
 """What others than the owner may not do."""
+
+
+@final
+class StateReader:
+    """A state that is there: facts, and arrays by number, as bytes."""
+
+    def __init__(
+        self, facts: Any, reader: TensorReader, digests: Sequence[str]
+    ) -> None:
+        self.facts = facts
+        self._reader, self._digests = reader, digests
+
+    def read(self, number: int) -> bytes:
+        """All of an array.
+
+        Raises:
+            NotFoundError: There is none of the number.
+            DataLossError: It is damaged.
+        """
+        return b"".join(map(bytes, self.parts(number)))
+
+    def parts(self, number: int) -> Iterator[memoryview]:
+        """The same, a few MiB at a time; each part is overwritten by the next one, and
+        whether they are what was written is known behind the last.
+
+        Raises: As `read`.
+        """
+        return self._reader.checked(str(number), self._digests[number])
 
 
 @final
@@ -94,27 +118,24 @@ class StateFiles:
         whole = json.dumps({"digest": digest_of([text.encode()]), "state": text})
         replace_file(self.path, whole.encode(), mark=secrets.token_hex(4))
 
-    def read(self) -> tuple[Any, list[np.ndarray]] | None:
-        """Facts and arrays, each in memory of its own; None if there is no state.
+    @contextlib.contextmanager
+    def open(self) -> Iterator[StateReader | None]:
+        """What is there to be read; None if there is no state.
 
         Raises:
             DataLossError: It is damaged, or of another version.
             NotFoundError, OSError: As the system says.
-            MemoryError: There is no room for it.
         """
         try:
             with open(self.path, "rb") as file:
                 data = file.read()
         except FileNotFoundError:
-            return None
+            yield None
+            return
         said = self._checked(data)
         path = str(self.folder / os.path.basename(said["arrays"]))
         with TensorReader(path) as reader:
-            arrays = [
-                _read(reader, str(number), digest)
-                for number, digest in enumerate(said["digests"])
-            ]
-        return said["facts"], arrays
+            yield StateReader(said["facts"], reader, said["digests"])
 
     def remove(self) -> None:
         """There is no state any more; no error if there was none.
@@ -153,17 +174,3 @@ class StateFiles:
                 self.path, "", f"it is {kind}, and this process reads {FORMAT, VERSION}"
             )
         return said
-
-
-def _read(reader: TensorReader, name: str, digest: str) -> np.ndarray:
-    info = reader.info(name)
-    array = lasting(info.shape, info.numpy_dtype)
-    reader.read_into(name, 0, array)
-    found = digest_of([raw(array)])
-    if found != digest:
-        raise DataLossError(
-            reader.path,
-            name,
-            f"its bytes changed since they were written (digest {found}, not {digest})",
-        )
-    return array

@@ -1,4 +1,5 @@
-"""All that a store holds at one moment, as messages that make it on an empty one.
+"""All that a store holds at one moment, as messages that make it on an empty one: for
+a backup, and for a file (`zstrat.ps.handover`).
 
 What is small is told at once; values and slots are pinned, and follow in parts while
 updates go on. Slots come without a layout: the backup takes them as what was restored
@@ -15,11 +16,11 @@ from zstrat.ps.engine._slots import Unbound
 from zstrat.ps.snapshots._snapshot import SnapshotTensor
 from zstrat.wire import (
     AskParts,
-    BindOptimizer,
     CopiedSlot,
     CopiedVariable,
     CopyLedger,
     CopySlots,
+    CopyTree,
     CopyVariables,
     CreateOptimizer,
     Message,
@@ -131,9 +132,9 @@ def _variables(store: Store) -> Iterator[Message]:
 def _optimizers(store: Store) -> Iterator[Message]:
     for known in store.engine:
         yield CreateOptimizer(0, known.optimizer, known.name, known.code)
-        for data, _ in known.bindings.told:
+        for data, keys in known.bindings.told:
             tree = np.frombuffer(data, np.uint8)
-            yield BindOptimizer(0, known.optimizer, (tree,))
+            yield CopyTree(known.optimizer, (tree, np.array(keys, np.int64)))
 
 
 def _slots(store: Store) -> Iterator[Message]:

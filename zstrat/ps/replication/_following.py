@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final, get_args
 from zstrat.errors import (
     NotPrimaryError,
     PeerLostError,
+    PermissionDeniedError,
     StaleSessionError,
     UnavailableError,
 )
@@ -25,6 +26,7 @@ from zstrat.wire import (
     Done,
     Hello,
     Job,
+    LogMade,
     LogTaken,
     Message,
     OpenLog,
@@ -69,6 +71,7 @@ class Following:
     """The backup of one store of ``session``, named ``task`` in errors.
 
     Args:
+        named: The incarnation of its primary, as the coordinator has said.
         on_promoted: Called once, when all is done that the old primary told, with who
             asked for it.
     """
@@ -80,9 +83,10 @@ class Following:
         thread: JobThread,
         session: int,
         view: int,
+        named: int,
         on_promoted: Callable[[Primary, int], None],
     ) -> None:
-        self.session, self.view = session, view
+        self.session, self.view, self._named = session, view, named
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
         self.trouble = ""
@@ -94,7 +98,13 @@ class Following:
         self._queue: deque[Message] = deque()
         self._nbytes = 0
         self._received = self._told = 0
+        self._whole_at: int | None = None
+        """The number of the change behind which nothing of the copy is missing."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
+        self._is_inherited = False
+        self._made_all = asyncio.Event()
+        """Set when nothing waits here."""
+        self._made_all.set()
 
     def statistics(self) -> dict[str, str | int | bool]:
         return {
@@ -112,10 +122,13 @@ class Following:
 
         Raises:
             NotPrimaryError: It serves nobody yet.
+            PermissionDeniedError: Somebody else says that it is the primary.
             StaleSessionError: The view, or the session, is over.
+            UnavailableError: It cannot follow, or take its primary's place.
         """
         if type(message) in _CHANGES and remote is self._primary:
-            self._take(message)
+            if self._promotion is None:
+                self._take(message)
             return None
         if remote.role is Job.PS and isinstance(message, OpenLog):
             return self._open(remote, message)
@@ -140,21 +153,41 @@ class Following:
 
     # ---- changes -----------------------------------------------------------------
 
-    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken:
+    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
         self.require(opening.session, opening.view)
+        if remote.hello.incarnation != self._named:
+            raise PermissionDeniedError(
+                f"{self._task}: this copy takes changes from incarnation "
+                f"{self._named:x} of it, as its coordinator has said, and "
+                f"{remote.name} is {remote.hello.incarnation:x}: two processes serve "
+                "one store, or a key is where it should not be"
+            )
         if self._promotion is not None:
-            raise StaleSessionError(f"{self._task} has another primary by now")
+            return self._succeeded(self._promotion)
+        if self._is_inherited:
+            raise UnavailableError(
+                f"{self._task}: this copy is of a process before, and takes no changes"
+            )
         self._primary, self.view = remote, opening.view
         self._told = self._received
+        self._tell(LogMade(self._made_count))  # it may not have heard it
         return LogTaken(self._received)
+
+    async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
+        """For the primary, when it is known what becomes of it. Always raises."""
+        await asyncio.shield(promotion)
+        if self.trouble:
+            raise UnavailableError(f"{self._task}: {self.trouble}")
+        raise StaleSessionError(f"{self._task} has another primary by now")
 
     def _take(self, change: Message) -> None:
         self._received += 1
         if self.trouble:
             return
         if isinstance(change, CopyWhole):
-            self.is_whole = True
+            self.is_whole, self._whole_at = True, self._received
         self._queue.append(change)
+        self._made_all.clear()
         self._nbytes += nbytes_of(change)
         self._speak()
         if not self._is_busy:
@@ -225,9 +258,13 @@ class Following:
 
     def _made(self) -> None:
         self._nbytes -= nbytes_of(self._queue.popleft())
+        made, whole_at = self._made_count, self._whole_at
+        if made == whole_at or (whole_at is None and not self._queue):
+            self._tell(LogMade(made))
         if self._told < self._received:
             self._speak()
         if not self._queue:
+            self._made_all.set()
             self._look_at_promotion()
 
     def _differ(self, change: Message, error: BaseException) -> None:
@@ -238,6 +275,20 @@ class Following:
         self._stop()
         self._tell(BackupLost(self.session, self.view, what))
 
+    def inherit(self, *, is_whole: bool) -> None:
+        """A process before has had this copy: it may take its primary's place, if it
+        has all, and cannot follow it any further."""
+        self._is_inherited, self.is_whole = True, is_whole
+
+    async def finish(self, deadline: float) -> None:
+        """Makes all that was taken, behind which nothing more may come; is not whole if
+        that is not done at the deadline (loop time)."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._made_all.wait()
+        except TimeoutError:
+            self.close()
+
     def close(self) -> None:
         """Nothing more is made here: it was dropped."""
         self.trouble, self.is_whole = self.trouble or "it was dropped", False
@@ -246,19 +297,20 @@ class Following:
 
     def _stop(self) -> None:
         self._queue.clear()
+        self._made_all.set()
         self._nbytes = 0
         self._look_at_promotion()
 
     # ---- promotion ---------------------------------------------------------------
 
     async def _promote(self, remote: Primary, view: int) -> Message:
+        """Nothing more is taken from now on. The primary is told when all is made that
+        was: that it is replaced, or that this copy is of no use."""
         if not self.is_whole:
             why = self.trouble or "it has not everything yet"
             raise UnavailableError(f"{self._task} cannot become the primary: {why}")
         self.view = view
         if self._promotion is None:
-            self._tell(PromoteBackup(self.session, view))
-            self._primary = None
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
                 self._look_at_promotion()
@@ -270,10 +322,16 @@ class Following:
         self._on_promoted(remote, view)
         return Done()
 
+    @property
+    def _made_count(self) -> int:
+        return self._received - len(self._queue)
+
     def _look_at_promotion(self) -> None:
         promotion = self._promotion
         if promotion is None or promotion.done():
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            self._tell(PromoteBackup(self.session, self.view))
+            self._primary = None
         promotion.set_result(None)

@@ -8,22 +8,26 @@ means. A copy lives until it is dropped, or its session is over.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableError
 from zstrat.ps._service import PsService
-from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.ps.handover._handover import StoreRole
+from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
 from zstrat.wire import Done, DropStore, HostStore, Job, Message, StoreHosted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from zstrat.config import Settings
     from zstrat.errors import PeerLostError
-    from zstrat.transport import Remote, Security
-    from zstrat.wire import Hello, PlainTree
+    from zstrat.ps.handover import LeftStore
+    from zstrat.transport import Handler, Remote, Security, Sockets
+    from zstrat.wire import Hello, Owner, PlainTree
 
     from ._forwarding import Connect
 
@@ -42,12 +46,18 @@ class _HostedCopy:
     service: PsService
     endpoint: Endpoint
 
-    async def close(self, reason: str) -> None:
-        """Cancellation: its address is free all the same."""
+    async def close(self, reason: str, returns: float = 0.0) -> bool:
+        """Whether all that was accepted was done in time. Cancellation: its address is
+        free all the same."""
         try:
-            await self.service.drain()
+            return await self.service.drain()
         finally:
-            await self.endpoint.close(reason)
+            await self.endpoint.close(reason, returns)
+
+    def left(self, store: int) -> LeftStore:
+        """What is there of it, behind `close`."""
+        found, hosted = self.service.left(store), self.hosted
+        return replace(found, address=hosted.address, incarnation=hosted.incarnation)
 
 
 @final
@@ -55,28 +65,38 @@ class HostedStores:
     """The copies that the process of a parameter server keeps for others.
 
     Args:
-        own: The service of the process itself, and its index.
+        own: The service of the process itself, and the HELLO of that.
         bind: The address of the process; copies get others of the same interface.
+        make_service: Makes the service of a copy.
+        draw: Draws an incarnation.
+        sockets: Where those of the copies come from.
+        leaves: They are left for another process, when this one ends.
     """
 
     def __init__(
         self,
         own: PsService,
-        index: int,
+        me: Hello,
         bind: str,
         *,
         load_code: Callable[[bytes], object],
         settings: Settings,
         security: Security | None,
+        make_service: Callable[..., PsService] = PsService,
+        draw: Callable[[], int] = new_incarnation,
+        sockets: Sockets = ZEROMQ,
+        leaves: bool = False,
     ) -> None:
-        self._own, self._index, self._bind = own, index, bind
-        self._task = f"/job:ps/task:{index}"
-        self._load_code = load_code
+        self._own, self._me, self._bind = own, me, bind
+        self._task = f"/job:ps/task:{me.index}"
+        self._load_code, self._make_service = load_code, make_service
         self._settings, self._security = settings, security
+        self._draw, self._sockets, self._leaves = draw, sockets, leaves
         self._copies: dict[int, _HostedCopy] = {}
         self._changing = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_over = False
+        self._is_taken_over = asyncio.Event()
 
     def statistics(self) -> list[PlainTree]:
         return [
@@ -107,8 +127,8 @@ class HostedStores:
         async with self._changing:
             self._require(message)
             if isinstance(message, HostStore):
-                return await self._host(message)
-            if message.store == self._index:
+                return await self._host(remote, message)
+            if message.store == self._me.index:
                 self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
@@ -133,6 +153,41 @@ class HostedStores:
         async with self._changing:
             for store in list(self._copies):
                 await self._drop(store, "its process was shut down")
+
+    async def leave(self, reason: str, returns: float) -> list[LeftStore] | None:
+        """Closes all, and says goodbye for so many seconds. What is left of them; None
+        if something that one had accepted was not done in time.
+
+        Cancellation: as `close`.
+        """
+        self._is_over = True
+        async with self._changing:
+            copies, self._copies = self._copies, {}
+            ends = [await each.close(reason, returns) for each in copies.values()]
+            if not all(ends):
+                return None
+            return [copy.left(store) for store, copy in copies.items()]
+
+    async def inherit(self, owner: Owner, copies: Sequence[LeftStore]) -> None:
+        """Keeps copies that the process before has kept, each where it was. Nobody is
+        answered before `take_over`.
+
+        Raises:
+            OSError: The address of one is taken; none is kept.
+        """
+        self._is_taken_over.clear()
+        try:
+            for left in copies:
+                await self._inherit(owner, left)
+        except OSError:
+            for copy in self._copies.values():
+                await copy.endpoint.close()
+            self._copies.clear()
+            raise
+
+    def take_over(self) -> None:
+        """What was inherited is there for its coordinator."""
+        self._is_taken_over.set()
 
     # ---- private -----------------------------------------------------------------
 
@@ -159,40 +214,92 @@ class HostedStores:
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
-                "another task: replicas=1 needs keys of roles, as `zstrat keygen` "
+                "another task: replicas=1, stores_per_ps= and stores that move need "
+                "keys of roles, as `zstrat keygen` "
                 "makes them without --per-task"
             )
 
-    async def _host(self, message: HostStore) -> StoreHosted:
+    async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
         store, copy = message.store, self._copies.get(message.store)
         if copy is not None:
             if (copy.session, copy.view) == (message.session, message.view):
                 return copy.hosted
             await self._drop(store, "an empty one takes its place")
-        me = hello(Job.PS, store, new_incarnation())
-        service = PsService(
+        owner = self._own.owner
+        assert owner is not None, "it has the session of the message"
+        me = replace(self._me, index=store, incarnation=self._draw())
+        service = self._service(me, (owner, message.view, message.primary), None)
+        where = _beside(self._bind, store, me.incarnation)
+        hosted = await self._serve(me, service, where, message.session, message.view)
+        if message.serves:
+            service.found(remote, message.view)
+        _LOG.info(
+            "%s keeps a copy of store %d at %s", self._task, store, hosted.address
+        )
+        return hosted
+
+    async def _inherit(self, owner: Owner, left: LeftStore) -> None:
+        number, where = left.number, left.address
+        me = replace(self._me, index=number, incarnation=left.incarnation)
+        is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
+        service = self._service(me, (owner, left.view, 0) if is_backup else None, left)
+        later = partial(self._later, service)
+        await self._serve(me, service, where, owner.session, left.view, later)
+        if not is_backup:
+            service.take_over(owner)
+        _LOG.info(
+            "%s goes on with its copy of store %d at %s", self._task, number, where
+        )
+
+    def _service(
+        self,
+        me: Hello,
+        backup_of: tuple[Owner, int, int] | None,
+        left: LeftStore | None,
+    ) -> PsService:
+        return self._make_service(
             load_code=self._load_code,
             settings=self._settings,
-            task=f"/job:ps/task:{store}",
+            task=f"/job:ps/task:{me.index}",
             incarnation=me.incarnation,
-            connect=backup_links(me, self._settings, self._security),
-            backup_of=(message.session, message.view),
+            connect=backup_links(me, self._settings, self._security, self._sockets),
+            backup_of=backup_of,
             on_cleared=self.look,
+            leaves=self._leaves,
+            inherited=left,
+            tells=True,
         )
+
+    async def _later(
+        self, service: PsService, remote: Remote, message: Message
+    ) -> Message:
+        await self._is_taken_over.wait()
+        answer = service.handle(remote, message)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return Done() if answer is None else answer
+
+    async def _serve(
+        self,
+        me: Hello,
+        service: PsService,
+        where: str,
+        session: int,
+        view: int,
+        handler: Handler | None = None,
+    ) -> StoreHosted:
         endpoint = Endpoint(
             me,
-            service.handle,
+            handler or service.handle,
             settings=self._settings,
             absorb=service.absorb,
             on_lost=service.lost,
             security=self._security,
+            sockets=self._sockets,
         )
-        address = await endpoint.bind(_beside(self._bind, store, me.incarnation))
-        hosted = StoreHosted(address, me.incarnation)
-        self._copies[store] = _HostedCopy(
-            message.session, message.view, hosted, service, endpoint
-        )
-        _LOG.info("%s keeps a copy of store %d at %s", self._task, store, address)
+        hosted = StoreHosted(await endpoint.bind(where), me.incarnation)
+        copy = _HostedCopy(session, view, hosted, service, endpoint)
+        self._copies[me.index] = copy
         return hosted
 
     async def _drop(self, store: int, why: str) -> None:
@@ -207,7 +314,12 @@ class HostedStores:
                 await self._drop(store, "its session is over")
 
 
-def backup_links(me: Hello, settings: Settings, security: Security | None) -> Connect:
+def backup_links(
+    me: Hello,
+    settings: Settings,
+    security: Security | None,
+    sockets: Sockets = ZEROMQ,
+) -> Connect:
     """How the task ``me`` reaches a backup of its store, which has the same name."""
 
     def connect(
@@ -226,6 +338,7 @@ def backup_links(me: Hello, settings: Settings, security: Security | None) -> Co
             on_open=on_open,
             on_lost=on_lost,
             security=security,
+            sockets=sockets,
             expect=(me.job, me.index),
         )
 

@@ -20,7 +20,7 @@ from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Move, Source
 from zstrat.ps.store._cell import Cell
 from zstrat.ps.store._creating import CreatePlan
-from zstrat.ps.store._plans import PushPlan
+from zstrat.ps.store._plans import BindPlan, PushPlan
 from zstrat.rows import lasting
 from zstrat.wire import (
     AskParts,
@@ -28,6 +28,7 @@ from zstrat.wire import (
     CopyLedger,
     CopyParts,
     CopySlots,
+    CopyTree,
     CopyVariables,
     CopyWhole,
     CreateOptimizer,
@@ -81,6 +82,7 @@ CHANGES = (
     | CopyLedger
     | CopyVariables
     | CopySlots
+    | CopyTree
     | CopyParts
     | CopyWhole
 )
@@ -102,6 +104,11 @@ def repeat(store: Store, change: Message) -> Computation | None:
             return _planned(store, store.plan_optimizer(optimizer, name, code))
         case BindOptimizer(optimizer=optimizer, arrays=arrays):
             return _planned(store, store.plan_binding(optimizer, arrays))
+        case CopyTree(optimizer=optimizer, arrays=(tree, bound)):
+            here = {key: store.variables[key] for key in bound.tolist()}
+            data, generation = tree.tobytes(), store.variables.generation
+            known = store.engine.get(optimizer)
+            return _Planned(store, BindPlan(generation, known, data, here.get))
         case LoadTensors() | StoreTensors():
             return _loaded(store, change)
         case DeleteVariables(keys=keys):

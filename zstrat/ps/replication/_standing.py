@@ -74,6 +74,8 @@ class Standing:
         self.is_replaced = self.is_dropped = False
         """Another process serves the store; and what was here of it is gone."""
         self.view = 0
+        self.is_to_have_backup = False
+        """As the session was opened, or is that of a process before."""
         self._task, self._store, self._turn = task, store, turn
         self._tell, self._set_aside = tell, set_aside
         self._connect, self._patience = connect, patience
@@ -105,13 +107,13 @@ class Standing:
     def require_alone(self) -> None:
         """
         Raises:
-            InvalidArgumentError: There is a backup, or was, and programs of workers
-                cannot follow from one to the other.
+            InvalidArgumentError: There is a backup, or was, or will be, and programs of
+                workers cannot follow from one to the other.
         """
-        if self.view:
+        if self.view or self.is_to_have_backup:
             raise InvalidArgumentError(
                 f"{self._task}: workers that are programs of their own cannot use "
-                "servers with second copies: leave out replicas=1"
+                "servers with second copies, or stores that move: leave out replicas=1"
             )
 
     def statistics(self) -> dict[str, PlainTree]:
@@ -154,8 +156,8 @@ class Standing:
             await self._attach(message)
             return Done()
         self.view = message.view  # whoever is promoted here was so before
+        self._return()
         if isinstance(message, DetachBackup):
-            self._return()
             self._detach()
         return Done()
 
@@ -195,18 +197,37 @@ class Standing:
             forwarding.refuse(error)
             self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
+        self.is_to_have_backup = False
 
-    async def close(self, deadline: float) -> None:
+    def step_aside(self, *, is_dropped: bool) -> None:
+        """Another process may serve the store: a coordinator says whether this one does
+        (`DetachBackup`)."""
+        self.is_dropped = is_dropped
+        self._step_aside()
+
+    async def close(self, deadline: float, *, quietly: bool = False) -> None:
         """Waits until what waits for the backup was answered, at the latest at the
-        deadline (loop time); then it is refused, and so is whatever comes."""
+        deadline (loop time); then it is refused, and so is whatever comes.
+
+        Args:
+            quietly: Nobody is told anything, as another process goes on with this; and
+                a backup makes all that it has taken.
+        """
         forwarding = self._forwarding
-        if self.following is not None:
+        if self.following is not None and quietly:
+            await self.following.finish(deadline)
+        elif self.following is not None:
             self.following.close()
         if forwarding is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await forwarding.settled()
-            if forwarding.is_strict:  # which serves from now on, if anybody
+            if quietly:
+                self.is_replaced |= forwarding.is_strict  # as it may be
+                self._part()
+                forwarding.abandon()
+                self._keep(forwarding)
+            elif forwarding.is_strict:  # which serves from now on, if anybody
                 self._step_aside()
             else:
                 self.end(self.parting)

@@ -301,7 +301,7 @@ class Store:
         held.cell.replace(fold.sum)
         held.version += 1
         self._record(push, 1)
-        return Pushed(applied=True, versions=self._versions(push))
+        return Pushed(True, self._versions(push), self.counts.pushes)
 
     # ---- eager steps -------------------------------------------------------------
 
@@ -416,7 +416,7 @@ class Store:
                 return self._commit_push(plan)
             case RowsPlan(versions=versions, leases=leases, rows=rows):
                 self.counts.rows += sum(map(len, rows))
-                return Pulled(versions, (*leases, *rows))
+                return Pulled(versions, (*leases, *rows), self.counts.pushes)
             case CreatePlan(entries=entries, cells=cells):
                 self.variables.hold(entries, cells)
             case InitializePlan(entries=new, cells=cells):
@@ -446,7 +446,7 @@ class Store:
         for update in plan.updates:
             update.held.version += 1
         self._record(plan.push, len(plan.updates))
-        return Pushed(applied=True, versions=self._versions(plan.push))
+        return Pushed(True, self._versions(plan.push), self.counts.pushes)
 
     def _record(self, push: Push, updates: int) -> None:
         if self.log is not None:

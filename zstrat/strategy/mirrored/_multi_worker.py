@@ -15,10 +15,10 @@ import numpy as np
 
 from zstrat.cluster import (
     TFConfigClusterResolver,
+    cluster_spec_of,
     detect,
     id_in_cluster,
     launched_together,
-    normalize_cluster_spec,
     validate_cluster_spec,
     worker_count,
 )
@@ -135,7 +135,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     ) -> None:
         resolver = cluster_resolver or _found()
         options = communication_options or CommunicationOptions()
-        spec = normalize_cluster_spec(resolver.cluster_spec())
+        spec = cluster_spec_of(resolver)
         if not spec and isinstance(resolver, TFConfigClusterResolver):
             _require_alone(environment())
         _require_all(resolver)
@@ -313,7 +313,7 @@ def _require_all(resolver: ClusterResolver) -> None:
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
     """The task that this process is, and whether it saves."""
-    spec = normalize_cluster_spec(resolver.cluster_spec())
+    spec = cluster_spec_of(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not spec:
         return ("localhost", 0), True

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         HomeUpdate,
         OptimizerHandle,
-        Recorder,
+        TraceRecorder,
         UpdateRecorder,
         Variable,
     )
@@ -115,7 +115,7 @@ class SyncOnReadVariable(ReplicatedVariable):
     async def _read_now_async(self) -> np.ndarray:
         return self._read_now()
 
-    def _traced_value(self, recording: Recorder) -> Any:
+    def _traced_value(self, recording: TraceRecorder) -> Any:
         if self._is_mine:
             return recording.read(self)
         self._require_readable()
@@ -169,7 +169,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         assert isinstance(home, DeviceHome), home
         return home.copies(self)
 
-    def _traced_copies(self, recording: Recorder) -> Any:
+    def _traced_copies(self, recording: TraceRecorder) -> Any:
         """The same in a step."""
         if self._team.local == 1:
             return recording.read(self)[None]

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         GradientCall,
         HomeRows,
         OptimizerHandle,
-        Recorder,
+        TraceRecorder,
         VariableHandle,
         VariableRequest,
         VariableUpdate,
@@ -132,7 +132,7 @@ class ReplicaInTurns(ReplicaRecorder):
         self,
         fiber: ReplicaFiber,
         team: Team,
-        outer: Recorder | None,
+        outer: TraceRecorder | None,
         *,
         unnoticed: bool,
     ) -> None:

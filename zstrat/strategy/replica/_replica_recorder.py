@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from zstrat.program.trace import StepIterator
     from zstrat.variables import (
         GradientCall,
-        Recorder,
+        TraceRecorder,
         VariableHandle,
         VariableUpdate,
     )
@@ -48,7 +48,7 @@ class ReplicaRecorder(abc.ABC):
         team: The replicas that compute together.
     """
 
-    def __init__(self, outer: Recorder, team: Team) -> None:
+    def __init__(self, outer: TraceRecorder, team: Team) -> None:
         self.outer = outer
         self.live = is_live(outer)
         """Whether values are real, so that nothing is being captured."""

@@ -39,7 +39,7 @@ from zstrat.program.trace import (
     uncut,
 )
 from zstrat.variables import (
-    Recorder,
+    TraceRecorder,
     VariableHandle,
     VariableUpdate,
     read_all,
@@ -186,7 +186,7 @@ class TracedRegion:
         return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
 
     def told(
-        self, outside: Recorder, arrays: Sequence[Any], operands: Sequence[Any]
+        self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
     ) -> Any:
         """The result, when the step has been told what was done.
 
@@ -205,7 +205,7 @@ class TracedRegion:
         self._pass_on(operands, outside)
         return result
 
-    def _pass_on(self, operands: Sequence[Any], outside: Recorder) -> None:
+    def _pass_on(self, operands: Sequence[Any], outside: TraceRecorder) -> None:
         for update, combined in zip(self.capture.updates, operands, strict=True):
             if update.call is not None:
                 outside.optimize(update.call.with_arrays(combined))
@@ -291,7 +291,7 @@ def _looked_up(
     found: Capture,
     given: _Given,
     mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
-    outside: Recorder,
+    outside: TraceRecorder,
     team: Team,
 ) -> list[Spread]:
     """The rows of the replicas' lookups, looked up in the step.

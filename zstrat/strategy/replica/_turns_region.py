@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.program.trace import TraceFeed
-    from zstrat.variables import Recorder, VariableHandle
+    from zstrat.variables import TraceRecorder, VariableHandle
 
     from ._arguments import ReplicaCall
 
@@ -77,7 +77,7 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     return _in_one_region(_Region(dealt_out), outside)
 
 
-def _in_one_region(region: _Region, outside: Recorder) -> Any:
+def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
     held = [
         copies_of(outside, v) if has_copies(v, region.team.local) else outside.read(v)

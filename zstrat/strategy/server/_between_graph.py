@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, final
 import jax
 
 from zstrat.cluster import (
+    cluster_spec_of,
     detect,
     id_in_cluster,
-    normalize_cluster_spec,
     task_count,
     worker_count,
 )
@@ -195,7 +195,7 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
 
 
 def _task(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
-    spec = normalize_cluster_spec(resolver.cluster_spec())
+    spec = cluster_spec_of(resolver)
     job, index = resolver.task_type, resolver.task_id
     if not job or index is None:
         raise ValueError(

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
+from zstrat.cluster import cluster_spec_of, validate_cluster_spec
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
 from zstrat.coordinator import (
     PS_WAIT,
     ClusterSession,
     CoordinatedStrategy,
+    StoreServers,
     Workers,
 )
 from zstrat.program import hide_frames, worker_context
@@ -43,7 +44,11 @@ if TYPE_CHECKING:
 
     Connect = Callable[..., ClusterSession]
     """Of a ClusterSpec and Settings; with ``replicas=`` if there are to be some, with
+    ``stores_per_ps=`` if there are to be more than one, with
     ``resume=`` and ``begins_anew=`` if the session has a name."""
+
+_MOST_STORES: Final = 64
+"""Of one ps: each has a port, a thread and a connection to every worker."""
 
 _LONGEST_NAME: Final = 200
 """Characters of the name of a session."""
@@ -61,7 +66,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     Workers may come and go while it trains: `workers` adds and removes them, and where
     the answer of the resolver may change (`ClusterResolver.may_change`), it is asked
     again, after a loss and every ``ZSTRAT_RESOLVE`` seconds (10). The parameter servers
-    are those of its first answer.
+    are those of its first answer, until `parameter_servers` adds and drains some.
 
     Another strategy of this program that has the cluster, with nothing unfinished, is
     closed at the last moment: when the arguments are checked, and all ps and a worker
@@ -116,6 +121,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             ``coordinator.metrics()["stores_without_backup"]``. If both copies are lost,
             ``on_ps_loss`` says what follows. It takes twice the memory, and each update
             is computed twice. Needs 2 ps at least.
+        stores_per_ps: Logical servers, *stores*, of each ps: it is these that variables
+            go to in turn, and that `parameter_servers` moves, one after the other, when
+            a ps is added or drained. More of them are moved in finer pieces, and
+            `ShardedVariable` components may go to each; every one is asked with a
+            message of its own. Not to be had with ``resume``.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -140,6 +150,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         on_ps_loss: str = "raise",
         ps_wait_timeout: float | None = None,
         replicas: int = 0,
+        stores_per_ps: int = 1,
         resume: str | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
@@ -174,6 +185,9 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                 "resume= with replicas=1: a program cannot go on with what another one "
                 "has left in two copies; leave out one of them"
             )
+        _check_stores(stores_per_ps, resume)
+        if stores_per_ps > 1:
+            connect = partial(connect, stores_per_ps=int(stores_per_ps))
         if replicas:
             connect = partial(connect, replicas=int(replicas))
         if resume is not None:
@@ -190,11 +204,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if patience is not None:
             self._session.recover(patience)
         self._workers = Workers(self._session)
+        self._parameter_servers = StoreServers(self._session)
         if cluster_resolver.may_change:
-            self._workers.follow(
-                lambda: normalize_cluster_spec(cluster_resolver.cluster_spec())
-            )
-        self._ps_count = spec.num_tasks("ps")
+            self._workers.follow(lambda: cluster_spec_of(cluster_resolver))
+        self._ps_count = spec.num_tasks("ps") * int(stores_per_ps)
+        """How many stores there are, whichever processes serve them."""
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
         self._variables = ServerVariables(
@@ -227,6 +241,12 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         """The workers, to which others can be added while training goes on, and from
         which some can be removed."""
         return self._workers
+
+    @property
+    def parameter_servers(self) -> StoreServers:
+        """The parameter servers, to which others can be added while training goes on,
+        and from which some can be drained."""
+        return self._parameter_servers
 
     @property
     def variable_partitioner(self) -> Callable[..., Any] | None:
@@ -336,8 +356,21 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     def __repr__(self) -> str:
         return (
-            f"<zstrat.ParameterServerStrategy: {self._ps_count} ps, "
+            f"<zstrat.ParameterServerStrategy: {len(self._parameter_servers)} ps, "
             f"{self._session.worker_count} workers>"
+        )
+
+
+def _check_stores(stores_per_ps: object, resume: object) -> None:
+    is_number = isinstance(stores_per_ps, int) and not isinstance(stores_per_ps, bool)
+    if not is_number or not 1 <= stores_per_ps <= _MOST_STORES:  # type: ignore[operator]
+        raise ValueError(
+            f"stores_per_ps={stores_per_ps!r}: expected a number, 1 to {_MOST_STORES}"
+        )
+    if stores_per_ps != 1 and resume is not None:
+        raise ValueError(
+            "resume= with stores_per_ps=: a program cannot go on with what another one "
+            "has left in stores whose processes it does not know; leave out one of them"
         )
 
 
@@ -376,7 +409,7 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
     """The resolver's cluster, in TF's order of complaints."""
-    spec = normalize_cluster_spec(resolver.cluster_spec())
+    spec = cluster_spec_of(resolver)
     if not spec:
         raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")
     validate_cluster_spec(spec, resolver.task_type, resolver.task_id)

@@ -10,3 +10,4 @@ from ._run import run_seed as run_seed
 from ._scenario import Fault as Fault
 from ._scenario import Scenario as Scenario
 from ._scenario import scenario_of as scenario_of
+from ._world import Meter as Meter

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
@@ -107,10 +108,39 @@ async def _restless(self: Any, holder: object) -> Any:
     return cut_of(self._dispatcher.queue)
 
 
+def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
+    """A backup makes a change, and does not know of which step it was."""
+    if isinstance(change, Push):
+        change = replace(change, step=-1, writer=0)
+    return original(store, change)
+
+
+def _alone(original: Callable[..., Any], self: Any, why: str) -> None:
+    """Whoever cannot reach his backup does not ask which of both serves."""
+    original(self, why)
+    asyncio.get_running_loop().call_soon(self._detach)
+
+
+def _said_to_be_whole(
+    original: Callable[..., Any], self: Any, *args: Any, **options: Any
+) -> Any:
+    self.is_whole = True
+    return original(self, *args, **options)
+
+
+def _no_ledgers(store: Any) -> Iterator[Any]:
+    return iter(())
+
+
 def _method(path: str) -> Any:
     """The present one, before it is replaced."""
     module, name, attribute = path.rsplit(".", 2)
     return getattr(getattr(importlib.import_module(module), name), attribute)
+
+
+def _function(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
 
 
 def _around(path: str, wrapper: Callable[..., Any]) -> Any:
@@ -122,10 +152,13 @@ def _around(path: str, wrapper: Callable[..., Any]) -> Any:
     return wrapped
 
 
+_COPIES: Final = "zstrat.ps.replication"
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
+_LOST: Final = f"{_COPIES}._standing.Standing._lost"
+_PROMOTE: Final = f"{_COPIES}._following.Following._promote"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -160,5 +193,19 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "a checkpoint does not wait for steps": {
         "zstrat.coordinator._rest.Rest.begin": _restless
     },
+    "answers leave before the backup has it": {
+        f"{_COPIES}._forwarding.Forwarding._may_leave": True
+    },
+    "a primary goes on alone by itself": {_LOST: _around(_LOST, _alone)},
+    "a copy that has not all takes over": {
+        _PROMOTE: _around(_PROMOTE, _said_to_be_whole)
+    },
+    "the ledger is not in the log": {
+        f"{_COPIES}._following.repeat": partial(
+            _unledgered, _function(f"{_COPIES}._repeating.repeat")
+        ),
+        f"{_COPIES}._copying._ledgers": _no_ledgers,
+    },
+    "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }
 """By name: what is replaced, and by what."""

@@ -58,7 +58,12 @@ class Weather:
 
 @final
 class Way:
-    """One direction of a connection: what was sent arrives in order, at ``loop``."""
+    """One direction of a connection: what was sent arrives in order, at ``loop``.
+
+    Args:
+        line: The descriptor of the connection.
+        note: Told what arrives.
+    """
 
     def __init__(
         self,
@@ -66,10 +71,11 @@ class Way:
         source: str,
         target: str,
         loop: VirtualLoop,
-        note: Callable[[str, str, tuple[bytes, ...]], None],
+        line: int,
+        note: Callable[[Way, tuple[bytes, ...]], None],
     ) -> None:
         self._weather, self.source, self.target = weather, source, target
-        self.loop, self._note = loop, note
+        self.loop, self.line, self._note = loop, line, note
         self._free_at = 0.0
         self._held: deque[tuple[Callable[[], None], tuple[bytes, ...]]] = deque()
         self.under_way = 0
@@ -113,5 +119,5 @@ class Way:
     def _arrive(self, arrives: Callable[[], None], frames: tuple[bytes, ...]) -> None:
         self.under_way -= 1
         if not self.is_broken:
-            self._note(self.source, self.target, frames)
+            self._note(self, frames)
             arrives()

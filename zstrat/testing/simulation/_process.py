@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat.config import Limits, Settings, Timeouts
 from zstrat.program import load
-from zstrat.ps import PsService
+from zstrat.ps import HostedStores, PsService, backup_links
 from zstrat.transport import Endpoint, Link
-from zstrat.wire import PROTOCOL, Hello, Job
+from zstrat.wire import PROTOCOL, DropStore, Hello, HostStore, Job
 from zstrat.worker import Compilations, WorkerService
 
 from ._threads import VirtualExecutor, VirtualThread
@@ -156,11 +156,18 @@ class Daemon(Process):
         self.address: Final = address
         surroundings.network.hosts[f"tcp://{address}"] = self.name
 
-    def listen(self, me: Hello, service: Any, absorb: Any, sockets: Any) -> None:
-        """Serves from now on."""
+    def listen(
+        self,
+        me: Hello,
+        service: Any,
+        absorb: Any,
+        sockets: Any,
+        handle: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        """Serves from now on; ``handle``: who is asked before the service."""
         endpoint = Endpoint(
             me,
-            service.handle,
+            handle or service.handle,
             settings=self.around.settings,
             absorb=absorb,
             on_lost=service.lost,
@@ -172,20 +179,42 @@ class Daemon(Process):
 
 @final
 class ServerProcess(Daemon):
-    """A parameter server."""
+    """A parameter server, which keeps copies of others if it is asked to."""
 
     def begin(self, me: Hello, sockets: Any) -> None:
         loop, around = self.loop, self.around
         assert loop is not None
-        service = PsService(
+        make_service = partial(
+            PsService,
+            clock=loop.time,
+            make_thread=lambda _: VirtualThread(loop, around.quick),
+        )
+        service = make_service(
             load_code=load,
             settings=around.settings,
             task=f"/job:ps/task:{self.index}",
             incarnation=me.incarnation,
-            clock=loop.time,
-            make_thread=lambda _: VirtualThread(loop, around.quick),
+            connect=backup_links(me, around.settings, None, sockets),
+            on_cleared=lambda: hosted.look(),
         )
-        self.listen(me, service, service.absorb, sockets)
+        hosted = HostedStores(
+            service,
+            me,
+            self.address,
+            load_code=load,
+            settings=around.settings,
+            security=None,
+            make_service=make_service,
+            draw=around.draw,
+            sockets=sockets,
+        )
+
+        def handle(remote: Any, message: Any) -> Any:
+            if isinstance(message, HostStore | DropStore):
+                return hosted.handle(remote, message)
+            return service.handle(remote, message)
+
+        self.listen(me, service, service.absorb, sockets, handle)
 
 
 @final

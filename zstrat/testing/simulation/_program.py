@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -27,7 +28,6 @@ from zstrat.wire import StoreEntry, UpdateOp
 
 from ._contract import Saved, Scheduled, Training
 from ._script import DENSE, ScriptedFunction, one_hot
-from ._world import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,6 +88,7 @@ class TrainingProgram:
 
     Args:
         over: Called when all is done that was to be done.
+        healed_at: When no fault will be left, as far as is known.
     """
 
     def __init__(
@@ -97,13 +98,16 @@ class TrainingProgram:
         scripts: Scripts,
         readers: Readers,
         addresses: tuple[Sequence[str], Sequence[str]],
+        *,
         over: Callable[[], object],
+        healed_at: Callable[[], float],
     ) -> None:
         self._around, self._scenario = around, scenario
         self._scripts, self._readers = scripts, readers
         self._ps, self._workers = addresses
-        self._over = over
+        self._over, self.healed_at = over, healed_at
         self.trainings: list[Training] = []
+        self._coordinator: LoopCoordinator | None = None
 
     async def main(self, loop: Any, link: Callable[[int], Any]) -> None:
         """What the process does."""
@@ -116,10 +120,15 @@ class TrainingProgram:
                 self._around.settings,
                 link(number),
                 prefetch=self._scenario.prefetch,
+                replicas=self._scenario.replicas,
                 draw=self._around.draw,
             )
+            self._coordinator = coordinator
             training = Training(
-                len(self.trainings) + 1, self._around.world, len(self._ps)
+                len(self.trainings) + 1,
+                self._around.world,
+                len(self._ps),
+                has_copies=bool(self._scenario.replicas),
             )
             self.trainings.append(training)
             self._readers.training = training
@@ -129,6 +138,8 @@ class TrainingProgram:
             except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
                 if "filling it again failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
+                if self._scenario.is_guarded:
+                    training.broken(f"one server was lost, and there was {error!r}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.close()
                 await asyncio.sleep(self._around.world.random.random())
@@ -136,6 +147,18 @@ class TrainingProgram:
             await coordinator.close()
             self._over()
             return
+
+    def copies(self) -> list[str] | None:
+        """The processes that have copies of stores, if each store has two."""
+        coordinator = self._coordinator
+        replication = None if coordinator is None else coordinator.cluster.replication
+        if replication is None or not replication.is_started:
+            return None
+        placement = replication.placement
+        if placement.without_backup:
+            return None
+        copies = [(each.primary, each.backup) for each in placement.stores]
+        return [f"ps{copy.process}" for pair in copies for copy in pair if copy]
 
     @property
     def scenario(self) -> Scenario:
@@ -174,6 +197,7 @@ class TrainingSession:
         self._own = _specs(200, "own", (OWN,), "int64", count)
         self._tables = _specs(300, "table", (length, 2), "float32", count)
         self._updates: set[asyncio.Task[None]] = set()
+        self._beside: asyncio.Task[Any] | None = None
 
     async def run(self) -> None:
         """All of it."""
@@ -213,25 +237,41 @@ class TrainingSession:
         for place in range(self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
-            await self._something_else(draw())
+            if not self._scenario.only_steps:
+                await self._something_else(draw())
+        if self._beside is not None:
+            await self._beside
 
     async def _something_else(self, chance: float) -> None:
         """What a program does now and then."""
         if chance < 0.25:
             self._update_soon()
         elif chance < 0.32:
-            await self._steadily(self._read)
+            await self._look(partial(self._steadily, self._read))
+        elif self._scenario.reads_beside:
+            pass  # steps go on, whatever the servers do
         elif chance < 0.37:
             await self._join()
         elif chance < (0.45 if self._scenario.restores else 0.40):
             await self._save()
+
+    async def _look(self, work: Callable[[], Any]) -> None:
+        """Between two steps; or beside them, one look at a time."""
+        if not self._scenario.reads_beside:
+            await work()
+            return
+        if self._beside is not None:
+            if not self._beside.done():
+                return
+            await self._beside
+        self._beside = asyncio.get_running_loop().create_task(work(), name="beside")
 
     # ---- steps
 
     async def _schedule(self, place: int) -> None:
         training, coordinator = self._training, self._coordinator
         while True:
-            known = training.done()
+            known = frozenset() if self._scenario.only_steps else training.done()
             try:
                 value = await coordinator.schedule(self._call, _PLACE(place))
             except Exception as error:  # of steps before: see `_told`
@@ -257,6 +297,7 @@ class TrainingSession:
     async def _told(self, error: Exception) -> None:
         """The error of some step, or of the cluster, was raised; nothing runs now."""
         if isinstance(error, PSUnavailableError):
+            self._look_at(error)
             if error.lost:
                 raise error
             await asyncio.sleep(1.0)
@@ -278,6 +319,11 @@ class TrainingSession:
         values = await self._steadily(self._read)
         self._training.freeze(values[: self._training.servers])
 
+    def _look_at(self, error: ZstratError) -> None:
+        """What may never be heard of where one server at a time is lost."""
+        if self._scenario.is_guarded:
+            self._training.broken(f"one server was lost, and there was {error!r}")
+
     # ---- the program's own requests
 
     def _update_soon(self) -> None:
@@ -297,7 +343,8 @@ class TrainingSession:
         ]
         try:
             await self._coordinator.servers.update(updates)
-        except ZstratError:  # it may have been applied, and may not
+        except ZstratError as error:  # it may have been applied, and may not
+            self._look_at(error)
             training.own[place] = "perhaps"
         else:
             same = training.fills == fills and not training.is_filling
@@ -383,8 +430,11 @@ class TrainingSession:
             await task
         await self._settle()
         loop = asyncio.get_running_loop()
-        left = START + self._scenario.healed_at - loop.time()
-        await asyncio.sleep(max(0.0, left) + QUIET)
+        now = loop.time()
+        while (healed := self._program.healed_at()) > now:
+            await asyncio.sleep(healed - now)
+            now = loop.time()
+        await asyncio.sleep(QUIET)
         await self._settle()
 
     async def _settle(self) -> None:

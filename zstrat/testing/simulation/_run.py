@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 from ._contract import BrokenPromiseError, Readers
+from ._faults import Faults
 from ._paths import Weather
 from ._process import (
     Process,
@@ -29,12 +30,14 @@ from ._program import TrainingProgram
 from ._scenario import Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
+from ._versions import GivenOut
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ._scenario import Fault
+    from ._paths import Way
+    from ._world import Meter
 
 LIMIT: Final = 240.0
 """Seconds in which every program has come to its end."""
@@ -64,10 +67,14 @@ class Run:
     """All that one seed makes."""
 
     def __init__(
-        self, scenario: Scenario, told: Callable[[str], None] | None = None
+        self,
+        scenario: Scenario,
+        told: Callable[[str], None] | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._scenario, self._told = scenario, told
         self._world = world = World(scenario.seed)
+        world.meter = meter
         self._trace = self._messages = 0
         self._is_over = False
         weather = Weather(world, scenario.delay)
@@ -77,7 +84,11 @@ class Run:
         )
         self._readers = Readers()
         self._program: TrainingProgram
+        self._given_out = GivenOut(self._broken)
         self._processes = {each.name: each for each in self._made()}
+        self._faults = Faults(
+            world, self._network, self._processes, self._program.copies, told
+        )
 
     def verdict(self) -> SeedVerdict:
         """Lets it happen."""
@@ -86,7 +97,7 @@ class Run:
             for process in self._processes.values():
                 process.start()
             for fault in self._scenario.faults:
-                self._plan(fault)
+                self._faults.plan(fault, is_guarded=self._scenario.is_guarded)
             self._world.run(START + LIMIT, self._ended)
             if not self._is_over and not self._around.defects:
                 failure = f"the program has not ended: {self._waits()}"
@@ -119,7 +130,13 @@ class Run:
         for index, address in enumerate(workers):
             yield WorkerProcess(around, index, address, scripts)
         self._program = TrainingProgram(
-            around, scenario, scripts, self._readers, (ps, workers), self._end
+            around,
+            scenario,
+            scripts,
+            self._readers,
+            (ps, workers),
+            over=self._end,
+            healed_at=lambda: self._faults.healed_at,
         )
         yield ProgramProcess(around, self._program.main)
 
@@ -142,63 +159,22 @@ class Run:
                 lines += loop.waits()
         return " | ".join(lines)
 
-    # ---- what befalls it
-
-    def _plan(self, fault: Fault) -> None:
-        at, kind, target, other, length = fault
-        process = self._processes[target]
-        begin, end = START + at, START + at + length
-        weather = self._network.weather
-
-        def both(work: Callable[[str, str], None]) -> Callable[[], None]:
-            def carry_out() -> None:
-                work(target, other)
-                if kind != "cut" or length < 1.0:  # else half open
-                    work(other, target)
-
-            return carry_out
-
-        match kind:
-            case "kill" | "power":
-                silently = kind == "power"
-                self._at(begin, fault, lambda: process.kill(silently=silently))
-                self._world.at(end, process.start_again)
-            case "freeze":
-                self._at(begin, fault, process.freeze)
-                self._world.at(end, process.thaw)
-            case "reset":
-                self._at(begin, fault, lambda: self._reset(target, other))
-            case "cut":
-                self._at(begin, fault, both(weather.block))
-                self._world.at(end, both(weather.free))
-            case "slow":
-                self._at(begin, fault, both(lambda a, b: weather.slow(a, b, 100.0)))
-                self._world.at(end, both(lambda a, b: weather.slow(a, b, 1.0)))
-            case _:
-                raise AssertionError(kind)
-
-    def _at(self, when: float, fault: Fault, happens: Callable[[], Any]) -> None:
-        def happen() -> None:
-            if self._told is not None:
-                self._told(f"{self._world.now - START:10.6f} {fault}")
-            happens()
-
-        self._world.at(when, happen)
-
-    def _reset(self, target: str, other: str) -> None:
-        for line in self._network.lines_of(target, other):
-            line.reset()
-
     # ---- the trace
 
-    def _note(self, source: str, target: str, frames: tuple[bytes, ...]) -> None:
+    def _note(self, way: Way, frames: tuple[bytes, ...]) -> None:
         if not frames:
             return
         self._messages += 1
-        words = f"{self._world.now:.9f} {source} {target} {digest_of(frames)}"
+        words = f"{self._world.now:.9f} {way.source} {way.target} {digest_of(frames)}"
         self._trace = zlib.crc32(words.encode(), self._trace)
         if self._told is not None:
-            self._told(f"{self._world.now - START:10.6f} {source} -> {target} {frames}")
+            now = self._world.now - START
+            self._told(f"{now:10.6f} {way.source} -> {way.target} {frames}")
+        self._given_out.note(way, frames)
+
+    def _broken(self, words: str) -> None:
+        at = self._world.now - START
+        self._around.defects.append(f"{at:.6f} {words}")
 
 
 def run_seed(seed: int, told: Callable[[str], None] | None = None) -> SeedVerdict:
@@ -211,12 +187,18 @@ def run_seed(seed: int, told: Callable[[str], None] | None = None) -> SeedVerdic
 
 
 def run_scenario(
-    scenario: Scenario, told: Callable[[str], None] | None = None
+    scenario: Scenario,
+    told: Callable[[str], None] | None = None,
+    meter: Meter | None = None,
 ) -> SeedVerdict:
-    """Runs a scenario that may have been made by hand."""
+    """Runs a scenario that may have been made by hand.
+
+    Args:
+        meter: Measures what each process computes.
+    """
     with _alone(scenario), _buried():
         try:
-            return Run(scenario, told).verdict()
+            return Run(scenario, told, meter).verdict()
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
             return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)

@@ -17,7 +17,8 @@ class Fault(NamedTuple):
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
     hangs up), "freeze" (SIGSTOP), "reset" (the connections of the two break), "cut"
     (nothing gets through, and nobody is told; if it is long, in one direction alone),
-    "slow".
+    "slow", "isolate" (the target is cut off from everybody), "apart" (from everybody
+    but workers), "sever" (from the other, and killed a moment later).
     """
 
     at: float
@@ -57,16 +58,24 @@ class Scenario:
     fails: frozenset[int]
     """Steps whose function raises."""
     faults: tuple[Fault, ...]
-
-    @property
-    def healed_at(self) -> float:
-        """Seconds after which no fault is left."""
-        return max((fault.at + fault.length for fault in self.faults), default=0.0)
+    replicas: int = 0
+    """Second copies of each server."""
+    is_guarded: bool = False
+    """What befalls servers waits until each store has two copies that are well; so no
+    error may reach the program."""
+    reads_beside: bool = False
+    """The program reads beside its steps, for which nobody waits; else between two of
+    them, and it joins and saves, too."""
+    only_steps: bool = False
+    """The program does nothing else. What steps read is not looked at, only the end."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     """The scenario of a seed. It has a theme: faults of all kinds, workers that wake up
-    when their steps are over, lost servers, or lines that break often."""
+    when their steps are over, lost servers, or lines that break often. In each fourth
+    seed there are second copies of the servers."""
+    if seed % 4 == 3:
+        return _with_copies(seed, workers, servers)
     chance = random.Random(f"scenario {seed}")
     theme = chance.choice(["mixed", "zombies", "losses", "lines"])
     steps, pace = chance.randint(12, 40), chance.choice([0.005, 0.03, 0.1])
@@ -94,6 +103,38 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     )
 
 
+def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
+    chance = random.Random(f"copies {seed}")
+    servers = chance.choice([2, servers, servers])
+    steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
+    is_guarded = chance.random() < 0.7
+    restores = not is_guarded and chance.random() < 0.5
+    fate = _Fate(chance, workers, servers, restores, steps * pace)
+    theme = "copies" if is_guarded else chance.choice(["mixed", "losses", "lines"])
+    return Scenario(
+        seed,
+        workers,
+        servers,
+        steps,
+        pace,
+        by_rows=chance.random() < 0.3,
+        reads_ahead=chance.random() < 0.5,
+        prefetch=chance.choice([0, 1, 2]),
+        in_flight=chance.choice([None, 1, 2, 8]),
+        capacity=chance.choice([30, 500]),
+        threaded=chance.random() < 0.5,
+        delay=chance.choice([5e-5, 5e-4, 5e-3]),
+        work=chance.choice([1e-4, 2e-3, 2e-2]),
+        chunk=chance.choice([100, 2**20, 2**20]),
+        restores=restores,
+        fails=frozenset(chance.sample(range(steps), chance.choice([0, 0, 1]))),
+        faults=fate.faults(theme),
+        replicas=1,
+        is_guarded=is_guarded,
+        reads_beside=not restores and chance.random() < 0.5,
+    )
+
+
 @final
 class _Fate:
     """Draws faults that begin before ``until``, in seconds."""
@@ -117,9 +158,11 @@ class _Fate:
             "zombies": ([2, 3, 4], self._absence),
             "losses": ([1, 2, 3], self._loss),
             "lines": ([3, 6, 10], self._break),
+            "copies": ([1, 2, 3], self._trouble),
         }[theme]
         found = [draw() for _ in range(self._chance.choice(count))]
-        found += [self._any() for _ in range(self._chance.choice([0, 0, 1]))]
+        more = self._absence if theme == "copies" else self._any
+        found += [more() for _ in range(self._chance.choice([0, 0, 1]))]
         if theme == "zombies":
             found += self._late_push()
         if theme == "losses" and self._chance.random() < 0.5:
@@ -152,6 +195,25 @@ class _Fate:
         kind = self._chance.choice(["kill", "power"])
         server, at = self._chance.choice(self._servers), 0.15 + self._begin()
         return Fault(at, kind, server, "chief0", self._length())
+
+    def _trouble(self) -> Fault:
+        """Of a server that has a second copy, whoever notices."""
+        server = self._chance.choice(self._servers)
+        at = self._chance.choice([0.3, 1.2, 1.2]) + self._begin()  # opening, or later
+        others = [name for name in self._servers if name != server]
+        if self._chance.random() < 0.3:
+            length = self._chance.choice([0.3, 1.0, 2.0])
+            return Fault(at, "sever", server, self._chance.choice(others), length)
+        kinds = ["kill", "power", "freeze", "isolate", "apart", "apart", "cut", "reset"]
+        others += [*self._workers, *["chief0"] * len(self._workers)]
+        kind, other = self._chance.choice(kinds), self._chance.choice(others)
+        if (
+            kind in ("freeze", "isolate", "apart", "cut")
+            and self._chance.random() < 0.5
+        ):
+            length = self._chance.uniform(2.0, LONGEST)  # it is replaced meanwhile
+            return Fault(at, kind, server, other, length)
+        return Fault(at, kind, server, other, self._length())
 
     def _death(self) -> Fault:
         """Of a worker, mostly."""

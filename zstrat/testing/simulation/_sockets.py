@@ -33,6 +33,9 @@ FIRST_RETRY: Final = 0.02
 LONGEST_RETRY: Final = 1.0
 """Seconds between two attempts of a socket to connect, as libzmq is told to make."""
 
+_FREE_PORT: Final = 20000
+"""From here on nobody has an address of his own."""
+
 
 @final
 class VirtualFrame:
@@ -66,8 +69,8 @@ class Line:
         self.descriptor, self.dealer, self.router = descriptor, dealer, router
         self.routing = b"\0" + descriptor.to_bytes(4, "big")
         network = dealer.network
-        self.out = network.way(dealer.host, router.host, router.loop)
-        self.back = network.way(router.host, dealer.host, dealer.loop)
+        self.out = network.way(dealer.host, router.host, router.loop, descriptor)
+        self.back = network.way(router.host, dealer.host, dealer.loop, descriptor)
         self.is_over = False
         self._is_told = {dealer: False, router: False}
 
@@ -143,8 +146,7 @@ class VirtualSocket:
     # ---- what zstrat calls
 
     def bind(self, endpoint: str) -> None:
-        self.address = endpoint
-        self.network.listeners[endpoint] = self
+        self.address = self.network.listen(self, endpoint)
 
     def connect(self, endpoint: str) -> None:
         self.address, self._is_dealer = endpoint, True
@@ -315,7 +317,7 @@ class Network:
 
     Args:
         capacity: Messages that one connection holds, in one direction.
-        note: Told of each message that arrives: from whom, to whom, its frames.
+        note: Told of each message that arrives: which way, and its frames.
     """
 
     def __init__(
@@ -323,7 +325,7 @@ class Network:
         world: World,
         weather: Weather,
         capacity: int,
-        note: Callable[[str, str, tuple[bytes, ...]], None],
+        note: Callable[[Way, tuple[bytes, ...]], None],
     ) -> None:
         self._world, self.weather, self.capacity = world, weather, capacity
         self._note = note
@@ -332,13 +334,22 @@ class Network:
         self.listeners: dict[str, VirtualSocket] = {}
         self.lines: dict[int, Line] = {}
         self._descriptors = itertools.count(100)
+        self._ports = itertools.count(_FREE_PORT)
 
     def sockets(self, host: str, loop: VirtualLoop) -> VirtualSockets:
         """Those of one process."""
         return VirtualSockets(self, host, loop)
 
-    def way(self, source: str, target: str, loop: VirtualLoop) -> Way:
-        return Way(self.weather, source, target, loop, self._note)
+    def way(self, source: str, target: str, loop: VirtualLoop, line: int = 0) -> Way:
+        return Way(self.weather, source, target, loop, line, self._note)
+
+    def listen(self, socket: VirtualSocket, endpoint: str) -> str:
+        """From now on connections are accepted there; port 0: where nobody is."""
+        if endpoint.endswith(":*"):  # as libzmq writes port 0
+            endpoint = f"{endpoint[:-1]}{next(self._ports)}"
+            self.hosts[endpoint] = socket.host
+        self.listeners[endpoint] = socket
+        return endpoint
 
     def connect(self, dealer: VirtualSocket) -> None:
         """One attempt: a knock, and both shake hands."""

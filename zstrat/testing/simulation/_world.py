@@ -12,6 +12,7 @@ import asyncio
 import heapq
 import itertools
 import random
+import time
 from collections import deque
 from contextvars import Context, copy_context
 from types import CoroutineType
@@ -107,6 +108,29 @@ class VirtualTask(asyncio.Task[Any]):
 
 
 @final
+class Meter:
+    """What each process computes, in real time: of the parts that are real.
+
+    Args:
+        clock: Seconds of the processor.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+        """By the name of the process."""
+        self.events: dict[str, int] = {}
+
+    def measure(self, loop: VirtualLoop, call: Call | None) -> None:
+        """Lets a process do what is due."""
+        began = self._clock()
+        loop.step(call)
+        spent = self._clock() - began
+        self.seconds[loop.name] = self.seconds.get(loop.name, 0.0) + spent
+        self.events[loop.name] = self.events.get(loop.name, 0) + 1
+
+
+@final
 class World:
     """Time, chance, and what will happen."""
 
@@ -117,6 +141,8 @@ class World:
         self._order = itertools.count()
         self.events = 0
         """So many have happened."""
+        self.meter: Meter | None = None
+        """Of what processes compute, if somebody wants to know."""
         self.loops: Final[list[VirtualLoop]] = []
         """Of all processes that ever were: nothing of them is collected while it runs,
         as the collector's hour is no matter of the seed."""
@@ -151,7 +177,10 @@ class World:
                 call()
             elif call is None or not call.cancelled():
                 self.events += 1
-                loop.step(call)
+                if self.meter is None:
+                    loop.step(call)
+                else:
+                    self.meter.measure(loop, call)
 
 
 @final

@@ -1,16 +1,25 @@
 """How this process is, over HTTP: for probes, for Prometheus, for people."""
 
+from ._exposition import HISTOGRAMS as HISTOGRAMS
 from ._exposition import METRICS as METRICS
+from ._exposition import HistogramMetric as HistogramMetric
 from ._exposition import Metric as Metric
 from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest
 from ._http import HttpAnswer as HttpAnswer
 from ._http import HttpRequest as HttpRequest
 from ._http import HttpServer as HttpServer
+from ._http import HttpStream as HttpStream
 from ._http import parse_request as parse_request
+from ._notices import TelemetryNotices as TelemetryNotices
+from ._picture import RunLook as RunLook
+from ._picture import RunPicture as RunPicture
 from ._register import Reporting as Reporting
 from ._register import register as register
 from ._register import unregister as unregister
 from ._served import HealthServer as HealthServer
+from ._served import dashboard as dashboard
 from ._served import serve_as_told as serve_as_told
 from ._served import serve_http as serve_http
+from ._token import PageToken as PageToken
+from ._watch import VIEWERS as VIEWERS

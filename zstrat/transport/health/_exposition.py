@@ -1,14 +1,17 @@
 """The counts of a process as Prometheus reads them.
 
 Law of the file: what is here is counts and sizes under the name of a task; names,
-addresses and versions are in one metric, ``zstrat_task_info``, which is left out where
-other machines can ask. The names of `METRICS` are public: dashboards rely on them.
+addresses and versions are in one metric, ``zstrat_task_info``, and what a program calls
+its numbers in ``zstrat_scalar``; both are left out where other machines can ask. The
+names of `METRICS` and `HISTOGRAMS` are public: dashboards rely on them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.telemetry import EDGES, Histogram, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,12 +98,14 @@ _OF_A_WORKER: Final = (
     _gauge("service.devices", "worker_devices", "It computes on."),
     _gauge("service.functions", "worker_functions", "It was sent."),
     _gauge("service.layouts", "worker_layouts", "Arrangements of arguments."),
+    _gauge("service.programs", "worker_programs", "Compiled steps."),
     _counter("service.done", "worker_done", "Closures done."),
     _counter("service.failed", "worker_failed", "Closures that raised."),
     _counter("service.cancelled", "worker_cancelled", "Closures cancelled."),
     _counter("service.duplicates", "worker_duplicates", "Not run a second time."),
     _counter("service.pushes", "worker_pushes", "Requests that update, to ps."),
     _counter("service.pulls", "worker_pulls", "Requests for values, to ps."),
+    _gauge("service.programs", "worker_programs", "Compiled, and kept."),
     _counter("service.traces", "worker_traces", "Of step functions."),
     _counter("service.compilations", "worker_compilations", "By XLA."),
     _counter("service.compile_seconds", "worker_compile_seconds", "In XLA."),
@@ -111,6 +116,8 @@ _OF_A_PROGRAM: Final = (
     _gauge("coordinator.inflight_closures", "inflight_closures", "At workers."),
     _counter("coordinator.scheduled_closures", "scheduled_closures", "So far."),
     _gauge("coordinator.steps_per_s", "steps_per_second", "Of the last seconds."),
+    _gauge("coordinator.examples_per_s", "examples_per_second", "Drawn, likewise."),
+    _gauge("coordinator.seconds", "session_seconds", "Since the session began."),
     _counter("coordinator.fetches", "fetches", "Results brought."),
     _counter("coordinator.traces", "traces", "Of step functions."),
     _counter("coordinator.dispatches", "dispatches", "Messages to workers."),
@@ -120,6 +127,7 @@ _OF_A_PROGRAM: Final = (
     _counter("coordinator.steps_lost", "steps_lost", "With lost servers."),
     _counter("coordinator.failovers", "failovers", "Backups that took over."),
     _gauge("coordinator.stores_without_backup", "stores_without_backup", "Of ps."),
+    _counter("coordinator.stores_moved", "stores_moved", "To other processes."),
     _counter("coordinator.workers_added", "workers_added", "Came while it ran."),
     _counter("coordinator.workers_moved", "workers_moved", "To other addresses."),
     _counter("coordinator.workers_removed", "workers_removed", "Went."),
@@ -127,6 +135,62 @@ _OF_A_PROGRAM: Final = (
     _counter("coordinator.resolver_errors", "resolver_errors", "No answer to that."),
     _counter("coordinator.recoverable_worker_failures", "worker_losses", "Survived."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramMetric:
+    """Histograms of the statistics by what they are of: ``label`` is what Prometheus
+    calls that, and ``edges`` are where its buckets end.
+
+    Ours are four times as fine. Each bucket is a series of its own there, so these are
+    a power of two wide, and none for what hardly any step takes.
+    """
+
+    key: str
+    name: str
+    words: str
+    label: str
+    edges: tuple[float, ...]
+    unit: Unit
+
+    def below(self, plain: PlainTree) -> tuple[list[tuple[str, float]], float] | None:
+        """Pairs of an edge and how many values are not above it, and the sum of all;
+        None if this is no histogram of the unit."""
+        try:
+            found = Histogram.from_plain(plain)  # type: ignore[arg-type]
+        except ValueError:  # of a task of another version, or nothing
+            return None
+        if found.unit is not self.unit:
+            return None
+        sums, ends = found.counts.cumsum(), EDGES[self.unit]
+        # Counts are whole: not above 7 is what is below 8.
+        whole = 0 if self.unit is Unit.SECONDS else 1
+        pairs = [
+            (str(float(edge - whole)), float(sums[ends.index(edge)]))
+            for edge in self.edges
+        ]
+        return [*pairs, ("+Inf", float(found.count))], found.total
+
+
+HISTOGRAMS: Final = (
+    HistogramMetric(
+        "phases",
+        "zstrat_phase_seconds",
+        "Of steps on a worker, and of what a parameter server does with them.",
+        "phase",
+        tuple(2.0**power for power in range(-17, 7)),
+        Unit.SECONDS,
+    ),
+    HistogramMetric(
+        "staleness",
+        "zstrat_staleness_versions",
+        "Versions between the pull of a value and the push made with it.",
+        "store",
+        tuple(2.0**power for power in range(15)),
+        Unit.COUNTS,
+    ),
+)
+"""Of workers and parameter servers, since their session began."""
 
 METRICS: Final[Mapping[str, Sequence[Metric]]] = {
     "ps": (*_OF_ALL, *_OF_A_PS),
@@ -200,6 +264,8 @@ class _Collector:
                 )
             families[metric.name].add_metric(list(labels.values()), value)
 
+        yield from self._histograms()
+        yield self._lanes()
         for task, values in self._told:
             for metric in METRICS.get(task.partition(":")[0], ()):
                 add(metric, number_at(values, metric.path), task=task)
@@ -208,7 +274,54 @@ class _Collector:
                     add(metric, number_at(seen, metric.path), task=task, worker=worker)
         yield from families.values()
         if self._names:
+            yield self._scalars()
             yield self._info()
+
+    def _histograms(self) -> Iterator[Any]:
+        from prometheus_client import core
+
+        for metric in HISTOGRAMS:
+            family = core.HistogramMetricFamily(
+                metric.name, metric.words, labels=["task", metric.label]
+            )
+            for task, values in self._told:
+                for name, windowed in _dict(values, metric.key).items():
+                    whole = windowed.get("total") if isinstance(windowed, dict) else 0
+                    if (found := metric.below(whole)) is not None:
+                        family.add_metric([task, name], *found)
+            if family.samples:
+                yield family
+
+    def _lanes(self) -> Any:
+        from prometheus_client import core
+
+        family = core.CounterMetricFamily(
+            "zstrat_lane_bytes",
+            "Of messages, by the way they take.",
+            labels=["task", "lane", "direction"],
+        )
+        for task, values in self._told:
+            for lane in (lanes := _dict(values, "lanes")):
+                for direction, amount in _dict(lanes, lane).items():
+                    if isinstance(amount, int | float):
+                        family.add_metric([task, lane, direction], float(amount))
+        return family
+
+    def _scalars(self) -> Any:
+        """The last points of what `log_scalar` was given."""
+        from prometheus_client import core
+
+        family = core.GaugeMetricFamily(
+            "zstrat_scalar", "As zs.log_scalar was told last.", labels=["task", "name"]
+        )
+        for task, values in self._told:
+            scalars = _dict(_dict(values, "coordinator"), "scalars")
+            for name, points in scalars.items():
+                last = points[-1] if isinstance(points, list) and points else None
+                value = last[2] if isinstance(last, list) else None
+                if isinstance(value, int | float):
+                    family.add_metric([task, name], float(value))
+        return family
 
     def _info(self) -> Any:
         from prometheus_client import core
@@ -228,14 +341,16 @@ class _Collector:
         return family
 
 
+def _dict(values: Mapping[str, PlainTree], key: str) -> Mapping[str, PlainTree]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def _members(
     values: Mapping[str, PlainTree],
 ) -> Iterator[tuple[str, dict[str, PlainTree]]]:
     """The workers of a program, "worker:0" and what it knows of it."""
-    coordinator = values.get("coordinator")
-    workers = coordinator.get("workers") if isinstance(coordinator, dict) else None
-    if isinstance(workers, dict):
-        for name, seen in workers.items():
-            if isinstance(seen, dict):
-                index = name.rpartition(":")[2]
-                yield f"worker:{index}", seen
+    for name, seen in _dict(_dict(values, "coordinator"), "workers").items():
+        if isinstance(seen, dict):
+            index = name.rpartition(":")[2]
+            yield f"worker:{index}", seen

@@ -6,6 +6,10 @@ and headers of 8 KiB together, which have five seconds to come, and there are at
 64 connections. When one more comes, the one goes that was waited for longest, for
 its request or for taking its answer: who only holds connections open cannot keep a
 probe out.
+
+An answer may be a stream, for a page that is open. Each of its pieces has five seconds
+to be taken, and the next is asked for then: a browser that is frozen holds one piece,
+and is dropped. How many streams there are is bounded by whoever makes them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 CONNECTIONS: Final = 64
 """A prober, a scraper, some browsers; each takes a descriptor and some KiB."""
@@ -34,7 +38,10 @@ _LINE: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.[01]")
 _HEADER: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*)")
 _REASONS: Final = {
     200: "OK",
+    303: "See Other",
     400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     408: "Request Timeout",
@@ -50,19 +57,36 @@ log = logging.getLogger("zstrat.transport.health")
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What a request asks for; ``accept`` is the header of that name."""
+    """What a request asks for: ``query`` is what stands behind the question mark, and
+    ``accept``, ``host``, ``cookie`` and ``authorization`` are headers."""
 
     path: str
     accept: str
     host: str
     is_head: bool
+    query: str = ""
+    cookie: str = ""
+    authorization: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
+    """``headers`` are added to those that every answer has; ours alone, for nothing
+    looks for line ends in them."""
+
     status: int
     body: str
     kind: str = TEXT
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HttpStream:
+    """An answer of 200 in ``pieces``, each of which is sent when it is there, until
+    there are no more."""
+
+    pieces: AsyncGenerator[bytes, None]
+    kind: str
 
 
 class BadRequest(ValueError):
@@ -91,9 +115,16 @@ def parse_request(head: bytes) -> HttpRequest:
         headers[header[1].lower()] = header[2].decode("ascii").strip()
     if line[1] not in (b"GET", b"HEAD"):
         raise BadRequest(405, "only GET and HEAD are answered here")
-    path = line[2].decode("ascii").partition("?")[0]
-    accept, host = headers.get(b"accept", ""), headers.get(b"host", "")
-    return HttpRequest(path, accept, host, line[1] == b"HEAD")
+    path, _, query = line[2].decode("ascii").partition("?")
+    return HttpRequest(
+        path,
+        accept=headers.get(b"accept", ""),
+        host=headers.get(b"host", ""),
+        is_head=line[1] == b"HEAD",
+        query=query,
+        cookie=headers.get(b"cookie", ""),
+        authorization=headers.get(b"authorization", ""),
+    )
 
 
 def is_own_name(host: str) -> bool:
@@ -116,7 +147,7 @@ class HttpServer:
 
     def __init__(
         self,
-        answer: Callable[[HttpRequest], Awaitable[HttpAnswer]],
+        answer: Callable[[HttpRequest], Awaitable[HttpAnswer | HttpStream]],
         arrival: float = ARRIVAL,
     ) -> None:
         self._answer, self._arrival = answer, arrival
@@ -176,6 +207,7 @@ class HttpServer:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        answer: HttpAnswer | HttpStream
         answer, is_head = HttpAnswer(408, "the request did not come in time"), False
         try:
             async with asyncio.timeout(self._arrival):
@@ -197,28 +229,62 @@ class HttpServer:
         except Exception:  # a defect of ours: to the log, and this one request fails
             log.exception("answering over HTTP")
             answer = HttpAnswer(500, "an error that the log of this process has")
-        self._waited_for[writer] = None
-        async with asyncio.timeout(self._arrival):
-            writer.write(encoded(answer, is_head))
+        if isinstance(answer, HttpStream):
+            await self._stream(writer, answer, is_head)
+        else:
+            await self._send(writer, encoded(answer, is_head))
+        async with self._waited(writer):
             writer.write_eof()
-            await writer.drain()
             # Until the other side has it all: an abort would take it back.
             while await reader.read(HEAD):
                 pass
+
+    async def _stream(
+        self, writer: asyncio.StreamWriter, stream: HttpStream, is_head: bool
+    ) -> None:
+        """Sends the pieces. Whoever does not take one is dropped with it."""
+        # Nothing is kept for who does not read, beside what the kernel keeps.
+        writer.transport.set_write_buffer_limits(0)
+        await self._send(writer, _head_of(200, stream.kind))
+        async with contextlib.aclosing(stream.pieces) as pieces:
+            if not is_head:
+                async for piece in pieces:
+                    await self._send(writer, piece)
+
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        async with self._waited(writer):
+            writer.write(data)
+            await writer.drain()
+
+    @contextlib.asynccontextmanager
+    async def _waited(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+        """The block waits for the other side, which has not gone, but for so long."""
+        if writer.is_closing():  # to write then is a mistake, says uvloop
+            raise ConnectionResetError
+        self._waited_for[writer] = None
+        async with asyncio.timeout(self._arrival):
+            yield
+        self._waited_for.pop(writer, None)
 
 
 def encoded(answer: HttpAnswer, is_head: bool) -> bytes:
     """The answer as it travels."""
     body = f"{answer.body}\n".encode() if answer.kind == TEXT else answer.body.encode()
+    more = [f"Content-Length: {len(body)}"]
+    more += [f"{name}: {value}" for name, value in answer.headers]
+    if answer.status == 405:
+        more.append("Allow: GET, HEAD")
+    head = _head_of(answer.status, answer.kind, *more)
+    return head if is_head else head + body
+
+
+def _head_of(status: int, kind: str, *more: str) -> bytes:
     lines = [
-        f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
-        f"Content-Type: {answer.kind}",
-        f"Content-Length: {len(body)}",
+        f"HTTP/1.1 {status} {_REASONS[status]}",
+        f"Content-Type: {kind}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
         "Connection: close",
+        *more,
     ]
-    if answer.status == 405:
-        lines.append("Allow: GET, HEAD")
-    head = "\r\n".join([*lines, "", ""]).encode("ascii")
-    return head if is_head else head + body
+    return "\r\n".join([*lines, "", ""]).encode("ascii")

@@ -1,8 +1,9 @@
 """The HTTP port of this process: one, for all that lives in it.
 
 ``/healthz``: whether the loops turn. ``/readyz``: whether what is here could be used.
-``/metrics``: counts, for Prometheus. It is served on a thread of its own: one that
-answers although a loop hangs, says which one, and costs training nothing.
+``/metrics``: counts, for Prometheus. ``/``: the page, for people, with ``/events``. It
+is served on a thread of its own: one that answers although a loop hangs, says which
+one, and costs training nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Final, cast, final
 
-from zstrat.config import Timeouts
+from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
+from ._document import document
 from ._exposition import exposition
-from ._http import HttpAnswer, HttpRequest, HttpServer
+from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream
 from ._register import REGISTER
+from ._token import PageToken
+from ._watch import VIEWERS, RunWatch
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -33,6 +37,16 @@ if TYPE_CHECKING:
 
 _BINDING: Final = 10.0
 """Seconds for the kernel, or a name server, to say where to bind."""
+
+_NO_TOKEN: Final = (
+    "the page is shown to other machines with a token alone: set ZSTRAT_HTTP_TOKEN, or "
+    "use zs.dashboard, or bind it to loopback and come by ssh -L; here are /healthz, "
+    "/readyz and /metrics"
+)
+_WRONG: Final = (
+    "this page has a token: open the address that ends with ?token=..., as the program "
+    "has it in zs.dashboard(...).url, or send it as Authorization: Bearer ..."
+)
 
 log = logging.getLogger("zstrat.transport.health")
 
@@ -58,13 +72,14 @@ def address_of(text: str) -> tuple[str, int]:
 class HealthServer:
     """The HTTP port of this process, until `close` or the end of the program.
 
-    A context manager. Made by `serve_http`.
+    A context manager. Made by `serve_http` and `dashboard`.
     """
 
-    def __init__(self, text: str, patience: float) -> None:
+    def __init__(self, text: str, patience: float, token: PageToken | None) -> None:
         self.asked_for = text
-        self._patience = patience
+        self._patience, self._token = patience, token
         self._http = HttpServer(self._answer)
+        self._watch = RunWatch(patience)
         host, port = address_of(text)
         self._portal = Portal("zstrat http")
         try:
@@ -76,8 +91,36 @@ class HealthServer:
             if isinstance(error, OSError):
                 raise _worded(error, text) from error
             raise
+        self._portal.at_close(self._watch.end)
+        self.port = bound
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         """HOST:PORT; the port that was taken if 0 was asked for."""
+
+    @property
+    def url(self) -> str:
+        """Where the page is, with its token if it has one: for a browser of whoever may
+        see it."""
+        host, _, port = self.address.rpartition(":")
+        if host in ("0.0.0.0", "[::]"):
+            host = socket.gethostname()
+        query = "" if self._token is None else f"?token={self._token.secret}"
+        return f"http://{host}:{port}/{query}"
+
+    def open_page(self, secret: str | None) -> None:
+        """Looks at the run from now on, and lets in who has the token ``secret``; None:
+        the one that the port has, or a new one if other machines can reach it.
+
+        Raises:
+            ValueError: The token is none, or the port has another one.
+        """
+        if self._token is None and (secret is not None or not self._http.is_local):
+            self._token = PageToken(secret)
+        elif self._token and secret is not None and not self._token.is_same(secret):
+            raise ValueError(
+                f"the page at {self.address} has a token already, and this is another; "
+                "leave it out, or close the port first"
+            )
+        self._portal.call_soon(self._watch.begin)
 
     @property
     def is_open(self) -> bool:
@@ -99,15 +142,38 @@ class HealthServer:
     ) -> None:
         self.close()
 
-    async def _answer(self, asked: HttpRequest) -> HttpAnswer:
+    async def _answer(self, asked: HttpRequest) -> HttpAnswer | HttpStream:
         match asked.path:
+            case "/" | "/events":
+                return self._refused(asked) or self._page(asked.path)
             case "/healthz":
                 return await self._probed(ready=False)
             case "/readyz":
                 return await self._probed(ready=True)
             case "/metrics":
                 return await self._metrics(asked.accept)
-        return HttpAnswer(404, "here are /healthz, /readyz and /metrics")
+        return HttpAnswer(404, "here are /, /healthz, /readyz and /metrics")
+
+    def _page(self, path: str) -> HttpAnswer | HttpStream:
+        if path == "/":
+            return document()
+        if self._watch.is_full:
+            words = f"{VIEWERS} pages are open already, which is the most; close one"
+            return HttpAnswer(503, words)
+        return HttpStream(self._watch.events(), "text/event-stream")
+
+    def _refused(self, asked: HttpRequest) -> HttpAnswer | None:
+        """Why somebody may not see the page; None if they may."""
+        if self._token is None:
+            return None if self._http.is_local else HttpAnswer(403, _NO_TOKEN)
+        if self._token.is_shown(asked, self.port):
+            return None
+        if asked.path == "/" and self._token.is_in_address(asked):
+            cookie = ("Set-Cookie", self._token.cookie(self.port))
+            no_referrer = ("Referrer-Policy", "no-referrer")
+            to = ("Location", "./")
+            return HttpAnswer(303, "come in", headers=(to, cookie, no_referrer))
+        return HttpAnswer(401, _WRONG, headers=(("WWW-Authenticate", "Bearer"),))
 
     async def _probed(self, *, ready: bool) -> HttpAnswer:
         registered = REGISTER.present()
@@ -185,20 +251,25 @@ _PRESENT: Final = _Present()
 os.register_at_fork(after_in_child=_PRESENT.forget)
 
 
-def serve_http(address: str | int, *, patience: float | None = None) -> HealthServer:
-    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process.
+def serve_http(
+    address: str | int, *, patience: float | None = None, token: str | None = None
+) -> HealthServer:
+    """Serves ``/healthz``, ``/readyz`` and ``/metrics`` of this process, and at ``/``
+    the page that `dashboard` is.
 
     On loopback everything is told; at another address health and counts alone, and to
-    whoever asks. A process has one such port.
+    whoever asks, but the page to who has the ``token``. A process has one such port.
 
     Args:
         address: ``HOST:PORT``, or a port of loopback, as text or a number; 0 is any
             free one.
         patience: Seconds after which an event loop that does not turn hangs. None:
             that after which peers take a task for lost by default.
+        token: What the page is shown for, 16 characters or more; None: on loopback it
+            needs none, and elsewhere it is not shown.
 
     Raises:
-        ValueError: The address is none, or this process has another one.
+        ValueError: The address or the token is none, or this process has another one.
         OSError: It cannot be bound; says why.
     """
     is_number = isinstance(address, int) and not isinstance(address, bool)
@@ -207,14 +278,51 @@ def serve_http(address: str | int, *, patience: float | None = None) -> HealthSe
         server = _PRESENT.server
         if server is not None and server.is_open:
             if server.asked_for == text:
+                if token is not None:
+                    server.open_page(token)
                 return server
             raise ValueError(
                 f"HTTP at {text}: this process serves it at {server.address} "
                 "already; close that one first"
             )
-        server = HealthServer(text, patience or Timeouts().patience)
+        known = None if token is None else PageToken(token)
+        server = HealthServer(text, patience or Timeouts().patience, known)
         _PRESENT.server = server
     log.info("http://%s has /healthz, /readyz and /metrics", server.address)
+    return server
+
+
+def dashboard(
+    address: str | int | None = None, *, token: str | None = None
+) -> HealthServer:
+    """Serves a page that shows the run of this program while it goes on: ``url`` of
+    what this returns, for a browser.
+
+    It shows steps per second, what `log_scalar` was given, where the time of each
+    worker goes, staleness, bytes, memory, the tasks with their states and last errors,
+    and what they log. It looks from now on, once a second, on a thread of its own. It
+    needs no network but the way to this process. A page that is open when the program
+    ends says so, and keeps the last picture.
+
+    On loopback whoever is on this machine can see it, and from elsewhere it is reached
+    by ``ssh -L 9100:127.0.0.1:9100``. At another address it needs a token, which is
+    made if none is given, and is in ``url``. The connection is not encrypted.
+
+    Args:
+        address: As of `serve_http`. None: the port that this process has, or else any
+            free one of loopback.
+        token: Needed to see the page, 16 characters or more. None: what
+            ``ZSTRAT_HTTP_TOKEN`` has, if it is set.
+
+    Raises:
+        ValueError, OSError: As `serve_http`.
+    """
+    token = token or settings_from(environment()).http_token or None
+    with _PRESENT.lock:
+        server = _PRESENT.server
+    if address is not None or server is None or not server.is_open:
+        server = serve_http(0 if address is None else address, token=token)
+    server.open_page(token)
     return server
 
 
@@ -227,4 +335,5 @@ def serve_as_told(settings: Settings) -> None:
     with _PRESENT.lock:
         has_one = _PRESENT.server is not None and _PRESENT.server.is_open
     if settings.http and not has_one:
-        serve_http(settings.http, patience=settings.timeouts.patience)
+        token = settings.http_token or None
+        serve_http(settings.http, patience=settings.timeouts.patience, token=token)

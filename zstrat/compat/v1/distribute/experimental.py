@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import zstrat
-from zstrat.cluster import detect, normalize_cluster_spec
+from zstrat.cluster import cluster_spec_of, detect
 from zstrat.strategy import (
     BetweenGraphStrategy,
     CommunicationImplementation,
@@ -67,7 +67,7 @@ def ParameterServerStrategy(  # a class of TF
     """`zstrat.BetweenGraphStrategy`, or `zstrat.CentralStorageStrategy` where there is
     no cluster."""
     resolver = cluster_resolver or detect()
-    if normalize_cluster_spec(resolver.cluster_spec()):
+    if cluster_spec_of(resolver):
         return BetweenGraphStrategy(resolver)
     local: Any = zstrat.CentralStorageStrategy
     made: Strategy = local()

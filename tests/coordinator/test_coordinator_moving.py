@@ -1,0 +1,302 @@
+"""Parameter servers that are added and drained: what is asked of whom, and refused."""
+
+import asyncio
+
+import jax.numpy as jnp
+import pytest
+from coordinator_stores import StoresWorld
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zstrat.program as zs
+from zstrat.coordinator import StoreServers
+from zstrat.coordinator.moving import leaving, levelled
+from zstrat.errors import (
+    AlreadyExistsError,
+    BusyError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    PSUnavailableError,
+    UnavailableError,
+)
+from zstrat.wire import (
+    AttachBackup,
+    CloseSession,
+    DetachBackup,
+    DropStore,
+    HostStore,
+    PromoteBackup,
+)
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+@pytest.fixture
+def world():
+    made = StoresWorld()
+    yield made
+    made.close()
+
+
+def connected(world, **options):
+    return StoreServers(world.connect(**{"replicas": 0, **options}))
+
+
+def kinds(task):
+    """What it was asked, but for what it need not keep."""
+    asked = [order for order in task.orders if not isinstance(order, DropStore)]
+    return [type(order) for order in asked]
+
+
+def drops(task):
+    return [order.store for order in task.orders if isinstance(order, DropStore)]
+
+
+def served(world):
+    return [store["process"] for store in world.session.cluster.moves.metrics["stores"]]
+
+
+def test_all_of_a_server_moves_to_a_newcomer_and_it_is_let_go(world):
+    servers, third = connected(world), world.newcomer(2)
+    coordinator = world.coordinator()
+    assert served(world) == ["/job:ps/task:0", "/job:ps/task:1"]
+    assert servers.add("ps2:1") == 2
+    assert kinds(third) == []  # no other serves two more than it
+    closed = _closes(world.ps[0])
+    servers.drain("ps0:1")
+    (copy,) = third.copies
+    assert (kinds(third), kinds(copy)) == ([HostStore], [PromoteBackup])
+    assert (kinds(world.ps[0]), drops(world.ps[0])[-1]) == ([AttachBackup], 0)
+    asked = [order for order in third.orders if isinstance(order, HostStore)]
+    views = [order.view for order in (*asked, *copy.orders)]
+    assert views == sorted(set(views))
+    assert world.moves() == [(0, "ps2.0.2:1")]
+    assert [message.exit for message in closed] == [False]
+    assert servers.addresses == {1: "ps1:1", 2: "ps2:1"}
+    assert repr(servers) == "<zstrat parameter servers: 1 at ps1:1, 2 at ps2:1>"
+    assert served(world) == ["/job:ps/task:2", "/job:ps/task:1"]
+    assert coordinator.schedule(good).fetch() == 1
+    assert coordinator.metrics()["stores_moved"] == 1
+    assert "failovers" not in coordinator.metrics()
+
+
+def _closes(task):
+    closed, handle = [], task.handle
+
+    def heard(message):
+        if isinstance(message, CloseSession):
+            closed.append(message)
+        return handle(message)
+
+    task.handle = heard
+    return closed
+
+
+def test_what_is_no_new_parameter_server_is_not_added(world):
+    servers = connected(world)
+    for address in ("nowhere", "h:0", 7, ""):
+        with pytest.raises(ValueError, match="expected HOST:PORT of a ps"):
+            servers.add(address)
+    with pytest.raises(AlreadyExistsError, match="ps1:1 is a ps of the cluster"):
+        servers.add("ps1:1")
+    with pytest.raises(InvalidArgumentError, match="worker0:1 is worker 0"):
+        servers.add("worker0:1")
+    with pytest.raises(AlreadyExistsError, match="ps 1 is the one at ps1:1"):
+        servers.add("ps2:1", index=1)
+    with pytest.raises(InvalidArgumentError, match="expected a number"):
+        servers.add("ps2:1", index=-1)
+    with pytest.raises(InvalidArgumentError, match="expected a finite number"):
+        servers.add("ps2:1", timeout=float("nan"))
+    world.tasks["alias:1"] = world.ps[1]
+    with pytest.raises(AlreadyExistsError, match=r"the process of /job:ps/task:1"):
+        servers.add("alias:1")
+    third = world.newcomer(2)
+    third.busy = True
+    with pytest.raises(BusyError, match="ps:2 is taken"):
+        servers.add("ps2:1")
+    third.busy, third.alive = False, False
+    with pytest.raises(DeadlineExceededError):
+        servers.add("ps2:1", timeout=0.1)
+    assert servers.addresses == {0: "ps0:1", 1: "ps1:1"}
+    third.alive = True
+    assert servers.add("ps2:1") == 2
+
+
+def test_who_cannot_be_drained_is_named(world):
+    servers = connected(world)
+    with pytest.raises(NotFoundError, match="is no ps of the cluster, which has ps0"):
+        servers.drain("ps7:1")
+    with pytest.raises(NotFoundError, match=r"strategy\.workers\.remove"):
+        servers.drain("worker0:1")
+    servers.drain("ps0:1")
+    with pytest.raises(NotFoundError, match="was drained before"):
+        servers.drain("ps0:1")
+    with pytest.raises(InvalidArgumentError, match="0 other ps are there, and 1 have"):
+        servers.drain("ps1:1")
+    assert servers.add("ps0:1") == 0  # with the number that it had
+    servers.drain("ps1:1")
+    assert served(world) == ["/job:ps/task:0"] * 2
+
+
+def test_a_session_that_others_may_go_on_with_stays_where_it_is(world):
+    servers = connected(world, resume="run")
+    for change in (lambda: servers.add("ps2:1"), lambda: servers.drain("ps0:1")):
+        with pytest.raises(InvalidArgumentError, match="leave out resume="):
+            change()
+
+
+def test_who_does_not_take_a_store_is_passed_over(world):
+    servers, third = connected(world), world.newcomer(2)
+    third.refuses = (HostStore,)
+    servers.add("ps2:1")
+    servers.drain("ps0:1")
+    assert served(world) == ["/job:ps/task:1"] * 2
+
+
+@pytest.mark.parametrize("refused", [HostStore, PromoteBackup])
+def test_a_store_that_nobody_takes_stays(world, refused, caplog):
+    servers, coordinator = connected(world), world.coordinator()
+    first, second = world.ps
+    if refused is HostStore:
+        second.refuses = (HostStore,)
+    else:
+        world.refusing = (PromoteBackup,)
+    with pytest.raises(
+        UnavailableError, match=r"takes the store .* no memory; it stays"
+    ):
+        servers.drain("ps0:1")
+    assert servers.addresses == {0: "ps0:1", 1: "ps1:1"}
+    assert served(world)[0] == "/job:ps/task:0"
+    assert coordinator.schedule(good).fetch() == 1
+    assert (DetachBackup in kinds(first)) == (refused is PromoteBackup)
+    second.refuses = world.refusing = ()
+    servers.drain("ps0:1")
+    assert served(world) == ["/job:ps/task:1"] * 2
+    assert "no memory" in caplog.text
+
+
+def test_a_move_that_takes_too_long_is_undone(world):
+    servers = connected(world)
+    first, second = world.ps
+    first.is_slow = True
+    with pytest.raises(DeadlineExceededError, match=r"left after 0\.1 s.*: store 0;"):
+        servers.drain("ps0:1", timeout=0.1)
+    world.until(lambda: 0 in drops(second))
+    assert kinds(first) == [AttachBackup, DetachBackup]
+    assert served(world)[0] == "/job:ps/task:0"
+    assert not world.moves()
+
+
+def test_one_change_at_a_time_and_none_twice(world):
+    servers, _ = connected(world), world.newcomer(2)
+    world.ps[0].is_slow = True
+
+    async def change():
+        draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
+        await asyncio.to_thread(world.until, lambda: AttachBackup in kinds(world.ps[0]))
+        with pytest.raises(BusyError, match="is being drained already"):
+            await servers.drain_async("ps0:1")
+        adding = asyncio.ensure_future(servers.add_async("ps2:1"))
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+        return await adding
+
+    assert asyncio.run(change()) == 2
+    assert servers.addresses == {0: "ps0:1", 1: "ps1:1", 2: "ps2:1"}
+    assert served(world) == ["/job:ps/task:0", "/job:ps/task:1"]
+
+
+def test_a_source_that_is_lost_is_lost_as_without_moves(world):
+    servers, coordinator = connected(world), world.coordinator()
+    world.ps[0].is_slow = True
+
+    async def lost():
+        draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
+        await asyncio.to_thread(world.until, lambda: AttachBackup in kinds(world.ps[0]))
+        world.on_loop(world.ps[0].kill)
+        with pytest.raises(PSUnavailableError, match="task:0"):
+            await draining
+
+    asyncio.run(lost())
+    world.until(lambda: world.session.cluster.broken is not None)
+    with pytest.raises(PSUnavailableError, match="task:0"):
+        coordinator.schedule(good)
+    with pytest.raises(PSUnavailableError):
+        servers.drain("ps1:1")
+    world.on_loop(world.ps[0].come_back, same=True)
+    world.until(lambda: world.session.cluster.broken is None)
+    assert coordinator.schedule(good).fetch() == 1
+
+
+def test_stores_are_dealt_out_and_levelled(world):
+    servers, third = connected(world, stores_per_ps=3), world.newcomer(2)
+    hosted = [[copy.index for copy in task.copies] for task in world.ps]
+    assert hosted == [[2, 4], [3, 5], []]
+    opened = world.workers[0].sessions[-1]
+    assert (opened.ps[:2], len(set(opened.ps))) == (["ps0:1", "ps1:1"], 6)
+    servers.add("ps2:1")
+    counts = [served(world).count(f"/job:ps/task:{number}") for number in range(3)]
+    assert counts == [2, 2, 2]
+    assert sorted(index for index, _ in world.moves()) == [4, 5]
+    servers.drain("ps1:1")
+    assert "/job:ps/task:1" not in served(world)
+    assert len(third.copies) == 3
+
+
+def test_second_copies_are_elsewhere_before_a_server_goes(world):
+    servers, coordinator = connected(world, replicas=1), world.coordinator()
+    with pytest.raises(InvalidArgumentError, match="1 other ps are there, and 2 have"):
+        servers.drain("ps0:1")
+    world.newcomer(2)
+    servers.add("ps2:1")
+    servers.drain("ps0:1")
+    stores = coordinator.metrics()["stores"]
+    assert [store["process"] for store in stores] == ["/job:ps/task:1"] * 2
+    assert [store["backup"] for store in stores] == ["/job:ps/task:2"] * 2
+    assert (world.paired(), world.numbers_of["failovers"]) == (True, 0)
+    world.on_loop(world.ps[1].kill)
+    world.until(lambda: all(store.primary.process == 2 for store in places(world)))
+    assert coordinator.schedule(good).fetch() == 1
+
+
+def places(world):
+    return world.replication.placement.stores
+
+
+SERVING = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+@given(SERVING, st.sets(st.integers(0, 4), min_size=1))
+def test_levelling_moves_as_few_stores_as_can_be(serving, processes):
+    moves = levelled(serving, processes)
+    after = list(serving)
+    for store, target in moves:
+        assert (after[store] in processes, target in processes) == (True, True)
+        after[store] = target
+    counts = sorted(after.count(process) for process in processes)
+    assert counts[-1] - counts[0] <= 1
+    # Who serves more than his share gives the rest away, and no store moves twice.
+    before = sorted(serving.count(process) for process in processes)
+    assert len({store for store, _ in moves}) == len(moves)
+    assert len(moves) == sum(max(0, b - a) for b, a in zip(before, counts, strict=True))
+
+
+@given(SERVING, st.sets(st.integers(0, 4), min_size=1), st.data())
+def test_a_process_that_leaves_has_nothing_left(serving, others, data):
+    process = data.draw(st.sampled_from(serving))
+    others = others - {process} or {5}
+    backups = data.draw(
+        st.dictionaries(st.integers(0, len(serving) - 1), st.integers(0, 4))
+    )
+    moves = leaving(serving, backups, process, others)
+    assert [store for store, _ in moves] == [
+        store for store, at in enumerate(serving) if at == process
+    ]
+    for store, target in moves:
+        assert target in others
+        assert backups.get(store) not in others or target == backups[store]

@@ -1,0 +1,350 @@
+"""The time line of a run of fakes: what is asked of the tasks, what becomes of it, and
+what does not become of training if something goes wrong with it."""
+
+import json
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+import zstrat as zs
+from zstrat.coordinator import AsyncClusterCoordinator
+from zstrat.telemetry import Phase, PhaseSpan
+from zstrat.wire import AskClock, EndCapture
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "line.json"
+
+
+def read(place):
+    return json.loads(place.read_text("utf-8"))
+
+
+def spans_in(trace):
+    """By task and row, ``(name, ts, end, step)`` in microseconds."""
+    events = trace["traceEvents"]
+    tasks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    rows = {
+        (e["pid"], e["tid"]): (tasks[e["pid"]], e["args"]["name"])
+        for e in events
+        if e["name"] == "thread_name"
+    }
+    found = {}
+    for e in events:
+        if e["ph"] == "X":
+            span = e["name"], e["ts"], e["ts"] + e["dur"], e["args"].get("step")
+            found.setdefault(rows[e["pid"], e["tid"]], []).append(span)
+    return found
+
+
+def arrows_in(trace):
+    """Pairs of names of spans with their step."""
+    events = trace["traceEvents"]
+    spans = {
+        (e["pid"], e["tid"], e["ts"]): (e["name"], e["args"].get("step"))
+        for e in events
+        if e["ph"] == "X"
+    }
+    ends = {"s": {}, "f": {}}
+    for e in events:
+        if e["ph"] in ends:
+            ends[e["ph"]][e["id"]] = spans[e["pid"], e["tid"], e["ts"]]
+    return {(ends["s"][number], ends["f"][number]) for number in ends["s"]}
+
+
+def curve_in(trace, name):
+    events = trace["traceEvents"]
+    return [e["args"]["count"] for e in events if e["ph"] == "C" and e["name"] == name]
+
+
+def note_step(world, step):
+    """The first worker has run the step, and the ps has applied it, just now; a
+    microsecond for each, so that none overlaps with that of another step."""
+    worker, ps = world.workers[0], world.ps[0]
+    now, there = worker.now + 1e-5 * step, ps.now + 1e-5 * step
+    worker.spans += [
+        PhaseSpan(step, Phase.COMPUTE, now, now + 1e-6),
+        PhaseSpan(step, Phase.PUSH, now + 1e-6, now + 4e-6),
+    ]
+    ps.spans.append(PhaseSpan(step, Phase.APPLY, there + 2e-6, there + 3e-6))
+
+
+def test_all_tasks_are_shown_on_the_clock_of_the_program(make_world, place):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator(closures_in_flight=3)
+    world.workers[0].ahead, world.ps[0].ahead = 1000.0, -400.0
+    with coordinator.profile(place) as profile:
+        world.on_loop(world.hold)
+        values = [coordinator.schedule(good) for _ in range(3)]
+        world.until(lambda: world.running == 3)
+        for step in (1, 2, 3):
+            world.on_loop(note_step, world, step)
+        world.on_loop(world.release)
+        coordinator.join()
+    assert values[-1].fetch() == 1
+    assert profile.problem == ""
+    trace = read(place)
+    assert trace["otherData"] == profile.about
+    assert profile.about["steps that ended"] == 3
+    assert profile.about["ended by"] == "the end of the block"
+    spans = spans_in(trace)
+    for row, names in {
+        ("program", "schedule"): {("schedule", 1), ("schedule", 2), ("schedule", 3)},
+        ("worker:0", "compute"): {("compute", 1), ("compute", 2), ("compute", 3)},
+        ("ps:0", "apply"): {("apply", 1), ("apply", 2), ("apply", 3)},
+    }.items():
+        assert {(name, step) for name, *_, step in spans[row]} == names
+    assert {name for name, *_ in spans["program", "dispatch"]} == {"to worker:0"}
+    # Had the clocks been taken as they are, these were minutes apart.
+    whole = profile.about["seconds"] * 1e6 + 5e3
+    for row in spans.values():
+        assert all(-1 <= begin <= end <= whole for _, begin, end, _ in row)
+    assert arrows_in(trace) == {
+        pair
+        for n in (1, 2, 3)
+        for pair in (
+            (("schedule", n), ("compute", n)),
+            (("compute", n), ("push", n)),
+            (("push", n), ("apply", n)),
+        )
+    }
+    assert curve_in(trace, "closures that wait")[-1] == 0
+    assert curve_in(trace, "closures at workers")[-1] == 0
+    assert max(curve_in(trace, "closures at workers")) == 3
+
+
+def test_it_says_how_far_each_clock_may_be_wrong(make_world, place):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    world.workers[0].ahead = 5.0
+    with coordinator.profile(place) as profile:
+        pass
+    words = profile.about["worker:0: clock"].split()
+    offset, error = float(words[0]), float(words[7])
+    assert 0 < error < 60e3
+    assert abs(offset - 5000.0) <= error
+    assert float(profile.about["ps:0: clock"].split()[0]) < 60e3
+
+
+def train_on(world, coordinator):
+    """Until the time line has ended by itself."""
+    while world.session.cluster.timeline is not None:
+        coordinator.schedule(good).fetch()
+
+
+def test_it_ends_by_itself_after_so_many_steps(make_world, place):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    with coordinator.profile(place, steps=2) as profile:
+        for _ in range(2):
+            coordinator.schedule(good).fetch()
+        train_on(world, coordinator)
+    assert profile.about["ended by"] == "2 steps"
+    assert profile.about["steps that ended"] == 2
+    schedules = spans_in(read(place))["program", "schedule"]
+    assert [step for *_, step in schedules] == [1, 2]
+
+
+def test_it_ends_by_itself_after_so_many_seconds(make_world, place):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    with coordinator.profile(place, seconds=0.001) as profile:
+        train_on(world, coordinator)
+    assert profile.about["ended by"] == "0.001 seconds"
+    assert world.workers[0].capturing[0].seconds > 0.001
+
+
+def test_what_tasks_keep_is_bounded_and_a_cut_is_told(make_world, place, caplog):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    with coordinator.profile(place, max_bytes=3 * 200 * 2) as profile:
+        for _ in range(3):
+            coordinator.schedule(good).fetch()
+    assert world.workers[0].capturing[0].spans == 2
+    assert [step for *_, step in spans_in(read(place))["program", "schedule"]] == [1, 2]
+    assert "no room" in profile.about["program: cut"]
+    assert "program: cut" in caplog.text
+
+
+def test_a_worker_killed_in_the_middle_is_named_and_all_others_are_there(
+    make_world, place, caplog
+):
+    world = make_world(ps=1, workers=2)
+    coordinator = world.coordinator()
+    with coordinator.profile(place) as profile:
+        world.on_loop(note_step, world, 1)
+        world.on_loop(world.workers[1].kill)
+        coordinator.schedule(good).fetch()
+    assert profile.problem == ""
+    assert "was lost meanwhile" in profile.about["worker:1: missing"]
+    assert "worker:1: missing" in caplog.text
+    spans = spans_in(read(place))
+    assert ("worker:0", "compute") in spans
+    assert not any(task == "worker:1" for task, _ in spans)
+
+
+def test_a_worker_that_was_started_again_has_forgotten(make_world, place):
+    world = make_world(ps=1, workers=2)
+    coordinator = world.coordinator()
+    with coordinator.profile(place) as profile:
+        world.on_loop(world.workers[1].kill)
+        world.on_loop(world.workers[1].come_back)
+        coordinator.schedule(good).fetch()
+        task = world.session.cluster.workers[1]
+        world.until(lambda: task.is_ready)
+    assert "started again" in profile.about["worker:1: missing"]
+
+
+def test_a_task_that_does_not_say_what_it_has_noted_is_named(make_world, place):
+    world = make_world(ps=1, workers=2)
+    coordinator = world.coordinator()
+    world.workers[0].refuses = (AskClock,)
+    world.workers[1].refuses = (EndCapture,)
+    with coordinator.profile(place) as profile:
+        pass
+    assert "did not begin: worker:0 is busy" in profile.about["worker:0: missing"]
+    assert "did not tell all of it: worker:1" in profile.about["worker:1: missing"]
+    assert "ps:0: missing" not in profile.about
+
+
+def test_one_at_a_time(make_world, place, tmp_path):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    with coordinator.profile(place) as first:
+        with pytest.raises(RuntimeError, match="taken already"):
+            coordinator.profile(tmp_path / "second.json").__enter__()
+        with pytest.raises(RuntimeError, match="make another one"):
+            first.__enter__()
+    assert place.exists()
+    with coordinator.profile(tmp_path / "third.json"):
+        pass
+
+
+def test_a_place_where_no_file_can_be_is_refused_before_any_task_is_asked(
+    make_world, tmp_path
+):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    with pytest.raises(ValueError, match=r"\*\.json, \*\.json\.gz, \*\.pftrace"):
+        coordinator.profile(tmp_path / "line.png").__enter__()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        coordinator.profile(tmp_path / "file" / "line.json").__enter__()
+    assert world.workers[0].capturing == []
+
+
+@pytest.mark.parametrize("bound", ["steps", "seconds", "max_bytes"])
+def test_a_bound_of_nothing_is_refused(make_world, place, bound):
+    coordinator = make_world(ps=1, workers=1).coordinator()
+    with pytest.raises(ValueError, match=f"{bound}=0: expected more than 0"):
+        coordinator.profile(place, **{bound: 0})
+
+
+def test_a_file_that_cannot_be_written_in_the_end_costs_nothing_but_the_picture(
+    make_world, place, caplog
+):
+    coordinator = make_world(ps=1, workers=1).coordinator()
+    with coordinator.profile(place) as profile:
+        value = coordinator.schedule(good)
+        coordinator.join()
+        place.mkdir()
+    assert value.fetch() == 1
+    assert "line.json" in profile.problem
+    assert [r.levelname for r in caplog.records if "not written" in r.message] == [
+        logging.getLevelName(logging.ERROR)
+    ]
+    assert list(place.parent.iterdir()) == [place]
+
+
+def test_an_error_of_the_block_is_raised_and_what_came_before_it_is_written(
+    make_world, place
+):
+    coordinator = make_world(ps=1, workers=1).coordinator()
+
+    def block():
+        with coordinator.profile(place):
+            coordinator.schedule(good).fetch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        block()
+    assert ("program", "schedule") in spans_in(read(place))
+
+
+def test_a_session_that_is_closed_in_the_block_is_shown_until_then(make_world, place):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    with coordinator.profile(place) as profile:
+        coordinator.schedule(good).fetch()
+        world.on_loop(note_step, world, 1)
+        world.session.close()
+    assert profile.problem == ""
+    assert ("worker:0", "compute") in spans_in(read(place))
+
+
+async def test_the_awaited_one(make_world, place):
+    world = make_world(ps=1, workers=1)
+    world.coordinator()
+    coordinator = AsyncClusterCoordinator(world.strategy)
+    async with coordinator.profile(place, steps=1) as profile:
+        value = await coordinator.schedule(good)
+        assert await value == 1
+    assert profile.about["steps that ended"] == 1
+    assert ("program", "schedule") in spans_in(read(place))
+
+
+def test_without_a_coordinator_it_says_what_to_make(place):
+    with pytest.raises(RuntimeError, match=r"make zs\.ClusterCoordinator\(strategy\)"):
+        zs.profile(place).__enter__()
+
+
+def test_it_finds_the_only_coordinator_of_the_program(make_world, place):
+    world = make_world(ps=1, workers=1)
+    world.connect()
+    with pytest.raises(RuntimeError, match=r"jax\.profiler\.trace"):
+        zs.profile(place).__enter__()
+    coordinator = world.coordinator()
+    with zs.profile(place) as profile:
+        coordinator.schedule(good).fetch()
+    assert profile.about["steps that ended"] == 1
+
+
+def test_of_several_coordinators_one_has_to_be_named(make_world, place):
+    worlds = [make_world(ps=1, workers=1) for _ in range(2)]
+    for number, world in enumerate(worlds):
+        world.spec = renamed(world, number)
+    coordinators = [world.coordinator() for world in worlds]
+    with pytest.raises(RuntimeError, match="2 coordinators"):
+        zs.profile(place).__enter__()
+    with coordinators[1].profile(place) as profile:
+        coordinators[1].schedule(good).fetch()
+    assert profile.about["steps that ended"] == 1
+
+
+def renamed(world, number):
+    """The spec with addresses of its own: the same ones would be one cluster."""
+    world.tasks = {f"w{number}-{address}": t for address, t in world.tasks.items()}
+    jobs = {job: [] for job in ("ps", "worker")}
+    for address, task in world.tasks.items():
+        jobs[task.job].append(address)
+    return zs.ClusterSpec(jobs)
+
+
+def test_it_is_refused_in_a_step(make_world, place):
+    coordinator = make_world(ps=1, workers=1).coordinator()
+
+    @zs.function
+    def step():
+        with zs.profile(place):
+            return jnp.float32(1)
+
+    with pytest.raises(RuntimeError, match="used in a step function"):
+        coordinator.schedule(step)
+    assert not place.exists()

@@ -1,0 +1,48 @@
+"""A cluster as an observer sees it, in the form of a program's metrics."""
+
+from __future__ import annotations
+
+from zstrat.launch import ObservedRun, TaskStatus
+from zstrat.telemetry import Windowed
+
+
+def worker(problem="", steps=0.0):
+    waited = Windowed()
+    waited.add_many([0.25, 0.25], 0.0)
+    values = {"rates": {"steps": steps}, "phases": {"draw": waited.plain(0.0)}}
+    return TaskStatus(
+        "worker:0", "node7:5000", problem, values={} if problem else values
+    )
+
+
+def metrics(run):
+    return run.statistics()["coordinator"]
+
+
+def test_tasks_tell_what_a_program_would():
+    run = ObservedRun(None)
+    assert metrics(run)["tasks"] == {}
+    run.take([TaskStatus("ps:0", "node6:5000"), worker(steps=7.5)])
+    told = metrics(run)
+    assert (told["steps_per_s"], run.readiness()) == (7.5, "")
+    assert told["tasks"]["worker:0"]["phases"]["draw"]["mean"] == 0.25
+    assert [each["state"] for each in told["tasks"].values()] == ["open", "open"]
+    assert [line[2:] for line in told["logs"]] == [
+        ["INFO", "ps:0 is open: node6:5000"],
+        ["INFO", "worker:0 is open: node7:5000"],
+    ]
+
+
+def test_who_does_not_answer_is_lost_and_says_why():
+    run = ObservedRun(None)
+    run.take([worker()])
+    for _ in range(3):
+        run.take([worker("silent for 5 s")])
+    told = metrics(run)
+    task = told["tasks"]["worker:0"]
+    assert (task["state"], task["last_error"]) == ("lost", "silent for 5 s")
+    assert run.readiness() == "no answer from worker:0"
+    # Once, and not each second.
+    assert [line[2] for line in told["logs"]] == ["INFO", "ERROR"]
+    run.take([worker()])
+    assert metrics(run)["tasks"]["worker:0"]["state"] == "open"

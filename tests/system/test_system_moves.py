@@ -1,0 +1,175 @@
+"""Parameter servers are added, drained and killed while a program counts its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import InvalidArgumentError, NotFoundError, PSUnavailableError
+from zstrat.testing import leak_check
+
+pytestmark = pytest.mark.processes
+
+SLOTS = 600
+PATIENCE = 120.0
+SETTINGS = Settings(timeouts=Timeouts(reconnect=0.5))
+
+
+@contextlib.contextmanager
+def when(words, act=None):
+    """``act`` is called once, on the thread that logs these words; waits at the end of
+    the block until it was."""
+    heard = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if words in record.getMessage() and not heard.is_set():
+                if act is not None:
+                    act()
+                heard.set()
+
+    listener, log = Listener(), logging.getLogger("zstrat.coordinator")
+    log.addHandler(listener)
+    try:
+        yield
+        assert heard.wait(PATIENCE), words
+    finally:
+        log.removeHandler(listener)
+
+
+class Training:
+    """Steps that leave a trace of each run in each store, and own updates."""
+
+    def __init__(self, strategy):
+        self.coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            counts = [zs.Variable(np.zeros(SLOTS, "f4"), name=name) for name in "ab"]
+            rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
+            adagrad = zs.Optimizer(optax.adagrad(0.5, initial_accumulator_value=0.0))
+            self.own = zs.Variable(0.0, name="own")
+        self.counts, self.rows, self.step, self.owns = counts, rows, 0, 0
+        self.checkpoint = zs.Checkpoint(
+            counts=counts, rows=rows, adagrad=adagrad, own=self.own
+        )
+
+        @zs.function
+        def bump(i):
+            for count in counts:
+                count.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
+            looked_up = zs.grad(lambda t: jnp.sum(zs.embedding_lookup(t, i[None])))
+            adagrad.apply_gradients([(looked_up(rows), rows)])
+            return i
+
+        self._bump = bump
+
+    def during(self, work, steps=10):
+        """Trains until the work has ended, and some steps more; returns its outcome."""
+        with ThreadPoolExecutor(1) as pool:
+            working = pool.submit(work)
+            while not working.done():
+                self.train(steps)
+            self.train(steps)
+            return working
+
+    def train(self, count):
+        for i in range(self.step, self.step + count):
+            self.coordinator.schedule(self._bump, args=(np.int32(i % SLOTS),))
+        self.own.assign_add(1.0)
+        self.step, self.owns = self.step + count, self.owns + 1
+        self.coordinator.join()
+
+    def check(self):
+        """Each step has had its effect once."""
+        runs, rest = divmod(self.step, SLOTS)
+        want = (runs + (np.arange(SLOTS) < rest)).astype("f4")
+        for count in self.counts:
+            np.testing.assert_array_equal(count, want)
+        # The n-th gradient of 1 moves a row by 0.5 / sqrt(n).
+        moved = 1.0 - 0.5 * np.cumsum(np.r_[0.0, 1 / np.sqrt(np.arange(1, 2e4))])
+        np.testing.assert_allclose(
+            self.rows, np.tile(moved[want.astype(int)][:, None], 2), rtol=1e-4
+        )
+        assert float(self.own) == self.owns
+
+
+def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "zstrat.coordinator")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(leak_check())
+        cluster = stack.enter_context(zs.LocalCluster(3, 1, lane="tcp"))
+        at = [cluster.spec.task_address("ps", index) for index in range(3)]
+        worker = cluster.spec.task_address("worker", 0)
+        spec = zs.ClusterSpec({"ps": at[:2], "worker": [worker]})
+        strategy = stack.enter_context(
+            zs.ParameterServerStrategy(
+                zs.cluster_resolver.SimpleClusterResolver(spec),
+                on_ps_loss="restore",
+                settings=SETTINGS,
+            )
+        )
+        training, servers = Training(strategy), strategy.parameter_servers
+        training.train(20)
+        with pytest.raises(InvalidArgumentError, match="is worker 0"):
+            servers.add(worker)
+        with pytest.raises(NotFoundError, match=r"strategy\.workers\.remove"):
+            servers.drain(worker)
+
+        # The newcomer is killed when the first store is on its way there.
+        assert training.during(lambda: servers.add(at[2])).result() == 2
+        with when("copied to the process of /job:ps/task:2", lambda: kill(cluster, 2)):
+            training.during(lambda: servers.drain(at[0])).result()
+        assert servers.addresses == {1: at[1], 2: at[2]}
+        assert _processes(training) == ["/job:ps/task:1"] * 2
+        training.check()
+
+        # All of it moves, while a checkpoint is saved.
+        with when(f"/job:ps/task:2 at {at[2]} is back"):
+            cluster.restart("ps:2")
+        saving = ThreadPoolExecutor(1)
+        stack.enter_context(saving)
+        saved = saving.submit(training.checkpoint.save, tmp_path / "first")
+        training.during(lambda: servers.drain(at[1])).result()
+        saved.result()
+        assert _processes(training) == ["/job:ps/task:2"] * 2
+        cluster.kill("ps:1")
+        with pytest.raises(InvalidArgumentError, match="add one first"):
+            servers.drain(at[2])
+        with pytest.raises(NotFoundError, match="was drained before"):
+            servers.drain(at[1])
+        training.check()
+        assert training.coordinator.metrics()["stores_moved"] == 3
+        assert training.coordinator.metrics()["ps_restores"] == 0
+
+        # The source is killed in the middle: what follows is what on_ps_loss says.
+        assert servers.add(at[0]) == 0  # which has served nobody meanwhile
+        training.checkpoint.save(tmp_path / "second")
+        with (
+            when("copied to the process of /job:ps/task:0", lambda: kill(cluster, 2)),
+            pytest.raises(PSUnavailableError, match="task:"),
+        ):
+            servers.drain(at[2])
+        cluster.restart("ps:2")
+        training.train(20)
+        training.check()
+        assert training.coordinator.metrics()["ps_restores"] == 1
+        training.during(lambda: servers.drain(at[2])).result()
+        cluster.kill("ps:2")
+        training.check()
+
+
+def kill(cluster, index):
+    cluster.kill(f"ps:{index}")
+
+
+def _processes(training):
+    return [store["process"] for store in training.coordinator.metrics()["stores"]]

@@ -1,0 +1,178 @@
+"""What holds a run up: each bottleneck on purpose, in the numbers that tasks tell."""
+
+import pytest
+
+from zstrat.telemetry import Histogram, TaskTold, Unit, limits, over, report
+
+
+def worker(draw=0.0, compute=0.0, pull=0.0, idle=0.0, **more):
+    time = {"draw": draw, "compute": compute, "pull": pull, "idle": idle}
+    return {"state": "open", "time": time, "steps_per_s": 10.0, **more}
+
+
+def server(out=0.0, into=0.0, busy=0.0, pulls=0.0):
+    return {
+        "state": "open",
+        "busy": busy,
+        "bytes_out_per_s": out,
+        "bytes_in_per_s": into,
+        "pulls_per_s": pulls,
+    }
+
+
+def worst(staleness=None, queued=0, **tasks):
+    """Of a run of these tasks: ``worker_0`` is worker:0."""
+    named = {name.replace("_", ":"): task for name, task in tasks.items()}
+    metrics = {"tasks": named, "staleness": staleness or {}, "queued_closures": queued}
+    found = limits(metrics)
+    assert [each.share for each in found] == sorted(
+        [each.share for each in found], reverse=True
+    )
+    return found[0] if found else None
+
+
+def test_a_run_that_nothing_holds_up_has_no_limit():
+    balanced = worker(draw=0.25, compute=0.25, pull=0.25, idle=0.25)
+    assert worst(worker_0=balanced, ps_0=server(out=1e6), ps_1=server(out=1e6)) is None
+    assert limits({}) == []
+
+
+def test_compute():
+    found = worst(worker_0=worker(compute=0.97), ps_0=server())
+    assert (found.task, found.what, found.share) == ("worker:0", "compute", 0.97)
+    assert "97 % of its time" in found.words
+    assert "add workers" in found.advice
+
+
+def test_the_network_of_one_of_two_parameter_servers():
+    slow = worker(pull=0.8, slow_pulls={"ps:0": 0.1, "ps:1": 0.7})
+    found = worst(
+        worker_0=slow,
+        ps_0=server(out=50e6, pulls=10.0),
+        ps_1=server(out=50e6, pulls=10.0),
+    )
+    assert (found.task, found.what) == ("worker:0", "pull of ps:1")
+    assert "ps:1 sends 48 MiB/s" in found.words
+    assert "pull fewer bytes" in found.advice
+
+
+def test_the_way_to_a_parameter_server_that_sends_little():
+    slow = worker(pull=0.9, slow_pulls={"ps:0": 0.9})
+    found = worst(worker_0=slow, ps_0=server(out=1000.0, pulls=100.0))
+    assert found.what == "pull of ps:0"
+    assert "an answer has 10 B" in found.words
+    assert "ZSTRAT_PREFETCH" in found.advice
+
+
+def test_a_parameter_server_that_is_busy_applying():
+    slow = worker(pull=0.7, slow_pulls={"ps:0": 0.7})
+    metrics = {"tasks": {"worker:0": slow, "ps:0": server(busy=0.9, out=1e6)}}
+    push, pull = limits(metrics)
+    assert (push.task, push.what, push.share) == ("ps:0", "push", 0.9)
+    assert pull.what == "pull of ps:0"
+    assert "applies updates for 90 %" in pull.words
+    assert "partitioner" in pull.advice
+
+
+def test_the_dataset_of_one_of_four_workers():
+    quick = worker(compute=0.25, pull=0.25)
+    found = worst(
+        worker_0=quick,
+        worker_1=quick,
+        worker_2=quick,
+        worker_3=worker(draw=0.81, phases={"draw": {"p50": 0.2}}),
+        ps_0=server(),
+    )
+    assert (found.task, found.what, found.share) == ("worker:3", "draw", 0.81)
+    assert "draw is 81 % of its time" in found.words
+    assert "prefetch" in found.advice
+    assert found.numbers["draw_p50"] == 0.2
+
+
+def test_a_program_that_does_not_schedule_enough():
+    found = worst(worker_0=worker(idle=0.7, compute=0.2), ps_0=server())
+    assert (found.task, found.what, found.share) == ("worker:0", "queue", 0.7)
+    assert "has nothing to do for 70 %" in found.words
+    assert "schedule more steps" in found.advice
+
+
+def test_workers_that_get_too_little_of_what_waits():
+    found = worst(worker_0=worker(idle=0.7), ps_0=server(), queued=500)
+    assert found.what == "queue"
+    assert "500 closures wait in the program" in found.words
+    assert "closures_in_flight" in found.advice
+
+
+def test_steps_that_compute_from_old_values():
+    four = {f"worker_{n}": worker(compute=0.2) for n in range(4)}
+    usual = {"p50": 7.0, "p99": 9.0}
+    assert worst(staleness=usual, ps_0=server(), **four) is None
+    found = worst(staleness={"p50": 28.0, "p99": 40.0}, ps_0=server(), **four)
+    assert (found.what, found.share) == ("stale", 0.75)
+    assert "28 versions old" in found.words
+    assert "4 workers make about 7 by themselves" in found.words
+
+
+def test_bytes_that_lie_on_one_of_two_parameter_servers():
+    slow = worker(pull=0.8, slow_pulls={"ps:1": 0.8})
+    metrics = {
+        "tasks": {
+            "worker:0": slow,
+            "ps:0": server(out=1e6),
+            "ps:1": server(out=80e6, into=19e6),
+        }
+    }
+    pull, imbalance = limits(metrics)
+    assert pull.what == "pull of ps:1"
+    assert (imbalance.task, imbalance.what) == ("ps:1", "imbalance")
+    assert imbalance.share == pytest.approx(0.8 * 0.99)
+    assert "99 % of the bytes of all 2" in imbalance.words
+    assert "variable_partitioner" in imbalance.advice
+
+
+def test_an_imbalance_that_nobody_waits_for_is_no_more_than_a_remark():
+    metrics = {
+        "tasks": {
+            "worker:0": worker(compute=0.9, pull=0.05),
+            "ps:0": server(out=1e6),
+            "ps:1": server(out=99e6),
+        }
+    }
+    compute, imbalance = limits(metrics)
+    assert compute.what == "compute"
+    assert (imbalance.what, imbalance.share) == ("imbalance", pytest.approx(0.0495))
+
+
+def told(pull, seconds, versions, memory):
+    times, stale = Histogram(), Histogram(Unit.COUNTS)
+    times.add_many(seconds)
+    stale.add_many(versions)
+    return {
+        "phases": {"pull": {"recent": times.plain(), "total": times.plain()}},
+        "staleness": {"ps:0": {"recent": stale.plain()}},
+        "rates": {"steps": 10.0 * len(seconds)},
+        "time": {"pull": pull},
+        "gauges": {"memory": memory},
+    }
+
+
+def test_several_looks_at_a_task_are_one_of_all_that_time():
+    looks = [
+        TaskTold("open", "a:1", "", told(0.2, [0.25, 0.25], [1], memory=100)),
+        TaskTold("lost", "a:1", "no answer"),  # which says nothing about its steps
+        TaskTold("open", "a:2", "", told(0.6, [4.0, 4.0], [1, 3], memory=300)),
+    ]
+    task = report({"worker:0": over(looks)})["tasks"]["worker:0"]
+    assert (task["state"], task["address"], task["memory"]) == ("open", "a:2", 300)
+    assert task["steps_per_s"] == 20.0
+    assert task["time"] == {"pull": pytest.approx(0.4)}
+    pulls = task["phases"]["pull"]
+    assert (pulls["count"], pulls["mean"], pulls["max"]) == (4, 2.125, 4.0)
+    assert task["staleness"]["ps:0"]["count"] == 3
+
+
+def test_a_task_that_was_never_reached_is_as_it_was_last_seen():
+    gone = TaskTold("lost", "a:1", "no answer")
+    assert over([gone, gone]) == gone
+    with pytest.raises(ValueError, match="no look"):
+        over([])

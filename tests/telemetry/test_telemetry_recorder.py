@@ -1,0 +1,143 @@
+"""What a recorder makes of the times of steps: phases, rates, shares, captures."""
+
+from __future__ import annotations
+
+import pytest
+
+from zstrat.telemetry import (
+    PS_PHASES,
+    WORKER_PHASES,
+    Histogram,
+    Phase,
+    PhaseSpan,
+    Rate,
+    Recorder,
+    SpanCapture,
+    StepTimes,
+    TimeShares,
+)
+
+
+def full(number, at=0.0):
+    """It waits 1 s, is drawn in 2, pulled for 3, and runs for 4."""
+    at = float(at)
+    return (number, at, at + 3, 4.0, at + 10, 2.0, at + 3, at + 6, 3.0, 32)
+
+
+def recent(plain, phase):
+    return Histogram.from_plain(plain["phases"][phase]["recent"])
+
+
+def test_each_phase_is_what_the_times_say():
+    recorder = Recorder(WORKER_PHASES)
+    recorder.ran(StepTimes(full=[*full(1), *full(2, 1)]), 11.0)
+    recorder.spent(Phase.PUSH, 1, 10.0, 15.0)
+    plain = recorder.plain(15.5)
+    took = {phase: recent(plain, phase).summary() for phase in WORKER_PHASES}
+    wanted = {"wait": 1.0, "draw": 2.0, "pull": 3.0, "compute": 4.0, "push": 5.0}
+    assert {phase: each["mean"] for phase, each in took.items()} == wanted
+    assert {phase: each["max"] for phase, each in took.items()} == wanted
+    counts = {phase: each["count"] for phase, each in took.items()}
+    assert counts == dict.fromkeys(("wait", "draw", "pull", "compute"), 2) | {"push": 1}
+
+
+def test_steps_that_were_prepared_together_neither_draw_nor_pull():
+    recorder = Recorder(WORKER_PHASES)
+    # Received at 1, prepared at 2; each of the two runs for three seconds.
+    recorder.ran(StepTimes(quick=[1.0, 2.0, 3.0, 1.0, 2.0, 3.0]), 8.0)
+    plain = recorder.plain(8.0)
+    counted = {phase: recent(plain, phase).count for phase in WORKER_PHASES}
+    assert counted == {"wait": 2, "draw": 0, "pull": 0, "compute": 2, "push": 0}
+    assert recent(plain, Phase.WAIT).total == 2.0
+    assert recent(plain, Phase.COMPUTE).total == 6.0
+
+
+def test_what_is_noted_is_digested_in_bulk_and_never_lost():
+    recorder = Recorder(WORKER_PHASES)
+    for number in range(10_000):
+        times = StepTimes(quick=[0.0, 1.0, 0.5])
+        recorder.ran(times, 2.0)
+        assert len(recorder._steps.quick) <= 4097 * 3
+        recorder.spent(Phase.PUSH, number, 2.0, 3.0)
+        recorder.stale("ps:0", number % 4)
+    plain = recorder.plain(3.0)
+    assert recent(plain, Phase.COMPUTE).count == recent(plain, Phase.PUSH).count == 1e4
+    stale = Histogram.from_plain(plain["staleness"]["ps:0"]["total"])
+    assert stale.buckets() == [[0, 2500], [1, 2500], [2, 2500], [3, 2500]]
+
+
+def test_the_shares_of_a_thread_add_up_to_its_time():
+    recorder = Recorder(WORKER_PHASES)
+    for second in range(20):
+        now = second + 0.5
+        # 0.25 s drawn and 0.5 s run in each second, a tenth stalled, a tenth idle.
+        step = (1, now - 1, now - 0.6, 0.5, now, 0.25, now - 0.6, now - 0.5, 0.1, 8)
+        recorder.ran(StepTimes(list[float](), [*step], 0.1, 0.1, {1: 0.1}), now)
+    shares = recorder.plain(19.75)["time"]
+    wanted = {"draw": 0.25, "compute": 0.5, "pull": 0.1, "idle": 0.1}
+    assert shares == pytest.approx(wanted, rel=0.1)
+    assert sum(shares.values()) <= 1
+    assert recorder.plain(19.75)["stalls"] == pytest.approx({"ps:1": 0.1}, rel=0.1)
+    rates = recorder.plain(19.75)["rates"]
+    assert rates["steps"] == pytest.approx(1.0, rel=0.15)
+    assert rates["examples"] == pytest.approx(8.0, rel=0.15)
+
+
+def test_what_took_longer_than_the_window_fills_it():
+    shares = TimeShares()
+    shares.add("compute", 60.0, 100.0)
+    shares.add("idle", 20.0, 100.0)
+    assert shares.shares(100.5) == {"compute": 0.75, "idle": 0.25}
+    assert shares.shares(200.0) == {}
+
+
+def test_a_rate_is_that_of_the_last_ten_seconds():
+    rate = Rate(0.0)
+    for tenth in range(1, 200):
+        rate.add(3, tenth / 10)
+    assert rate.per_second(20.0) == pytest.approx(30.0, rel=0.1)
+    assert 0 < rate.per_second(28.0) < 10
+    assert rate.per_second(40.0) == 0.0
+    assert rate.total == 3 * 199
+
+
+def test_a_capture_has_each_phase_of_the_steps_behind_its_begin():
+    recorder = Recorder(WORKER_PHASES)
+    recorder.ran(StepTimes(full=[*full(1)]), 10.0)
+    told = []
+    recorder.on_capture = told.append
+    recorder.begin_capture(SpanCapture(100, 100.0, lambda: (0, 0)), 10.0)
+    quick = (3, 1.0, 2.0, 3.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0)
+    recorder.ran(StepTimes(full=[*full(2), *quick]), 10.1)
+    recorder.spent(Phase.PUSH, 2, 10.0, 12.0)
+    assert sorted(recorder.end_capture(12.0).spans) == [
+        PhaseSpan(2, Phase.COMPUTE, 6.0, 10.0),
+        PhaseSpan(2, Phase.DRAW, 1.0, 3.0),
+        PhaseSpan(2, Phase.PULL, 3.0, 6.0),
+        PhaseSpan(2, Phase.PUSH, 10.0, 12.0),
+        PhaseSpan(2, Phase.WAIT, 0.0, 1.0),
+        PhaseSpan(3, Phase.COMPUTE, 2.0, 5.0),
+        PhaseSpan(3, Phase.WAIT, 1.0, 2.0),
+    ]
+    assert told == [True, False], "those who give numbers are told to"
+
+
+def test_a_capture_that_nobody_ends_costs_nothing_for_long():
+    recorder = Recorder(WORKER_PHASES)
+    told = []
+    recorder.on_capture = told.append
+    recorder.begin_capture(SpanCapture(100, 15.0, lambda: (0, 0)), 10.0)
+    recorder.spent(Phase.PUSH, 1, 14.0, 14.5)
+    recorder.spent(Phase.PUSH, 2, 16.0, 16.5)
+    recorder.digest(17.0)
+    assert told == [True, False]
+    kept = recorder.end_capture(30.0).spans
+    assert list(kept) == [PhaseSpan(1, Phase.PUSH, 14.0, 14.5)]
+
+
+def test_a_parameter_server_is_as_busy_as_it_applies():
+    recorder = Recorder(PS_PHASES)
+    for second in range(12):
+        recorder.spent(Phase.APPLY, second, second, second + 0.5)
+        recorder.digest(second + 0.5)
+    assert recorder.plain(11.6)["time"]["apply"] == pytest.approx(0.5, rel=0.1)

@@ -1,0 +1,162 @@
+"""What a real run tells of itself: in the program, to an observer, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import zstrat as zs
+from zstrat.cli import main
+from zstrat.launch import LocalCluster
+
+BATCH, STEPS = 16, 40
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(2, 1) as running:
+        yield running
+
+
+def batches():
+    while True:
+        yield np.ones((BATCH, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def trained(cluster):
+    """A coordinator whose one worker has trained two variables, one on each server."""
+    strategy = zs.ParameterServerStrategy(cluster.resolver)
+    coordinator = zs.ClusterCoordinator(strategy)
+    with strategy.scope():
+        weights = [zs.Variable(np.zeros(4, np.float32)) for _ in range(2)]
+    iterator = iter(coordinator.create_per_worker_dataset(batches))
+
+    @zs.function
+    def step(iterator):
+        batch = next(iterator)
+        for weight in weights:
+            weight.assign_add(batch.sum(0) - weight.value())
+        return batch.sum()
+
+    for _ in range(STEPS):
+        loss = coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+    zs.log_scalar("loss", loss.fetch())
+    strategy.weight = weights[0]
+    yield coordinator
+    strategy.close()
+
+
+def until(coordinator, told):
+    """The first metrics of which that is true; tasks tell of themselves by and by."""
+    deadline = time.monotonic() + 60
+    while not told(metrics := coordinator.metrics()):
+        assert time.monotonic() < deadline, json.dumps(metrics["tasks"])
+        coordinator.strategy.weight.numpy()  # takes a moment
+    return metrics
+
+
+def test_the_program_sees_what_its_tasks_do(trained):
+    def all_is_told(metrics):
+        pushes = metrics["phases"]["push"]["count"]
+        applied = [metrics["tasks"][f"ps:{n}"]["apply"]["count"] for n in range(2)]
+        return [pushes, *applied] == [STEPS] * 3
+
+    metrics = until(trained, all_is_told)
+    assert json.loads(json.dumps(metrics)) == metrics
+    counts = {name: each["count"] for name, each in metrics["phases"].items()}
+    assert counts == dict.fromkeys(("wait", "draw", "pull", "compute", "push"), STEPS)
+    assert all(each["max"] > 0 for each in metrics["phases"].values())
+    # One worker, whose steps wait for their turn: nothing is older than it has to be.
+    assert metrics["staleness"]["buckets"] == [[0, 2 * STEPS]]
+    worker = metrics["tasks"]["worker:0"]
+    assert worker["state"] == "open"
+    assert worker["examples_per_s"] == pytest.approx(BATCH * worker["steps_per_s"])
+    assert set(worker["staleness"]) == {"ps:0", "ps:1"}
+    assert worker["cached_programs"] == 1
+    assert worker["compilations"] >= 1
+    assert worker["memory"] > 2**20
+    assert 0 < sum(worker["time"].values()) <= 1
+    for lane in worker["lanes"].values():
+        assert lane["in"] >= 0
+    assert worker["lanes"]["socket"]["out"] > 0
+    for name in ("ps:0", "ps:1"):
+        server = metrics["tasks"][name]
+        assert 0 < server["busy"] <= 1
+        assert server["bytes_in_per_s"] > 0
+        assert server["pushes_per_s"] > 0
+    ((step, at, loss),) = metrics["scalars"]["loss"]
+    assert (step, loss) == (0, 4 * BATCH)
+    assert at > 0
+
+
+def test_an_observer_sees_the_same(cluster, trained, tmp_path):
+    file = tmp_path / "cluster.toml"
+    jobs = cluster.spec.as_dict().items()
+    lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
+    file.write_text("[cluster]\n" + "".join(lines))
+    told = CliRunner().invoke(
+        main, ["top", "--cluster", str(file), "--json", "--count", "1"]
+    )
+    assert told.exit_code == 0, told.output
+    seen = json.loads(told.stdout)
+    assert set(seen["tasks"]) == {"worker:0", "ps:0", "ps:1"}
+    assert seen["tasks"]["worker:0"]["cached_programs"] == 1
+    lanes = trained.metrics()["tasks"]["worker:0"]["lanes"]["socket"]
+    assert seen["tasks"]["worker:0"]["lanes"]["socket"]["out"] >= lanes["out"]
+    words = CliRunner().invoke(main, ["top", "--cluster", str(file), "--count", "1"])
+    assert "task=worker:0 state=open steps/s=" in words.stdout
+    assert "task=ps:1 state=open pulls/s=" in words.stdout
+
+
+def test_an_error_of_a_step_is_the_last_one_of_its_worker(trained):
+    @zs.function(eager=True)
+    def bad():
+        raise KeyError("no such thing")
+
+    trained.schedule(bad)
+    with pytest.raises(KeyError, match="no such thing"):
+        trained.join()
+    told = trained.metrics()["tasks"]["worker:0"]["last_error"]
+    assert told.startswith("step ")
+    assert "KeyError" in told
+
+
+def test_what_a_worker_logs_as_scalars_is_refused(trained):
+    @zs.function(eager=True)
+    def logs():
+        zs.log_scalar("loss", 1.0)
+
+    trained.schedule(logs)
+    with pytest.raises(RuntimeError, match="return the value from the step"):
+        trained.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("", 1.0, ValueError, "expected a name"),
+        ("loss", "high", TypeError, "expected a number, got str"),
+        ("loss", np.ones(2), TypeError, "expected a number, got ndarray"),
+    ],
+)
+def test_scalars_are_numbers_with_names(name, value, error, words):
+    with pytest.raises(error, match=words):
+        zs.log_scalar(name, value)
+
+
+@pytest.mark.processes
+def test_a_killed_worker_is_seen_to_be_lost(cluster, trained):
+    cluster.kill("worker:0")
+    metrics = until(trained, lambda m: m["tasks"]["worker:0"]["state"] == "lost")
+    task = metrics["tasks"]["worker:0"]
+    assert task["steps_per_s"] == 0, "what it told is not told any more"
+    assert task["last_error"]
+    assert metrics["slowest"]["task"] == "worker:0"
+    assert metrics["slowest"]["why"].startswith("is lost: ")
+    assert any(task == "program" for _, task, _, _ in metrics["logs"])

@@ -1,0 +1,160 @@
+"""What a program sees of its run: what tasks tell of themselves, and their last lines.
+
+Law of the file: it is written on the loop, and read from any thread; nothing in it
+holds up either. What a task has told is replaced as a whole, and forgotten when the
+task is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex, final
+
+from zstrat.program import worker_context
+from zstrat.telemetry import SCALARS, TaskTold, report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from zstrat.wire import PlainTree, PrintedText
+
+    from ._members import Member
+    from .connecting import TaskSession
+
+LINES: Final = 200
+"""Lines of all tasks together that are kept."""
+LONGEST: Final = 1000
+"""Characters of one line."""
+_LOGGERS: Final = ("zstrat.coordinator", "zstrat.transport")
+"""Whose lines are taken by a filter that lets all pass: a handler would keep Python
+from showing warnings where the program has not set logging up."""
+_STREAMS: Final = {1: "stdout", 2: "stderr"}
+
+
+def short(task: str) -> str:
+    """ "worker:0" of "/job:worker/task:0"."""
+    return task.removeprefix("/job:").replace("/task", "")
+
+
+@final
+class SeenRun:
+    """The tasks of one session."""
+
+    def __init__(self) -> None:
+        self._since: Final = time.monotonic()
+        self._told: dict[str, Mapping[str, PlainTree]] = {}
+        self._losses: dict[str, str] = {}
+        self._lines: Final[deque[tuple[float, str, str, str]]] = deque(maxlen=LINES)
+
+    # ---- on the loop -------------------------------------------------------------
+
+    def heard(self, task: str, values: Mapping[str, PlainTree]) -> None:
+        """A task has told of itself."""
+        self._told[short(task)] = values
+
+    def lost(self, task: str, reason: str) -> None:
+        """It is not there any more."""
+        self._told.pop(short(task), None)
+        self._losses[short(task)] = reason[:LONGEST]
+
+    def printed(self, task: str, texts: Iterable[PrintedText]) -> None:
+        """A step, or a dataset, has printed lines."""
+        for stream, text, _ in texts:
+            for line in text.splitlines()[-LINES:]:
+                self._line(short(task), _STREAMS.get(stream, "stdout"), line)
+
+    def begin(self) -> None:
+        """From now on what zstrat logs of the run is kept, too."""
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(self._logged)
+
+    def end(self) -> None:
+        """The session is over."""
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(self._logged)
+
+    def _logged(self, record: logging.LogRecord) -> bool:
+        self._line("program", record.levelname, record.getMessage())
+        return True
+
+    def _line(self, name: str, level: str, text: str) -> None:
+        at = time.monotonic() - self._since
+        self._lines.append((at, name, level, text[:LONGEST]))
+
+    # ---- from any thread ---------------------------------------------------------
+
+    def metrics(
+        self,
+        workers: Iterable[TaskSession],
+        servers: Iterable[TaskSession],
+        members: Iterable[Member],
+    ) -> dict[str, PlainTree]:
+        """What `zstrat.telemetry.report` makes of it, with ``scalars`` and ``logs``."""
+        known = {member.index: member for member in members}
+        tasks = {
+            short(task.name): self._worker(task, known.get(task.index))
+            for task in workers
+        }
+        tasks |= {
+            short(task.name): self._task(task, _server(task), "") for task in servers
+        }
+        lines: list[PlainTree] = [list(line) for line in tuple(self._lines)]
+        return {
+            "seconds": time.monotonic() - self._since,
+            **report(tasks),
+            "scalars": SCALARS.plain(self._since),
+            "logs": lines,
+        }
+
+    def _worker(self, task: TaskSession, member: Member | None) -> TaskTold:
+        if member is None or task.is_closed:
+            return self._task(task, "removed", "")
+        state = "leaving" if member.retired else member.state.value
+        return self._task(task, state, member.reason or member.last_error)
+
+    def _task(self, task: TaskSession, state: str, error: str) -> TaskTold:
+        name = short(task.name)
+        error = error or self._losses.get(name, "")
+        return TaskTold(state, task.address, error, self._told.get(name, {}))
+
+
+def _server(task: TaskSession) -> str:
+    if task.is_ready:
+        return "open"
+    return "connecting" if task.hello is None else "lost"
+
+
+def log_scalar(
+    name: str, value: SupportsFloat, step: SupportsIndex | None = None
+) -> None:
+    """Notes a point of a curve, such as the loss: `ClusterCoordinator.metrics` has it
+    under ``scalars``, and so has all that shows a run. The last 1,000 points of each of
+    256 names are kept. Costs about a microsecond, and nobody waits for anything.
+
+    Args:
+        value: A number, or an array of one; fetch what a step returns first.
+        step: Where on the axis it lies; left out: one behind the last point.
+
+    Raises:
+        RuntimeError: It is called in a step, on a worker, where nobody would see it.
+        TypeError: The value is no number.
+        ValueError: The name is empty, or there are too many names.
+    """
+    if worker_context.get() is not None:
+        raise RuntimeError(
+            f"zs.log_scalar({name!r}) in a step: what a worker notes nobody sees; "
+            "return the value from the step, and log what fetch() gives"
+        )
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"zs.log_scalar: expected a name, got {name!r:.80}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"zs.log_scalar({name!r}): expected a number, got "
+            f"{type(value).__name__}; of a RemoteValue, log value.fetch()"
+        ) from None
+    SCALARS.add(name, number, None if step is None else operator.index(step))

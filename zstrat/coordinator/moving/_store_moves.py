@@ -1,0 +1,355 @@
+"""Carries out that parameter servers come and go, while training goes on. On the loop.
+
+What becomes of one store is decided by `StorePlacement`; this shell says which is to
+move where, one after the other, and waits. One change at a time: the next one waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.coordinator.replication import CopyPhase, Replication
+from zstrat.errors import (
+    AlreadyExistsError,
+    BusyError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    PSUnavailableError,
+    UnavailableError,
+)
+
+from ._levelling import leaving, levelled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.coordinator.replication import StorePlace
+    from zstrat.wire import PlainTree
+
+log = logging.getLogger("zstrat.coordinator")
+
+HEARING: Final = 10.0
+"""Seconds for workers to hear where a store is; who does not has no line to hear it."""
+
+
+class MovingCluster(Protocol):
+    """The tasks of a session, as far as stores move (`Cluster`)."""
+
+    @property
+    def name(self) -> str:
+        """What the session is called, if another program may go on with it."""
+        ...
+
+    @property
+    def replication(self) -> Replication | None: ...
+    @property
+    def ps(self) -> Sequence[TaskSession]:
+        """By store."""
+        ...
+
+    @property
+    def worker_addresses(self) -> Mapping[int, str]: ...
+
+    @property
+    def broken(self) -> PSUnavailableError | None: ...
+
+    def place_stores(self) -> Replication:
+        """Who watches processes and moves stores; it is made the first time."""
+        ...
+
+    async def told(self, timeout: float) -> None:
+        """Waits until workers know where stores are."""
+        ...
+
+
+@final
+class StoreMoves:
+    """Those of one session.
+
+    Args:
+        home: Addresses of the processes at first, in task order.
+    """
+
+    def __init__(
+        self, cluster: MovingCluster, home: Sequence[str], timeouts: Timeouts
+    ) -> None:
+        self._cluster, self._timeouts = cluster, timeouts
+        self._addresses = dict(enumerate(home))
+        """Of the processes that the cluster has now, by number."""
+        self._numbers = {address: number for number, address in enumerate(home)}
+        """Of all that it ever had."""
+        self._changing = asyncio.Lock()
+        self._leaving: set[str] = set()
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        return dict(sorted(self._addresses.items()))
+
+    @property
+    def metrics(self) -> dict[str, PlainTree]:
+        """Which process serves each store, and how often that changed."""
+        if (replication := self._cluster.replication) is not None:
+            return replication.statistics()
+        stores: list[PlainTree] = [
+            {
+                "store": task.index,
+                "process": task.name,
+                "address": task.address,
+                "backup": "",
+                "state": CopyPhase.ALONE.value,
+            }
+            for task in self._cluster.ps
+        ]
+        return {"stores_moved": 0, "stores": stores}
+
+    # ---- the program's word ----------------------------------------------------------
+
+    async def add(self, address: str, number: int | None, patience: float) -> int:
+        """Takes a process in, and has it serve some stores, if others serve two more
+        than it would; returns its number.
+
+        Raises:
+            AlreadyExistsError, InvalidArgumentError: It cannot be one of the cluster.
+            DeadlineExceededError: It did not answer within ``patience`` seconds.
+            BusyError: It belongs to another coordinator.
+            VersionMismatchError, PermissionDeniedError, ProtocolError: It will never
+                take us.
+            UnavailableError: It was lost before it served what it was to.
+            PSUnavailableError: Another one is lost.
+
+        Cancellation: stores that serve already stay there; it is let go if none does.
+        """
+        deadline = asyncio.get_running_loop().time() + patience
+        async with self._changing:
+            number = self._new_number(address, number)
+            replication = await self._watched(deadline)
+            process = replication.enter(number, address)
+            try:
+                await process.wait_ready(deadline)
+            except BaseException:  # to the caller, who has no such process
+                await replication.dismiss(process, 0.0)
+                raise
+            self._addresses[number], self._numbers[address] = address, number
+            log.info("%s at %s: the program has added it", process.name, address)
+            await self._level(replication, process)
+        return number
+
+    async def drain(self, address: str, patience: float | None) -> None:
+        """Has others serve all stores of a process, and lets it go.
+
+        Raises:
+            NotFoundError: There is none of that address.
+            InvalidArgumentError: It is one of the last.
+            BusyError: It is drained already.
+            DeadlineExceededError: Something is left there after ``patience`` seconds.
+            UnavailableError: No other process takes what it has.
+            PSUnavailableError: One is lost.
+
+        Cancellation: it stays, with what it has then.
+        """
+        number = self._number_of(address)
+        if address in self._leaving:
+            raise BusyError(f"ps {number} at {address} is being drained already")
+        self._leaving.add(address)
+        try:
+            async with self._changing:
+                await self._drained(number, address, patience)
+        finally:
+            self._leaving.discard(address)
+
+    async def _drained(self, number: int, address: str, patience: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        replication = await self._watched(loop.time() + self._timeouts.connect)
+        process = next(
+            each
+            for each in reversed(replication.processes)
+            if each.address == address and not each.is_closed
+        )
+        self._require_others(replication, process)
+        replication.spare(process.index, True)
+        try:
+            async with asyncio.timeout(patience):
+                await self._empty(replication, process)
+        except BaseException as error:  # to the caller: it stays
+            replication.spare(process.index, False)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceededError(
+                    f"{process.name} at {address} has something left after "
+                    f"{patience:g} s, and stays: {_words(replication, process)}; call "
+                    "drain again, with a longer timeout"
+                ) from None
+            raise
+        await self._cluster.told(HEARING)
+        await replication.dismiss(process, HEARING)
+        del self._addresses[number]
+        log.info("%s at %s is drained, and was let go", process.name, address)
+
+    # ---- what may be -----------------------------------------------------------------
+
+    async def _watched(self, deadline: float) -> Replication:
+        """Who moves stores, with all processes there."""
+        if self._cluster.name:
+            raise InvalidArgumentError(
+                f"the session is called {self._cluster.name!r} (resume=), and who goes "
+                "on with it looks for its parameter servers where the cluster says: "
+                "leave out resume= to have them come and go"
+            )
+        if (broken := self._cluster.broken) is not None:
+            raise broken
+        replication = self._cluster.place_stores()
+        if not replication.is_started:
+            await replication.open(deadline)
+        return replication
+
+    def _new_number(self, address: str, number: int | None) -> int:
+        """
+        Raises:
+            AlreadyExistsError, InvalidArgumentError: As `add`.
+        """
+        if address in self._addresses.values():
+            raise AlreadyExistsError(f"{address} is a ps of the cluster already")
+        for worker, at in self._cluster.worker_addresses.items():
+            if at == address:
+                raise InvalidArgumentError(
+                    f"{address} is worker {worker} of the cluster, and no ps"
+                )
+        if number is None:
+            after = max(self._numbers.values()) + 1
+            return self._numbers.get(address, after)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise InvalidArgumentError(
+                f"index={number!r}: expected a number, 0 or more"
+            )
+        for other, known in self._numbers.items():
+            if known == number and other != address:
+                raise AlreadyExistsError(
+                    f"ps {number} is the one at {other}: start the new one with "
+                    "another --index, and give it here"
+                )
+        return number
+
+    def _number_of(self, address: str) -> int:
+        for number, at in self._addresses.items():
+            if at == address:
+                return number
+        workers = self._cluster.worker_addresses.values()
+        if address in workers:
+            why = "is a worker: strategy.workers.remove lets it go"
+        elif address in self._numbers:
+            why = "was drained before"
+        else:
+            known = ", ".join(self._addresses.values())
+            why = f"is no ps of the cluster, which has {known}"
+        raise NotFoundError(f"{address!r:.80} {why}")
+
+    def _require_others(self, replication: Replication, process: TaskSession) -> None:
+        """
+        Raises:
+            InvalidArgumentError: Too few would be left.
+        """
+        left, least = len(_others(replication, process)), 1 + replication.replicas
+        if left < least:
+            copies = ", and each store is to have a second copy" * replication.replicas
+            raise InvalidArgumentError(
+                f"{process.name} at {process.address} cannot be drained: {left} other "
+                f"ps are there, and {least} have to be{copies}; add one first"
+            )
+
+    # ---- moves -----------------------------------------------------------------------
+
+    async def _level(self, replication: Replication, newcomer: TaskSession) -> None:
+        placement = replication.placement
+        serving = [store.primary.process for store in placement.stores]
+        there = [each.index for each in _present(replication)]
+        for store, target in levelled(serving, there):
+            await self._move(replication, store, target)
+            if placement.stores[store].primary.process != target:
+                raise UnavailableError(
+                    f"{newcomer.name} at {newcomer.address} is in the cluster, but the "
+                    f"store of {self._cluster.ps[store].name} stays where it was: "
+                    f"{placement.stores[store].reason}"
+                )
+
+    async def _empty(self, replication: Replication, process: TaskSession) -> None:
+        """Until no store has anything in the process."""
+        stores, me = replication.placement.stores, process.index
+        tried: set[tuple[int, int]] = set()
+        while any(store.primary.process == me for store in stores):
+            others = [each.index for each in _others(replication, process)]
+            backups = {
+                store.number: store.backup.process
+                for store in stores
+                if store.backup is not None and store.phase is CopyPhase.PAIRED
+            }
+            serving = [store.primary.process for store in stores]
+            store, target = leaving(serving, backups, me, others or [me])[0]
+            untried = [each for each in others if (store, each) not in tried]
+            if not untried:
+                raise UnavailableError(
+                    f"no other ps takes the store of {self._cluster.ps[store].name}: "
+                    f"{stores[store].reason or 'none is there'}; it stays at "
+                    f"{process.address}"
+                )
+            target = target if target in untried else untried[0]
+            tried.add((store, target))
+            await self._move(replication, store, target)
+        for place in stores:
+            if place.backup is not None and place.backup.process == me:
+                replication.evict(place.number)
+                await self._settled(replication)
+
+    async def _move(self, replication: Replication, store: int, target: int) -> None:
+        """
+        Raises:
+            PSUnavailableError: The store is lost.
+        """
+        await replication.move(store, target)
+        place = replication.placement.stores[store]
+        if place.is_lost:
+            task = self._cluster.ps[store]
+            raise PSUnavailableError(task.name, place.reason, task.gone)
+        await self._settled(replication)
+
+    async def _settled(self, replication: Replication) -> None:
+        """Each store has the copies that it is to have: one store at a time lacks one.
+
+        Raises:
+            PSUnavailableError: One is lost.
+        """
+        cluster, placement = self._cluster, replication.placement
+        if replication.replicas:
+            await replication.wait_until(
+                lambda: not placement.without_backup or cluster.broken is not None
+            )
+            if placement.without_backup and (broken := cluster.broken) is not None:
+                raise broken
+
+
+def _present(replication: Replication) -> list[TaskSession]:
+    return [
+        process
+        for process in replication.processes
+        if process.is_ready and not process.is_closed
+    ]
+
+
+def _others(replication: Replication, process: TaskSession) -> list[TaskSession]:
+    return [each for each in _present(replication) if each is not process]
+
+
+def _words(replication: Replication, process: TaskSession) -> str:
+    stores = [
+        str(store.number)
+        for store in replication.placement.stores
+        if process.index in _processes_of(store)
+    ]
+    return f"store {', '.join(stores)}"
+
+
+def _processes_of(store: StorePlace) -> list[int]:
+    return [copy.process for copy in (store.primary, store.backup) if copy is not None]

@@ -1,0 +1,175 @@
+"""The parameter servers of a session, as a program sees and changes them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol, final
+
+from zstrat.errors import InvalidArgumentError
+from zstrat.transport import check_address
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import Any, TypeVar
+
+    from zstrat.config import Settings
+
+    from ._store_moves import StoreMoves
+
+    T = TypeVar("T")
+
+
+class StoresCluster(Protocol):
+    """The tasks of a session, as far as stores move."""
+
+    @property
+    def moves(self) -> StoreMoves: ...
+
+
+class StoresSession(Protocol):
+    """What carries out the changes on its loop: `ClusterSession`."""
+
+    @property
+    def cluster(self) -> StoresCluster: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+    def run(
+        self, work: Coroutine[Any, Any, T], what: str, timeout: float | None = None
+    ) -> T: ...
+
+    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T: ...
+
+
+@final
+class StoreServers:
+    """``strategy.parameter_servers``: which processes hold the variables, and how that
+    changes while steps run.
+
+    Variables lie in *stores*, as many as there are ps at first, times
+    ``stores_per_ps``. A store moves as a whole, with what optimizers keep beside its
+    variables; handles stay as they are. Meanwhile training goes on: no step fails, and
+    each store is away for a moment, when it is served elsewhere.
+    """
+
+    def __init__(self, session: StoresSession) -> None:
+        self._session = session
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """Number to address, of all that the cluster has now; some may not answer."""
+        return self._session.cluster.moves.addresses
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __repr__(self) -> str:
+        each = ", ".join(f"{n} at {address}" for n, address in self.addresses.items())
+        return f"<zstrat parameter servers: {each}>"
+
+    def add(
+        self, address: str, index: int | None = None, timeout: float | None = None
+    ) -> int:
+        """Takes a ps in while training goes on, and moves stores to it, until no ps
+        serves two more than another one; blocks until they are there. So with one store
+        per ps it serves none, until another one is drained or lost.
+
+        Args:
+            address: Where its daemon listens. It may be started later, in time.
+            index: The number that the daemon was started with. Left out: that which the
+                address had before, or else one more than the highest so far.
+            timeout: Seconds that it has to come; ``timeouts.connect`` if left out. What
+                moves has as long as it takes.
+
+        Returns:
+            Its number.
+
+        Raises:
+            ValueError: The address is none.
+            AlreadyExistsError: The cluster has this address, or number, already, or the
+                same process by another address.
+            InvalidArgumentError: It is a worker of the cluster, or the session has a
+                name (``resume=``).
+            DeadlineExceededError: It did not answer in time.
+            BusyError: Another program has it.
+            VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
+                could join.
+            UnavailableError: It was lost before it served what it was to; that is where
+                it was.
+            PSUnavailableError: A ps is lost.
+        """
+        work, seconds = self._adding(address, index, timeout), math.inf
+        return self._session.run(work, f"adding {address}", seconds)
+
+    async def add_async(
+        self, address: str, index: int | None = None, timeout: float | None = None
+    ) -> int:
+        """As `add`, awaited. Cancellation: it stays, with the stores that it serves by
+        then; if it was not in the session yet it is not taken in."""
+        work = self._adding(address, index, timeout)
+        return await self._session.run_async(work, f"adding {address}")
+
+    def drain(self, address: str, timeout: float | None = None) -> None:
+        """Moves all stores of a ps to others while training goes on, and lets it go;
+        blocks until it has gone. Its session is closed, and its daemon serves whoever
+        comes next, or may be stopped.
+
+        Args:
+            timeout: Seconds for all that moves; left out: as long as it takes.
+
+        Raises:
+            NotFoundError: No ps of the cluster is at that address.
+            InvalidArgumentError: No other one is there, or with ``replicas=1`` only one
+                is; or the session has a name (``resume=``).
+            BusyError: It is being drained already.
+            DeadlineExceededError: Some stores are there after ``timeout``, and stay.
+            UnavailableError: No other ps takes a store, which stays; says why.
+            PSUnavailableError: A ps is lost.
+        """
+        work = self._draining(address, timeout)
+        self._session.run(work, f"draining {address}", math.inf)
+
+    async def drain_async(self, address: str, timeout: float | None = None) -> None:
+        """As `drain`, awaited. Cancellation: it stays, with the stores that it serves
+        then."""
+        work = self._draining(address, timeout)
+        await self._session.run_async(work, f"draining {address}")
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _adding(
+        self, address: str, index: int | None, timeout: float | None
+    ) -> Coroutine[Any, Any, int]:
+        _check_reached(address)
+        patience = self._session.settings.timeouts.connect
+        if timeout is not None:
+            patience = _seconds(timeout)
+        return self._session.cluster.moves.add(address, index, patience)
+
+    def _draining(
+        self, address: str, timeout: float | None
+    ) -> Coroutine[Any, Any, None]:
+        patience = None if timeout is None else _seconds(timeout)
+        return self._session.cluster.moves.drain(address, patience)
+
+
+def _seconds(timeout: float) -> float:
+    if not 0 <= timeout < float("inf"):
+        raise InvalidArgumentError(
+            f"timeout={timeout!r}: expected a finite number of seconds, 0 or more"
+        )
+    return float(timeout)
+
+
+def _check_reached(address: str) -> None:
+    """Whether a ps may be reached at that, in the words of who adds one."""
+    try:
+        if isinstance(address, str):
+            return check_address(address)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"address {address!r:.80}: expected HOST:PORT of a ps, with a port above 0, or "
+        "ipc:///PATH"
+    )

@@ -1,0 +1,198 @@
+"""Taking the time line of a session, on its loop: from all tasks, until that is enough.
+
+It ends by itself: after so many steps, so many seconds, or when who wanted it, or the
+session, is done. What the tasks have noted is asked for then, so that a program which
+goes on for days keeps none of it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.coordinator._seen import short
+from zstrat.telemetry.timeline import ProgramNotes, TaskNotes
+from zstrat.wire import BeginCapture
+
+from ._asking import CapturedTask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.coordinator._engine import ClosureEngine
+    from zstrat.coordinator.connecting import TaskSession
+
+ANSWERING: Final = 10.0
+"""Seconds for all tasks together to begin, and again to end: who takes longer hangs,
+and is left out."""
+PROFILING: Final = 60.0
+"""The same with jax's own profile, which a worker begins and ends between two steps."""
+BYTES_OF_SPAN: Final = 200
+"""What one becomes in a file that is not compressed."""
+
+
+class TimedCluster(Protocol):
+    """All tasks of a session (`Cluster`)."""
+
+    timeline: TimelineRun | None
+    """The one that is taken now."""
+
+    @property
+    def ps(self) -> Sequence[TaskSession]: ...
+
+    @property
+    def workers(self) -> Sequence[TaskSession]: ...
+
+    def session_of(self, task: TaskSession) -> int:
+        """The number that the task knows its session by."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineBounds:
+    """When it ends: after so many ``steps`` (None: these do not count) or ``seconds``;
+    and how large its file may become, about, before the oldest is left out."""
+
+    steps: int | None
+    seconds: float
+    nbytes: int
+    profile: bool
+
+
+@dataclass(slots=True)
+class CollectedRun:
+    """All that became of it. ``reason``: what has ended it."""
+
+    notes: ProgramNotes
+    tasks: list[TaskNotes]
+    ended: float
+    reason: str
+
+
+@final
+class TimelineRun:
+    """One time line, from its begin to its end. Belongs to the loop."""
+
+    def __init__(
+        self, cluster: TimedCluster, engine: ClosureEngine, bounds: TimelineBounds
+    ) -> None:
+        self._cluster, self._engine, self._bounds = cluster, engine, bounds
+        self._tasks: list[CapturedTask] = []
+        self._enough = asyncio.Event()
+        self._reason = "the end of the block"
+        self._patience = PROFILING if bounds.profile else ANSWERING
+        self._collecting: asyncio.Task[CollectedRun] | None = None
+
+    async def begin(self) -> None:
+        """Has all tasks that are there begin; from then on the program notes, too.
+
+        Raises:
+            RuntimeError: Another one is taken just now.
+
+        Cancellation: nothing is taken.
+        """
+        if self._cluster.timeline is not None:
+            raise RuntimeError(
+                "a time line of this session is taken already: one at a time; let that "
+                "block end"
+            )
+        self._cluster.timeline = self
+        try:
+            await self._begin_tasks()
+            self._engine.notes = notes = self._new_notes()
+        except BaseException:  # to whoever wanted it
+            self._cluster.timeline = None
+            raise
+        loop = asyncio.get_running_loop()
+        collecting = self._collect(notes)
+        self._collecting = loop.create_task(collecting, name="time line")  # see `end`
+
+    async def end(self) -> None:
+        """Ends it, if it has not ended yet. Idempotent.
+
+        Cancellation: it ends all the same.
+        """
+        assert self._collecting is not None, "it has not begun"
+        self._enough.set()
+        await asyncio.shield(self._collecting)
+
+    async def close(self, patience: float) -> None:
+        """Ends it, as the session does; tasks have ``patience`` seconds to tell."""
+        self._patience = patience
+        if self._collecting is not None:
+            await self.end()
+
+    @property
+    def collected(self) -> CollectedRun | None:
+        """What became of it; None while, and if, it did not come to its end."""
+        collecting = self._collecting
+        if collecting is None or not collecting.done() or collecting.cancelled():
+            return None
+        return None if collecting.exception() else collecting.result()
+
+    # ---- private ---------------------------------------------------------------------
+
+    async def _begin_tasks(self) -> None:
+        cluster, bounds = self._cluster, self._bounds
+        ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
+        self._tasks = [CapturedTask(task, cluster.session_of(task)) for task in ready]
+        deadline = self._deadline()
+        async with asyncio.TaskGroup() as group:
+            for task in self._tasks:
+                order = BeginCapture(
+                    task.session, self._room, bounds.seconds + ANSWERING, bounds.profile
+                )
+                group.create_task(task.begin(order, deadline), name=task.name)
+
+    def _new_notes(self) -> ProgramNotes:
+        queue, bounds = self._engine.queue, self._bounds
+        with self._engine.lock:
+            waiting, running = queue.queued, queue.running
+        done = partial(self._is_enough, f"{bounds.steps} steps")
+        now, steps = time.monotonic(), bounds.steps
+        return ProgramNotes(now, waiting, running, self._room, steps=steps, done=done)
+
+    @property
+    def _room(self) -> int:
+        """Spans that each of the tasks, and the program, may have."""
+        spans = self._bounds.nbytes // BYTES_OF_SPAN
+        return max(1, spans // (len(self._tasks) + 1))
+
+    def _is_enough(self, reason: str) -> None:
+        self._reason = reason
+        self._enough.set()
+
+    async def _collect(self, notes: ProgramNotes) -> CollectedRun:
+        try:
+            async with asyncio.timeout(self._bounds.seconds):
+                await self._enough.wait()
+        except TimeoutError:
+            self._reason = f"{self._bounds.seconds:g} seconds"
+        ended = time.monotonic()
+        self._engine.notes = None
+        deadline = self._deadline()
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = [
+                    group.create_task(task.end(deadline), name=task.name)
+                    for task in self._tasks
+                ]
+        finally:
+            self._cluster.timeline = None
+        tasks = [*(each.result() for each in asking), *self._newcomers()]
+        return CollectedRun(notes, tasks, ended, self._reason)
+
+    def _newcomers(self) -> list[TaskNotes]:
+        known = {id(task.task) for task in self._tasks}
+        words = "it joined after the begin"
+        return [
+            TaskNotes(short(task.name), problem=words)
+            for task in (*self._cluster.ps, *self._cluster.workers)
+            if task.is_ready and id(task) not in known
+        ]
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._patience

@@ -1,0 +1,94 @@
+"""A cluster as an observer sees it, in the form in which a program tells of its run.
+
+So that the page, and whatever else reads `ClusterCoordinator.metrics`, can be had where
+no program offers it. What only a program knows is absent: scalars, what waits to be
+given out, what steps print. The log has what the observer noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.telemetry import TaskTold, report
+from zstrat.transport.health import register, unregister
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+    from typing import NoReturn, Self
+
+    from zstrat.wire import PlainTree
+
+    from ._observe import Observer, TaskStatus
+
+EVERY: Final = 1.0
+"""Seconds between two looks, and for each task to answer one."""
+LINES: Final = 200
+
+
+def told_by(status: TaskStatus) -> TaskTold:
+    """What a task said of itself, or why it said nothing."""
+    state = "lost" if status.problem else "open"
+    return TaskTold(state, status.address, status.problem, status.values)
+
+
+@final
+class ObservedRun:
+    """The tasks of one cluster, looked at once a second by an observer. A context
+    manager, on the loop: in the block whoever asks this process is answered."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._began = time.monotonic()
+        self._seen: dict[str, TaskTold] = {}
+        self._lines: deque[PlainTree] = deque(maxlen=LINES)
+
+    def readiness(self) -> str:
+        """Which tasks do not answer; "" if all do."""
+        gone = [name for name, told in self._seen.items() if told.state != "open"]
+        return f"no answer from {', '.join(gone)}" if gone else ""
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """As of the session of a program: ``coordinator`` has its metrics."""
+        metrics: dict[str, PlainTree] = {
+            "seconds": time.monotonic() - self._began,
+            **report(self._seen),
+            "logs": list(self._lines),
+        }
+        return {"coordinator": metrics}
+
+    def take(self, seen: Iterable[TaskStatus]) -> None:
+        """What one look has found."""
+        for status in seen:
+            told, before = told_by(status), self._seen.get(status.task)
+            if before is None or before.state != told.state:
+                self._line(status.task, told)
+            self._seen[status.task] = told
+
+    async def look_on(self) -> NoReturn:
+        """Looks until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            self.take(await self._observer.look(EVERY))
+            await asyncio.sleep(began + EVERY - loop.time())
+
+    def __enter__(self) -> Self:
+        register(self, "observer:0", asyncio.get_running_loop())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        unregister(self)
+
+    def _line(self, task: str, told: TaskTold) -> None:
+        level = "INFO" if told.state == "open" else "ERROR"
+        words = f"{task} is {told.state}: {told.last_error or told.address}"
+        self._lines.append([time.monotonic() - self._began, "observer", level, words])

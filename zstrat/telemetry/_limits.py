@@ -1,0 +1,315 @@
+"""What holds a run up, in words, with the numbers that say so. Decides only.
+
+The thread of a worker that runs steps does one of four things at a time: it prepares
+(draws), computes, waits for values, or has nothing to do; their shares add up to its
+time, whatever overlaps behind its back. The largest share says what limits the worker,
+and what the parameter servers tell of themselves says who is behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+NOTABLE: Final = 0.3
+"""Shares of time below are nobody's limit."""
+BUSY: Final = 0.5
+"""A server that applies for so much of its time makes others wait."""
+UNEQUAL: Final = 1.5
+"""Bytes of a server, as times the mean of all, from which on it has too many."""
+LEAST_BYTES: Final = 1e6
+"""Bytes per second, over all servers, below which nobody waits for them."""
+SMALL: Final = 64 * 1024
+"""Bytes of an answer that is over sooner than its way there and back."""
+OLD: Final = 2.0
+"""Median staleness, as times what so many workers make by themselves."""
+SLOWER: Final = 0.8
+"""A worker that does less than so many times what the median does is slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Something that holds the run up.
+
+    ``share`` is that of the task's time, 0 to 1, by which limits are compared; of an
+    imbalance that of the workers' which it explains, of staleness how far it is from
+    what would be well.
+    """
+
+    task: str
+    what: str
+    """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``push``,
+    ``draw``, ``queue``, ``stale``, ``imbalance``."""
+    share: float
+    words: str
+    advice: str
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def limits(metrics: Mapping[str, Any]) -> list[Limit]:
+    """What holds a run up, worst first.
+
+    Args:
+        metrics: As `ClusterCoordinator.metrics` gives them.
+    """
+    tasks = metrics.get("tasks", {})
+    workers = _of_job(tasks, "worker")
+    servers = _of_job(tasks, "ps")
+    found: list[Limit] = []
+    for name, worker in workers.items():
+        found += _of_worker(name, worker, servers, metrics.get("queued_closures", 0))
+    for name, server in servers.items():
+        found += _of_server(name, server)
+    found += _imbalance(servers, workers)
+    found += _stale(metrics.get("staleness", {}), len(workers))
+    return sorted(found, key=lambda limit: -limit.share)
+
+
+def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The worker that does the fewest steps, and why, in words; None if nobody works.
+
+    ``task`` and ``why``. With several workers of about the same speed it is the one
+    that waits most.
+    """
+    workers = _of_job(metrics.get("tasks", {}), "worker")
+    servers = _of_job(metrics.get("tasks", {}), "ps")
+    absent = {
+        name: worker
+        for name, worker in workers.items()
+        if worker.get("state") not in ("open", "up")
+    }
+    working = {
+        name: worker
+        for name, worker in workers.items()
+        if name not in absent and worker.get("steps_per_s")
+    }
+    for name, worker in absent.items():
+        if worker.get("state") == "lost":
+            reason = worker.get("last_error") or "nobody knows why"
+            return {"task": name, "why": f"is lost: {reason}"}
+    if not working:
+        return None
+    rates = sorted(worker["steps_per_s"] for worker in working.values())
+    median = rates[len(rates) // 2]
+    name, worker = min(
+        working.items(), key=lambda item: (item[1]["steps_per_s"], item[0])
+    )
+    if worker["steps_per_s"] >= SLOWER * median:
+        name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
+    found = sorted(_of_worker(name, worker, servers), key=lambda limit: -limit.share)
+    if not found:
+        return {"task": name, "why": "nothing in particular holds it up"}
+    return {"task": name, "why": found[0].words}
+
+
+def _waits(worker: Mapping[str, Any]) -> float:
+    time = worker.get("time", {})
+    return float(time.get("draw", 0.0) + time.get("pull", 0.0))
+
+
+def _of_job(tasks: Mapping[str, Any], job: str) -> dict[str, Mapping[str, Any]]:
+    return {
+        name: task
+        for name, task in tasks.items()
+        if name.partition(":")[0] == job and "/" not in name
+    }
+
+
+def _of_worker(
+    name: str,
+    worker: Mapping[str, Any],
+    servers: Mapping[str, Mapping[str, Any]],
+    queued: int = 0,
+) -> list[Limit]:
+    time: Mapping[str, float] = worker.get("time", {})
+    shares = {
+        what: min(1.0, time.get(what, 0.0))
+        for what in ("draw", "compute", "pull", "idle")
+    }
+    found = []
+    for what, share in shares.items():
+        if share < NOTABLE:
+            continue
+        match what:
+            case "draw":
+                found.append(_draw(name, share, worker))
+            case "compute":
+                found.append(_compute(name, share, worker))
+            case "pull":
+                found.append(_pull(name, share, worker, servers))
+            case _:
+                found.append(_queue(name, share, worker, queued))
+    return found
+
+
+def _draw(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name,
+        "draw",
+        share,
+        f"waits for its dataset: draw is {_percent(share)} of its time",
+        "let the dataset read ahead and map in parallel: dataset.map(f, "
+        "num_parallel_calls=zs.data.AUTOTUNE).prefetch(zs.data.AUTOTUNE), or cache it",
+        _numbers("draw", worker),
+    )
+
+
+def _compute(name: str, share: float, worker: Mapping[str, Any]) -> Limit:
+    return Limit(
+        name,
+        "compute",
+        share,
+        f"computes: the step itself is {_percent(share)} of its time",
+        "that is what a worker is for: add workers, or make the step cheaper",
+        _numbers("compute", worker),
+    )
+
+
+def _pull(
+    name: str,
+    share: float,
+    worker: Mapping[str, Any],
+    servers: Mapping[str, Mapping[str, Any]],
+) -> Limit:
+    blamed = _last_to_answer(worker) or _busiest(servers)
+    numbers = _numbers("pull", worker)
+    words = f"waits for values: pull is {_percent(share)} of its time"
+    if not blamed:
+        advice = "pull less, or fetch ahead: ZSTRAT_PREFETCH"
+        return Limit(name, "pull", share, words, advice, numbers)
+    server = servers.get(blamed, {})
+    busy, out = server.get("busy", 0.0), server.get("bytes_out_per_s", 0.0)
+    pulls = server.get("pulls_per_s", 0.0)
+    numbers |= {"busy": busy, "bytes_out_per_s": out, "pulls_per_s": pulls}
+    words = (
+        f"waits for values of {blamed}: pull is {_percent(share)} of its time "
+        f"({blamed} sends {_size(out)}/s)"
+    )
+    if busy >= BUSY:
+        words += f", and applies updates for {_percent(busy)} of its"
+        advice = (
+            "spread its variables over more parameter servers: a partitioner cuts "
+            "large ones"
+        )
+    elif pulls and out < SMALL * pulls:
+        words += f"; an answer has {_size(out / pulls)}, so it is the way that takes"
+        advice = (
+            "fetch ahead (ZSTRAT_PREFETCH), read more in one step, or bring workers "
+            "and parameter servers closer together"
+        )
+    else:
+        advice = (
+            "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
+        )
+    return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
+
+
+def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> Limit:
+    words = f"has nothing to do for {_percent(share)} of its time"
+    advice = "schedule more steps before you join or fetch; fewer workers would do"
+    if queued:
+        words += f", though {queued} closures wait in the program"
+        advice = (
+            "let workers hold more: ClusterCoordinator(closures_in_flight=...) is too "
+            "low, or left out better; or the program's process is short of a core"
+        )
+    numbers = _numbers("wait", worker) | {
+        "waiting": float(worker.get("waiting", 0)),
+        "queued_closures": float(queued),
+    }
+    return Limit(name, "queue", share, words, advice, numbers)
+
+
+def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:
+    busy = min(1.0, server.get("busy", 0.0))
+    if busy < BUSY:
+        return
+    apply = server.get("apply", {})
+    yield Limit(
+        name,
+        "push",
+        busy,
+        f"applies updates for {_percent(busy)} of its time",
+        "spread the variables over more parameter servers (a partitioner cuts large "
+        "ones), or push less often",
+        {"busy": busy, "p50": apply.get("p50", 0.0), "p99": apply.get("p99", 0.0)},
+    )
+
+
+def _imbalance(
+    servers: Mapping[str, Mapping[str, Any]], workers: Mapping[str, Mapping[str, Any]]
+) -> Iterable[Limit]:
+    moved = {
+        name: server.get("bytes_in_per_s", 0.0) + server.get("bytes_out_per_s", 0.0)
+        for name, server in servers.items()
+    }
+    whole = sum(moved.values())
+    if len(moved) < 2 or whole < LEAST_BYTES:
+        return
+    mean = whole / len(moved)
+    name = max(moved, key=lambda each: (moved[each], each))
+    if moved[name] < UNEQUAL * mean:
+        return
+    waiting = [each.get("time", {}).get("pull", 0.0) for each in workers.values()]
+    yield Limit(
+        name,
+        "imbalance",
+        min(1.0, max(waiting, default=0.0)) * moved[name] / whole,
+        f"moves {_percent(moved[name] / whole)} of the bytes of all {len(moved)} "
+        f"parameter servers ({_size(moved[name])}/s)",
+        "cut its large variables: ParameterServerStrategy(variable_partitioner=...)",
+        {each: float(rate) for each, rate in moved.items()},
+    )
+
+
+def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
+    median = staleness.get("p50", 0.0)
+    usual = 2 * max(1, workers) - 1  # each fetches one step ahead
+    if median <= OLD * usual:
+        return
+    yield Limit(
+        "all workers",
+        "stale",
+        min(1.0, 1 - usual / median),
+        f"steps compute from values that are {median:g} versions old (median); "
+        f"{workers} workers make about {usual} by themselves",
+        "fetch fewer steps ahead (ZSTRAT_PREFETCH), or lower the learning rate",
+        {"p50": median, "p99": staleness.get("p99", 0.0)},
+    )
+
+
+def _last_to_answer(worker: Mapping[str, Any]) -> str:
+    """The server whose answers ended most of its pulls; "" if nobody knows."""
+    last: Mapping[str, float] = worker.get("slow_pulls", {})
+    return max(last, key=lambda name: (last[name], name)) if last else ""
+
+
+def _busiest(servers: Mapping[str, Mapping[str, Any]]) -> str:
+    if not servers:
+        return ""
+    return max(
+        servers, key=lambda name: (servers[name].get("bytes_out_per_s", 0.0), name)
+    )
+
+
+def _numbers(phase: str, worker: Mapping[str, Any]) -> dict[str, float]:
+    summary = worker.get("phases", {}).get(phase, {})
+    return {
+        f"{phase}_{name}": float(summary.get(name, 0.0))
+        for name in ("p50", "p90", "p99")
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"

@@ -1,0 +1,287 @@
+"""What one task notes of one session: phases, staleness, rates.
+
+Noting has to cost nothing beside a step of ten microseconds, so numbers are only put
+behind each other, in plain lists, by whoever has them, and sorted into histograms in
+bulk. The thread that runs steps writes into a list of its own, which travels with what
+it posts (`StepTimes`); all else belongs to the loop. Everything is bounded: the lists
+by `PENDING`, spans of a capture by what it asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+
+from zstrat.errors import NotFoundError
+
+from ._histogram import Unit, Windowed
+from ._phases import Phase
+from ._throughput import Rate, TimeShares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ._capture import SpanCapture
+    from ._histogram import Plain
+
+EVERY: Final = 0.25
+"""Seconds between two digests."""
+PENDING: Final = 4096
+"""Entries after which there is one earlier."""
+
+QUICK: Final = 3
+"""Numbers of a step that has neither drawn nor pulled: when it was received and when
+its preparation had ended; the seconds that it ran."""
+FULL: Final = 10
+"""Numbers of any other, and of all in a capture: its number; those; when it ended; the
+seconds that its preparation took; when its values were asked for first and were there
+last, and the seconds in between that they were awaited; how many examples it drew."""
+
+
+@final
+@dataclass(slots=True)
+class StepTimes:
+    """Steps that ran, number behind number."""
+
+    quick: list[float] = field(default_factory=list)
+    """`QUICK` numbers for each."""
+    full: list[float] = field(default_factory=list)
+    """`FULL` numbers for each."""
+    idle: float = 0.0
+    """Seconds in which there was no closure,"""
+    stalled: float = 0.0
+    """and in which all waited for values;"""
+    stalls: dict[int, float] = field(default_factory=dict)
+    """by the server that answered last."""
+
+
+@final
+class Recorder:
+    """Of one session of a task. Belongs to the loop.
+
+    Args:
+        phases: Those that there are.
+    """
+
+    def __init__(self, phases: Iterable[Phase]) -> None:
+        self._phases: Final = {phase: Windowed() for phase in phases}
+        self._staleness: Final[dict[str, Windowed]] = {}
+        self._rates: Final[dict[str, Rate]] = {}
+        self._shares: Final = TimeShares()
+        self._stalls: Final = TimeShares()
+        self._began: float | None = None
+        self._steps: Final = StepTimes()
+        self._spans: Final[dict[Phase, list[float]]] = {}
+        self._stale: Final[dict[str, list[int]]] = {}
+        self._digested = 0.0
+        self._capture: SpanCapture | None = None
+        self.on_capture: Callable[[bool], None] = _ignore
+        """Called when a capture begins, and when it ends."""
+        self.is_fresh = False
+        """Something was noted since this was last set to False."""
+
+    # ---- what happened -----------------------------------------------------------
+
+    def ran(self, times: StepTimes, now: float) -> None:
+        """Steps have run."""
+        steps = self._steps
+        steps.quick += times.quick
+        steps.full += times.full
+        steps.idle += times.idle
+        steps.stalled += times.stalled
+        for server, seconds in times.stalls.items():
+            self._stalls.add(f"ps:{server}", seconds, now)
+        self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(now)
+        many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
+        if many or now - self._digested > EVERY:
+            self.digest(now)
+
+    def spent(self, phase: Phase, step: int, began: float, ended: float) -> None:
+        """A step was in a phase, but for those that `ran` tells."""
+        spans = self._spans.get(phase)
+        if spans is None:
+            spans = self._spans[phase] = []
+        spans += (step, began, ended)
+        self.is_fresh = True
+        if self._capture is not None:
+            self._capture.sample(ended)
+        if len(spans) > PENDING * 3:
+            self.digest(ended)
+
+    def stale(self, store: str, versions: int) -> None:
+        """What a push to the store was computed from was so many versions old."""
+        found = self._stale.get(store)
+        if found is None:
+            found = self._stale[store] = []
+        found.append(versions)
+        if len(found) > PENDING:
+            self.digest(self._digested)
+
+    def count(self, name: str, amount: float, now: float) -> None:
+        """So many more of something of which the rate is told."""
+        self._rate(name, now).add(amount, now)
+
+    def reach(self, name: str, total: float, now: float) -> None:
+        """The same, where somebody else keeps the sum."""
+        self._rate(name, now).reach(total, now)
+
+    def traffic(self, got: int, sent: int, now: float) -> None:
+        """So many bytes came in and went out so far."""
+        self.reach("bytes_in", got, now)
+        self.reach("bytes_out", sent, now)
+
+    def _rate(self, name: str, now: float) -> Rate:
+        rate = self._rates.get(name)
+        if rate is None:
+            rate = self._rates[name] = Rate(now if self._began is None else self._began)
+        return rate
+
+    # ---- what is told ------------------------------------------------------------
+
+    def plain(self, now: float) -> dict[str, Plain]:
+        """All of it, as plain data: ``phases`` and ``staleness`` as `Windowed.plain`
+        by phase and store, ``rates`` per second, ``time``, the shares of the time of
+        the thread that runs steps (or of the loop that applies pushes), and ``stalls``:
+        those in which it waited for each server."""
+        self.digest(now)
+        return {
+            "phases": {
+                str(phase): each.plain(now) for phase, each in self._phases.items()
+            },
+            "staleness": {
+                store: each.plain(now) for store, each in self._staleness.items()
+            },
+            "rates": {name: rate.per_second(now) for name, rate in self._rates.items()},
+            "time": self._shares.shares(now),
+            "stalls": self._stalls.shares(now),
+        }
+
+    # ---- a capture ---------------------------------------------------------------
+
+    def begin_capture(self, capture: SpanCapture, now: float) -> None:
+        """From now on spans, and what was moved by then, are kept there, too."""
+        self.digest(now)
+        self._capture = capture
+        capture.sample(now)
+        self.on_capture(True)
+
+    def end_capture(self, now: float) -> SpanCapture:
+        """What was kept; in no order.
+
+        Raises:
+            NotFoundError: There was no capture.
+        """
+        self.digest(now)
+        capture, self._capture = self._capture, None
+        self.on_capture(False)
+        if capture is None:
+            raise NotFoundError("no capture is under way: the session began anew")
+        capture.sample(now)
+        return capture
+
+    # ---- in bulk -----------------------------------------------------------------
+
+    def digest(self, now: float) -> None:
+        """Sorts what was noted into histograms and rates."""
+        self._digested = now
+        if self._began is None:
+            self._began = now
+        if self._capture is not None and now > self._capture.until:
+            self.on_capture(False)
+        steps = self._steps
+        if steps.quick:
+            self._digest_quick(_rows(steps.quick, QUICK), now)
+            steps.quick.clear()
+        if steps.full:
+            self._digest_full(_rows(steps.full, FULL), now)
+            steps.full.clear()
+        self._shares.add("pull", steps.stalled, now)
+        self._shares.add("idle", steps.idle, now)
+        steps.stalled = steps.idle = 0.0
+        for phase, spans in self._spans.items():
+            if spans:
+                number, began, ended = _rows(spans, 3).T
+                self._took(phase, number, began, ended, now)
+                if phase is Phase.APPLY:
+                    self._shares.add(str(phase), float((ended - began).sum()), now)
+                spans.clear()
+        for store, found in self._stale.items():
+            if found:
+                windowed = self._staleness.setdefault(store, Windowed(Unit.COUNTS))
+                windowed.add_many(found, now)
+                found.clear()
+
+    def _digest_quick(self, rows: np.ndarray, now: float) -> None:
+        received, prepared, ran = rows.T
+        self.count("steps", len(rows), now)
+        self._shares.add("compute", float(ran.sum()), now)
+        self._phases[Phase.WAIT].add_many(prepared - received, now)
+        self._phases[Phase.COMPUTE].add_many(ran, now)
+
+    def _digest_full(self, rows: np.ndarray, now: float) -> None:
+        number, received, prepared, ran, ended = rows.T[:5]
+        drew, asked, arrived, pulled, examples = rows.T[5:]
+        self.count("steps", len(rows), now)
+        self.count("examples", float(examples.sum()), now)
+        self._shares.add("draw", float(drew.sum()), now)
+        self._shares.add("compute", float(ran.sum()), now)
+        self._took(Phase.WAIT, number, received, prepared - drew, now)
+        self._took(Phase.DRAW, number, prepared - drew, prepared, now, drew > 0)
+        self._took(Phase.COMPUTE, number, ended - ran, ended, now)
+        pulls = pulled > 0
+        self._captures(Phase.PULL, number, asked, arrived, pulls)
+        self._phases[Phase.PULL].add_many(pulled[pulls], now)
+
+    def _took(
+        self,
+        phase: Phase,
+        number: np.ndarray,
+        began: np.ndarray,
+        ended: np.ndarray,
+        now: float,
+        which: np.ndarray | None = None,
+    ) -> None:
+        took = ended - began
+        self._phases[phase].add_many(took if which is None else took[which], now)
+        self._captures(phase, number, began, ended, which)
+
+    def _captures(
+        self,
+        phase: Phase,
+        number: np.ndarray,
+        began: np.ndarray,
+        ended: np.ndarray,
+        which: np.ndarray | None,
+    ) -> None:
+        if self._capture is None:
+            return
+        columns = [number, began, ended]
+        if which is not None:
+            columns = [column[which] for column in columns]
+        spans = zip(*[each.tolist() for each in columns], strict=True)
+        self._capture.add(phase, spans)
+
+
+def _rows(numbers: list[float], width: int) -> np.ndarray:
+    """[n, width] float64. By way of `array`, which takes a third less time."""
+    return np.frombuffer(array("d", numbers), np.float64).reshape(-1, width)
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")

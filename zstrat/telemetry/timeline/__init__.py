@@ -1,0 +1,22 @@
+"""The time line of a run: what all its tasks did when, on one clock, in one file."""
+
+from ._assembly import assemble as assemble
+from ._clock import OWN_CLOCK as OWN_CLOCK
+from ._clock import ClockLine as ClockLine
+from ._clock import ClockReading as ClockReading
+from ._clock import RoundTrip as RoundTrip
+from ._clock import read_clock as read_clock
+from ._file import SUFFIXES as SUFFIXES
+from ._file import check_place as check_place
+from ._file import write_timeline as write_timeline
+from ._notes import ProgramNotes as ProgramNotes
+from ._notes import TaskNotes as TaskNotes
+from ._notes import columns_of as columns_of
+from ._notes import from_columns as from_columns
+from ._picture import PictureValue as PictureValue
+from ._picture import Timeline as Timeline
+from ._picture import TimelineCurve as TimelineCurve
+from ._picture import TimelineRow as TimelineRow
+from ._picture import TimelineSpan as TimelineSpan
+from ._picture import TimelineTask as TimelineTask
+from ._rows import without_overlaps as without_overlaps

@@ -1,0 +1,170 @@
+"""Puts together what the tasks of a run have noted, each by its own clock.
+
+All becomes spans by the clock of the program. Of each step an arrow leads from the call
+that scheduled it to its run, from there to its push, and from that to what it became on
+each parameter server. A step that ran twice has two of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from zstrat.telemetry._phases import Phase
+
+from ._picture import (
+    PictureValue,
+    Timeline,
+    TimelineCurve,
+    TimelineSpan,
+    TimelineTask,
+)
+from ._rows import ROWS, without_overlaps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from zstrat.telemetry._capture import TrafficPoint
+    from zstrat.telemetry._phases import PhaseSpan
+
+    from ._clock import ClockLine
+    from ._notes import ProgramNotes, TaskNotes
+
+
+_SCHEDULE: Final = "schedule"
+_BEFORE: Final[Mapping[str, str]] = {
+    Phase.COMPUTE: _SCHEDULE,
+    Phase.PUSH: Phase.COMPUTE,
+    Phase.APPLY: Phase.PUSH,
+}
+"""From which kind of span an arrow leads to one of this kind."""
+
+
+def assemble(
+    notes: ProgramNotes,
+    tasks: Iterable[TaskNotes],
+    ended: float,
+    about: Mapping[str, PictureValue],
+) -> Timeline:
+    """The time line from the begin of the ``notes`` until ``ended``: what lies outside
+    is left out, and what reaches over an end is in it whole.
+
+    Args:
+        about: What the file says of itself beside clocks and what is missing.
+    """
+    assembly = _Assembly(notes.began, ended, dict(about))
+    made = [assembly.program(notes), *[assembly.task(task) for task in tasks]]
+    return Timeline(made, list(assembly.arrows()), assembly.about)
+
+
+@dataclass(slots=True)
+class _Assembly:
+    began: float
+    ended: float
+    about: dict[str, PictureValue]
+    drawn: dict[tuple[str, int], list[TimelineSpan]] = field(default_factory=dict)
+    """Spans by their kind and step."""
+
+    def arrows(self) -> Iterable[tuple[TimelineSpan, TimelineSpan]]:
+        for (kind, step), heads in self.drawn.items():
+            for tail in self.drawn.get((_BEFORE.get(kind, ""), step), ()):
+                yield from ((tail, head) for head in heads)
+
+    def program(self, notes: ProgramNotes) -> TimelineTask:
+        task = TimelineTask("program", "", curves=_queue(notes))
+        self._draw(
+            task,
+            {
+                _SCHEDULE: [
+                    TimelineSpan(_SCHEDULE, began, ended, {"step": step})
+                    for step, began, ended in notes.scheduled
+                ],
+                "dispatch": [
+                    TimelineSpan(f"to {worker}", began, ended, {"closures": closures})
+                    for worker, closures, began, ended in notes.dispatched
+                ],
+                "fetch": [TimelineSpan("fetch", *times) for times in notes.fetched],
+            },
+        )
+        if notes.is_full:
+            self.about["program: cut"] = "there was no room to note all that it did"
+        return task
+
+    def task(self, notes: TaskNotes) -> TimelineTask:
+        label = "" if notes.clock is None else _clock_words(notes.clock)
+        cut = "it has noted more: its last spans are here" if notes.is_cut else ""
+        for what, words in (
+            ("clock", label),
+            ("missing", notes.problem),
+            ("cut", cut),
+            ("jax profile", notes.profile),
+        ):
+            if words:
+                self.about[f"{notes.name}: {what}"] = words
+        task = TimelineTask(notes.name, label)
+        if notes.clock is not None:
+            self._draw(task, self._placed(notes.spans, notes.clock))
+            task.curves = self._traffic(notes.traffic, notes.clock)
+        return task
+
+    def _placed(
+        self, spans: Iterable[PhaseSpan], clock: ClockLine
+    ) -> dict[str, list[TimelineSpan]]:
+        """Those of the time line, by phase, in the order of phases."""
+        kinds: dict[str, list[TimelineSpan]] = {phase: [] for phase in Phase}
+        for step, phase, start, end in spans:
+            began, ended = clock.ours(start), clock.ours(end)
+            if ended >= self.began and began <= self.ended:
+                details: dict[str, PictureValue] = {"step": step} if step >= 0 else {}
+                kinds[phase].append(TimelineSpan(phase, began, ended, details))
+        return kinds
+
+    def _traffic(
+        self, points: Sequence[TrafficPoint], clock: ClockLine
+    ) -> list[TimelineCurve]:
+        """What the process got and sent, all connections together, since the begin."""
+        got = TimelineCurve("received", "bytes")
+        sent = TimelineCurve("sent", "bytes")
+        for at, total_got, total_sent in sorted(points):
+            moment = clock.ours(at)
+            if self.began <= moment <= self.ended:
+                got.points.append((moment, total_got - points[0].got))
+                sent.points.append((moment, total_sent - points[0].sent))
+        return [got, sent]
+
+    def _draw(
+        self, task: TimelineTask, kinds: Mapping[str, Iterable[TimelineSpan]]
+    ) -> None:
+        for kind, spans in kinds.items():
+            rows, left = without_overlaps(kind, spans)
+            task.rows += rows
+            if left:
+                words = f"{len(left)} of {kind}, as {ROWS} others were under way"
+                self.about[f"{task.name}: {kind} not drawn"] = words
+            for row in rows:
+                for span in row.spans:
+                    key = kind, int(span.details.get("step", -1))
+                    if key[1] >= 0:
+                        self.drawn.setdefault(key, []).append(span)
+
+
+def _queue(notes: ProgramNotes) -> list[TimelineCurve]:
+    """How many closures waited in the program, and how many were with workers."""
+    changes = [(ended, 1, 0) for _, _, ended in notes.scheduled]
+    changes += [(at, -count, count) for _, count, _, at in notes.dispatched]
+    changes += [(at, 0, -count) for count, at in notes.ended]
+    waits = TimelineCurve("closures that wait", "count", [(notes.began, notes.waiting)])
+    runs = TimelineCurve("closures at workers", "count", [(notes.began, notes.running)])
+    for at, waiting, running in sorted(changes):
+        for curve, change in ((waits, waiting), (runs, running)):
+            if change:
+                # What was dispatched may be back in the queue, or have been cancelled.
+                curve.points.append((at, max(0.0, curve.points[-1][1] + change)))
+    return [waits, runs]
+
+
+def _clock_words(clock: ClockLine) -> str:
+    return (
+        f"{clock.first.offset * 1e3:+.3f} ms against the program's, "
+        f"wrong by {clock.error * 1e3:.3f} ms at most"
+    )

@@ -1,0 +1,158 @@
+"""What a program and its tasks note while a time line is taken, and how that travels.
+
+In the program whichever thread has something to say appends to a list, which needs no
+lock; beyond its bound nothing is noted, and that is told. A task's spans travel in
+columns: a quarter of the bytes that a record for each would be, and no work for a loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+import numpy as np
+
+from zstrat.telemetry._capture import TrafficPoint
+from zstrat.telemetry._phases import Phase, PhaseSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.telemetry._capture import SpanCapture
+
+    from ._clock import ClockLine
+
+
+class Dispatched(NamedTuple):
+    """Closures that were sent to a worker in one message, and when that was made."""
+
+    worker: str
+    closures: int
+    began: float
+    ended: float
+
+
+@final
+class ProgramNotes:
+    """Of one time line. Times are those of `time.monotonic`.
+
+    Args:
+        waiting, running: Closures, when it begins.
+        limit: Notes of each kind that are kept.
+        steps: After so many closures ``done`` is called, once, by whoever tells of the
+            last one; None: never.
+    """
+
+    def __init__(
+        self,
+        began: float,
+        waiting: int,
+        running: int,
+        limit: int,
+        *,
+        steps: int | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        self._goal, self._done = steps, done
+        self.began: Final = began
+        self.waiting: Final = waiting
+        self.running: Final = running
+        self._limit: Final = limit
+        self.scheduled: Final[list[tuple[int, float, float]]] = []
+        """Step, and the begin and end of the call that has put it into the queue."""
+        self.dispatched: Final[list[Dispatched]] = []
+        self.ended: Final[list[tuple[int, float]]] = []
+        """How many closures a worker has reported as ended, and when."""
+        self.fetched: Final[list[tuple[float, float]]] = []
+        """When somebody began to wait for a value, and had it."""
+        self.steps = 0
+        """Closures that have ended since."""
+        self.is_full = False
+        """Something was not noted any more."""
+
+    def schedule(self, step: int, began: float, ended: float) -> None:
+        """A call has put a closure into the queue."""
+        if self._has_room(len(self.scheduled)):
+            self.scheduled.append((step, began, ended))
+
+    def dispatch(self, worker: str, closures: int, began: float, ended: float) -> None:
+        """Closures were sent to a worker."""
+        if self._has_room(len(self.dispatched)):
+            self.dispatched.append(Dispatched(worker, closures, began, ended))
+
+    def end(self, closures: int, now: float) -> None:
+        """A worker has reported so many as ended."""
+        self.steps += closures
+        if self._goal is not None and self.steps >= self._goal:
+            done, self._done = self._done, None
+            if done is not None:
+                done()
+        if self._has_room(len(self.ended)):
+            self.ended.append((closures, now))
+
+    def fetch(self, began: float, ended: float) -> None:
+        """Somebody has waited for a value."""
+        if self._has_room(len(self.fetched)):
+            self.fetched.append((began, ended))
+
+    def _has_room(self, count: int) -> bool:
+        if count < self._limit:
+            return True
+        self.is_full = True
+        return False
+
+
+@dataclass(slots=True)
+class TaskNotes:
+    """What one task has noted, or why it is not known.
+
+    ``name``: "worker:0". ``clock``: None if the task did not say what its clock says;
+    nothing that it has noted can be placed then. ``problem``: what is missing, in
+    words; "" if nothing. ``profile``: where jax's own profile of it lies.
+    """
+
+    name: str
+    clock: ClockLine | None = None
+    spans: Sequence[PhaseSpan] = ()
+    traffic: Sequence[TrafficPoint] = ()
+    is_cut: bool = False
+    problem: str = ""
+    profile: str = ""
+
+
+def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
+    """The names of phases; and steps (int64 [n]), places among these names (uint8 [n]),
+    begins and ends (float64 [2, n]), and times, bytes got and bytes sent by then
+    (float64 [3, m])."""
+    names, spans = list(Phase), capture.spans
+    place = {name: number for number, name in enumerate(names)}
+    steps = np.array([span.step for span in spans], np.int64)
+    phases = np.array([place[span.phase] for span in spans], np.uint8)
+    times = np.array([(span.began, span.ended) for span in spans], np.float64)
+    traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)
+    columns: list[np.ndarray] = [steps, phases, times.reshape(-1, 2).T, traffic.T]
+    return [str(name) for name in names], columns
+
+
+def from_columns(
+    names: Sequence[str], columns: Sequence[np.ndarray]
+) -> tuple[list[PhaseSpan], list[TrafficPoint]]:
+    """What `columns_of` was given.
+
+    Raises:
+        ValueError: These are no such columns.
+    """
+    try:
+        steps, phases, times, traffic = [column.tolist() for column in columns]
+        called = [Phase(name) for name in names]
+        spans = [
+            PhaseSpan(step, called[phase], began, ended)
+            for step, phase, began, ended in zip(steps, phases, *times, strict=True)
+        ]
+        points = [
+            TrafficPoint(at, int(got), int(sent))
+            for at, got, sent in zip(*traffic, strict=True)
+        ]
+    except (ValueError, IndexError, TypeError) as error:
+        raise ValueError(f"no columns of spans: {error}") from None
+    return spans, points

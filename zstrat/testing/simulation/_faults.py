@@ -1,0 +1,144 @@
+"""Carries out what befalls a cluster, each fault at its time.
+
+With second copies any one server may be lost at any moment. So where the contract is
+held against that, what befalls a server waits until each store has two copies that are
+well: in processes that have had no trouble for a while, and which the program knows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ._world import START
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ._process import Process
+    from ._scenario import Fault
+    from ._sockets import Network
+    from ._world import World
+
+WELL: Final = 3.0
+"""Seconds after its trouble in which everybody knows what has become of a process: more
+than their patience, and what it takes to connect anew."""
+
+_LOOK: Final = 0.02
+_LATEST: Final = 15.0
+"""Seconds that a fault waits; then it does not happen."""
+
+
+@final
+class Faults:
+    """Those of one run.
+
+    Args:
+        copies: The processes that have copies of stores, if each store has two.
+        told: Told of each fault as it happens.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        processes: Mapping[str, Process],
+        copies: Callable[[], list[str] | None],
+        told: Callable[[str], None] | None,
+    ) -> None:
+        self._world, self._network, self._processes = world, network, processes
+        self._copies, self._told = copies, told
+        self._ill_until: dict[str, float] = {}
+        """When the trouble of a server is over, or was."""
+        self.healed_at = START
+        """When no fault will be left, as far as is known now."""
+        self.happened = 0
+
+    def plan(self, fault: Fault, *, is_guarded: bool) -> None:
+        """Has it happen; ``is_guarded``: not to a server that is the only one to have
+        something."""
+        at = START + fault.at
+        self.healed_at = max(self.healed_at, at + fault.length)
+        if is_guarded and self._servers_of(fault):
+            self._world.at(at, partial(self._wait, fault, at + _LATEST))
+        else:
+            self._world.at(at, partial(self._happen, fault))
+
+    def _servers_of(self, fault: Fault) -> list[str]:
+        """Whom it concerns of the servers, all of which are then said to be ill."""
+        ends = (fault.target, fault.other)
+        servers = [name for name in ends if name.startswith("ps")]
+        return servers[:1] if fault.kind in _OF_ONE else servers
+
+    def _wait(self, fault: Fault, latest: float) -> None:
+        now, copies = self._world.now, self._copies()
+        if copies is not None and all(self._is_well(name) for name in copies):
+            for name in self._servers_of(fault):
+                self._ill_until[name] = now + fault.length
+            self._happen(fault)
+        elif now < latest:
+            self.healed_at = max(self.healed_at, now + _LOOK + fault.length)
+            self._world.at(now + _LOOK, partial(self._wait, fault, latest))
+
+    def _is_well(self, name: str) -> bool:
+        until = self._ill_until.get(name)
+        return until is None or until + WELL < self._world.now
+
+    # ---- what happens ------------------------------------------------------------
+
+    def _happen(self, fault: Fault) -> None:
+        world, process = self._world, self._processes[fault.target]
+        self.happened += 1
+        if self._told is not None:
+            self._told(f"{world.now - START:10.6f} {fault}")
+        end = world.now + fault.length
+        self.healed_at = max(self.healed_at, end)
+        match fault.kind:
+            case "kill" | "power":
+                process.kill(silently=fault.kind == "power")
+                world.at(end, process.start_again)
+            case "freeze":
+                process.freeze()
+                world.at(end, process.thaw)
+            case "reset":
+                for line in self._network.lines_of(fault.target, fault.other):
+                    line.reset()
+            case "cut":
+                self._between(fault, self._network.weather.block)
+                world.at(end, partial(self._between, fault, self._free))
+            case "slow":
+                self._between(fault, partial(self._slow, 100.0))
+                world.at(end, partial(self._between, fault, partial(self._slow, 1.0)))
+            case "isolate" | "apart":
+                self._from_all(fault, self._network.weather.block)
+                world.at(end, partial(self._from_all, fault, self._free))
+            case "sever":
+                self._between(fault, self._network.weather.block)
+                world.at(end - 1e-6, partial(self._between, fault, self._free))
+                world.at(world.now + 0.3 * fault.length, process.kill)
+                world.at(end, process.start_again)
+            case _:
+                raise AssertionError(fault.kind)
+
+    def _between(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
+        work(fault.target, fault.other)
+        if fault.kind != "cut" or fault.length < 1.0:  # else half open
+            work(fault.other, fault.target)
+
+    def _from_all(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
+        target = fault.target
+        for name in self._processes:
+            spared = fault.kind == "apart" and name.startswith("worker")
+            if name != target and not spared:
+                work(target, name)
+                work(name, target)
+
+    def _free(self, source: str, target: str) -> None:
+        self._network.weather.free(source, target)
+
+    def _slow(self, factor: float, source: str, target: str) -> None:
+        self._network.weather.slow(source, target, factor)
+
+
+_OF_ONE: Final = ("sever", "isolate", "apart")
+"""Kinds of which the ``other`` has no trouble of its own when they are over."""

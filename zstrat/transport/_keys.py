@@ -1,0 +1,247 @@
+"""A key folder: what is in it, how it is made, and how its keys are changed.
+
+It holds one pair per role, ``<role>.secret`` and ``<role>.public``, made once by
+`generate_keys` and copied to the machines. Tasks of a role may have a pair each
+instead, ``<role>-<index>.secret`` and ``.public``.
+
+Keys are changed while all tasks go on, in three steps (`rotate_keys`), after each of
+which the folder is copied to all machines. The tasks notice and read it again.
+
+1. ``next/`` gets new pairs. All admit their holders from now on, and trust servers that
+   have them, so that it does not matter who takes the second step first.
+2. The new pairs take the place of the old ones, whose public halves go to
+   ``previous/``. Servers bind anew with their new secret; their peers connect again.
+3. ``previous/`` is removed: nobody with an old secret gets in any more.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from zstrat.wire import Job
+
+from ._secrecy import check_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from os import PathLike
+
+NEXT: Final = "next"
+PREVIOUS: Final = "previous"
+
+_KEY_LENGTH: Final = 40  # characters of Z85
+_NAME: Final = re.compile(rf"(?:{'|'.join(Job)})(?:-(?:0|[1-9][0-9]*))?", re.ASCII)
+
+Owner = tuple[Job, "int | None"]
+"""The role of a key, and the index of the only task that has it, if only one does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What one task knows: its own pair, and the owners of all public keys, those that
+    are in use first. ``stamp``: of the files that this was read from."""
+
+    secret: str
+    public: str
+    owners: Mapping[str, Owner]
+    stamp: object
+
+    def of(self, job: Job, index: int) -> list[str]:
+        """The public keys that a task may have: its own, else those of its role."""
+        own = [key for key, owner in self.owners.items() if owner == (job, index)]
+        return own or [k for k, owner in self.owners.items() if owner == (job, None)]
+
+
+class KeyFolder:
+    """The folder in which a task finds its keys; arguments as of `Security.load`."""
+
+    def __init__(
+        self, path: str | PathLike[str], job: Job, index: int | None, guarded: bool
+    ) -> None:
+        self.folder, self.job = Path(path), job
+        self._index, self._guarded = index, guarded
+
+    def stamp(self) -> object:
+        """Another one if what is in the folder may be something else."""
+        return tuple(_states(self._folders()))
+
+    def read(self) -> Keys:
+        """Reads all files.
+
+        Raises:
+            ValueError, PermissionDeniedError: As `Security.load`.
+        """
+        stamp = self.stamp()  # before: what changes meanwhile is read the next time
+        publics = _publics(self.folder)
+        own = f"{self.job}-{self._index}"
+        name = own if own in publics else str(self.job)
+        if name not in publics or len(set(publics.values())) != len(publics):
+            raise ValueError(
+                f"key folder {self.folder}: expected {name}.public and a different key "
+                f"for each role and task, found {', '.join(publics) or 'none'}: make "
+                f"one with `zstrat keygen {self.folder}`"
+            )
+        secret = self._secret(name)
+        if zmq.curve_public(secret.encode()).decode() != publics[name]:
+            raise ValueError(
+                f"key folder {self.folder}: {name}.secret does not belong to "
+                f"{name}.public: they come from two runs of `zstrat keygen`"
+            )
+        return Keys(secret, publics[name], self._owners(), stamp)
+
+    def _secret(self, name: str) -> str:
+        file = self.folder / f"{name}.secret"
+        secret = _read(file)
+        if not self._guarded:
+            check_private(file)
+        return secret
+
+    def _owners(self) -> dict[str, Owner]:
+        owners: dict[str, Owner] = {}
+        for folder in self._folders():
+            for name, key in _publics(folder).items():
+                if owners.setdefault(key, _owner(name)) != _owner(name):
+                    raise ValueError(
+                        f"{folder / name}.public is the key of another role or task: "
+                        f"remove {folder}, and copy it again"
+                    )
+        return owners
+
+    def _folders(self) -> tuple[Path, ...]:
+        return self.folder, self.folder / NEXT, self.folder / PREVIOUS
+
+
+def generate_keys(
+    path: str | PathLike[str], tasks: Mapping[Job, int] | None = None
+) -> list[Path]:
+    """Makes a key folder (mode 0700) with a pair of keys for each role.
+
+    Args:
+        tasks: Roles of which each task, so many from 0 on, gets a pair of its own.
+
+    Returns:
+        The files written: secrets have mode 0600.
+
+    Raises:
+        FileExistsError: There are keys already; nothing was written.
+    """
+    folder = Path(path)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    there = sorted(
+        file.name for kind in ("secret", "public") for file in folder.glob(f"*.{kind}")
+    )
+    if there:
+        raise FileExistsError(
+            f"{folder} holds keys already ({', '.join(there)}): a running cluster may "
+            "need them; remove them, or choose another folder"
+        )
+    return _write_pairs(folder, _names(tasks or {}))
+
+
+def _write_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    written = []
+    for name in names:
+        public, secret = zmq.curve_keypair()
+        for suffix, key, mode in (("public", public, 0o644), ("secret", secret, 0o600)):
+            file = folder / f"{name}.{suffix}"
+            file.touch(mode=mode, exist_ok=False)
+            file.write_text(f"{key.decode()}\n", "ascii")
+            written.append(file)
+    return written
+
+
+def rotate_keys(path: str | PathLike[str]) -> str:
+    """Takes the next of the three steps by which the keys of a folder are changed; one
+    that was interrupted is taken to its end.
+
+    Returns:
+        What was done: `NEXT` was made, the keys in use became `PREVIOUS`, or "".
+
+    Raises:
+        FileNotFoundError: There are no keys.
+    """
+    folder = Path(path)
+    following, previous = folder / NEXT, folder / PREVIOUS
+    if not key_names(folder):
+        raise FileNotFoundError(
+            f"{folder} holds no keys: make some with `zstrat keygen {folder}`"
+        )
+    if following.exists():
+        _switch(folder, following, previous)
+        return PREVIOUS
+    if previous.exists():
+        shutil.rmtree(previous)
+        return ""
+    making = folder / f".{NEXT}"
+    shutil.rmtree(making, ignore_errors=True)
+    _write_pairs(making, key_names(folder))
+    making.rename(following)
+    return NEXT
+
+
+def _switch(folder: Path, following: Path, previous: Path) -> None:
+    """Each public half is in one of the folders at any moment."""
+    if not previous.exists():
+        making = folder / f".{PREVIOUS}"
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(mode=0o700)
+        for name in key_names(folder):
+            shutil.copy(folder / f"{name}.public", making)
+        making.rename(previous)
+    for file in sorted(following.iterdir()):
+        file.replace(folder / file.name)
+    following.rmdir()
+
+
+def key_names(folder: Path) -> list[str]:
+    """Whose public keys are in a folder: "chief", "ps", "worker-3"."""
+    names = [file.stem for file in folder.glob("*.public")]
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def _names(tasks: Mapping[Job, int]) -> Iterator[str]:
+    for role in Job:
+        if role in tasks:
+            yield from (f"{role}-{index}" for index in range(tasks[role]))
+        else:
+            yield str(role)
+
+
+def _publics(folder: Path) -> dict[str, str]:
+    return {name: _read(folder / f"{name}.public") for name in key_names(folder)}
+
+
+def _states(folders: Iterable[Path]) -> Iterator[tuple[str, int, int, int]]:
+    for folder in folders:
+        for file in sorted(folder.glob("*.*")):
+            try:
+                state = file.stat()
+            except OSError:  # gone meanwhile, or a link to nothing
+                continue
+            # Ctime: modes count, too.
+            yield str(file), state.st_ino, state.st_size, state.st_ctime_ns
+
+
+def _owner(name: str) -> Owner:
+    role, _, index = name.partition("-")
+    return Job(role), int(index) if index else None
+
+
+def _read(file: Path) -> str:
+    try:
+        key = file.read_text("ascii").strip()
+    except OSError as error:
+        raise ValueError(f"cannot read the key {file}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        key = ""
+    if len(key) != _KEY_LENGTH:
+        raise ValueError(f"{file} is no key: expected {_KEY_LENGTH} characters of Z85")
+    return key

@@ -1,0 +1,110 @@
+"""What a worker keeps of its steps while a time line is taken, and jax's own profile.
+
+Spans are kept by the session's recorder, on the loop. jax is told to profile on the
+executor thread, between two steps: it may take a second, and one at a time is possible
+in a process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING, final
+
+import jax
+
+from zstrat.telemetry import SpanCapture
+from zstrat.telemetry.timeline import columns_of
+from zstrat.transport import moved_bytes
+from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, Done, EndCapture
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from zstrat.telemetry import Recorder
+    from zstrat.wire import Message
+
+    from ._executor import WorkerThread
+
+Capturing = AskClock | BeginCapture | EndCapture
+
+
+@final
+class SessionCapture:
+    """Of one session. Only the loop touches it.
+
+    Args:
+        executor: Whose thread tells jax.
+        clock: What the spans are told by.
+    """
+
+    def __init__(
+        self, recorder: Recorder, executor: WorkerThread, clock: Callable[[], float]
+    ) -> None:
+        self._recorder, self._executor, self._clock = recorder, executor, clock
+        self._profile = JaxProfile()
+        self._is_profiling = False
+
+    def serve(self, message: Capturing) -> Message | Awaitable[Message]:
+        """Answers at once, or when jax has done what it was told."""
+        match message:
+            case AskClock():
+                return ClockTold(self._clock())
+            case BeginCapture(spans=spans, seconds=seconds):
+                now = self._clock()
+                capture = SpanCapture(spans, now + seconds, moved_bytes)
+                self._recorder.begin_capture(capture, now)
+                self._is_profiling = message.profile
+                return self._begin_profile() if message.profile else Done()
+            case EndCapture():
+                if not self._is_profiling:
+                    return self._captured()
+                return self._end_profile()
+
+    def close(self) -> None:
+        """The session is over."""
+        if self._is_profiling:
+            self._executor.tell(self._profile.stop)
+
+    async def _begin_profile(self) -> Message:
+        await self._executor.submit(self._profile.start)
+        return Done()
+
+    async def _end_profile(self) -> Message:
+        self._is_profiling = False
+        await self._executor.submit(self._profile.stop)
+        return self._captured()
+
+    def _captured(self) -> Captured:
+        capture, profile = self._recorder.end_capture(self._clock()), self._profile
+        phases, columns = columns_of(capture)
+        folder, problem = profile.folder, profile.problem
+        return Captured(phases, capture.is_cut, folder, problem, tuple(columns))
+
+
+@final
+class JaxProfile:
+    """jax's profile of this process. Its methods are called on the executor thread."""
+
+    def __init__(self) -> None:
+        self.folder = ""
+        """Where it is, once it has begun."""
+        self.problem = ""
+        """Why there is none."""
+
+    def start(self) -> None:
+        """Begins it, in a folder of its own for temporary files."""
+        try:
+            folder = tempfile.mkdtemp(prefix="zstrat-jax-profile-")
+            jax.profiler.start_trace(folder)
+        except Exception as error:  # told with what was captured
+            self.problem = f"jax does not profile it: {error}"
+        else:
+            self.folder = folder
+
+    def stop(self) -> None:
+        """Ends it, and writes it."""
+        if self.folder and not self.problem:
+            try:
+                jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
+            except Exception as error:  # told with what was captured
+                self.folder, self.problem = "", f"jax's profile is lost: {error}"
