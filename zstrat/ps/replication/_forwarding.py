@@ -7,7 +7,8 @@ primary meanwhile.
 
 While the copy is under way changes wait here, and nobody waits for them, unless they
 are too many bytes. What the backup has to compile for them it compiles before it is
-said to have all: so nobody waits for that either, then or when it takes the place. The link may break and come back: the backup then says what it has.
+said to have all: so nobody waits for that either, then or when it takes the place. The
+link may break and come back: the backup then says what it has.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from zstrat.wire import (
     Push,
 )
 
-from ._copying import StoreCopy
+from ._copying import StoreCopy, optimizer_code
 from ._log import WINDOW, ReplicationLog, nbytes_of
 
 if TYPE_CHECKING:
@@ -359,6 +360,11 @@ class Forwarding:
         self._link.start()
         await self._link.wait_open(deadline)
         await self._until(lambda: self._flows)
+        # Loading jax takes seconds, which nothing has to wait for yet. One that is
+        # withdrawn before the cut would be found to differ, and the backup refused.
+        for message in optimizer_code(self._store):
+            await self._pass_on(message)
+        await self._all_made()
         copy = await self._cut()
         try:
             for message in copy.messages:

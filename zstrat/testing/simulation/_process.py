@@ -197,7 +197,7 @@ class ServerProcess(Daemon):
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
         )
-        hosted = HostedStores(
+        hosted: HostedStores = HostedStores(
             service,
             me,
             self.address,
