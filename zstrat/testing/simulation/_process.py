@@ -189,6 +189,7 @@ class ServerProcess(Daemon):
             clock=loop.time,
             make_thread=lambda _: VirtualThread(loop, around.quick),
         )
+        hosted: HostedStores
         service = make_service(
             load_code=load,
             settings=around.settings,
@@ -197,7 +198,7 @@ class ServerProcess(Daemon):
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
         )
-        hosted: HostedStores = HostedStores(
+        hosted = HostedStores(
             service,
             me,
             self.address,
