@@ -60,7 +60,7 @@ lint: $(VENV)/.dev
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Without daemons, systems, and files of ten seconds or more (tests/conftest.py).
+# Without daemons, systems, and files of eight seconds or more (tests/conftest.py).
 test-fast: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
 	  -m 'not (optax or engines or processes or slow)' $(ARGS)

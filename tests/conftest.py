@@ -57,6 +57,7 @@ pytest_plugins = ["parts"]
 
 
 SLOWEST = (
+    "test_examples_digits.py",
     "test_system_tables.py",
     "test_optax_quick.py",
     "test_system_collectives_faults.py",
@@ -64,6 +65,7 @@ SLOWEST = (
     "test_examples_together.py",
     "test_system_faults.py",
     "test_strategy_multi_worker_processes.py",
+    "test_testing_simulation.py",
     "test_program_embedding.py",
     "test_architecture.py",
     "test_collectives_hosts.py",
@@ -72,7 +74,16 @@ SLOWEST = (
     "test_examples_word2vec.py",
     "test_examples_notebook.py",
     "test_optax_docs.py",
+    "test_system_restores.py",
+    "test_program_table_gradients.py",
+    "test_cli.py",
+    "test_ps_engine.py",
     "test_system_cuts.py",
+    "test_system_collectives_network.py",
+    "test_ps_operands.py",
+    "test_ps_rows.py",
+    "test_system_checkpoints_faults.py",
+    "test_system_going_on.py",
     "test_system_mirrored.py",
     "test_optax_handle.py",
     "test_system_training.py",
@@ -99,7 +110,7 @@ SLOWEST = (
     "test_testing_clusters.py",
     "test_parts.py",
 )
-"""Files of some ten seconds or more: none of them begins when the others have ended."""
+"""Files of some eight seconds or more: none begins when the others have ended."""
 
 WHOLE = {"accelerator", "attack", "chaos", "examples", "optax", "system"}
 """Folders of tests of the whole: clusters, faults, programs of users."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kubernetes import client
-from kubernetes.config import kube_config
 
 from zstrat.cluster import ExecutableLocation, KubernetesClusterResolver
 
@@ -103,7 +102,8 @@ def kubeconfig(
             )
         )
 
-    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    default = "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
+    monkeypatch.setattr(default, str(path))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     return write
 
@@ -114,6 +114,7 @@ def test_a_client_of_ones_own(web: Web) -> None:
         pod_list(pod("tf-b", "10.0.0.2"), pod("tf-a", "10.0.0.9")),
         Content_Type="application/json",
     )
+    client = importlib.import_module("kubernetes.client")
     with client.ApiClient(client.Configuration(host=f"http://{web.host}")) as api:
         resolver = KubernetesClusterResolver(override_client=client.CoreV1Api(api))
         assert resolver.cluster_spec().as_dict() == {

@@ -462,3 +462,18 @@ def test_an_argument_that_there_is_not():
         with pytest.raises(TypeError, match="unexpected keyword argument 'inplace'"):
             group.all_reduce(np.ones(1), inplace=True)
         assert group.all_reduce(np.ones(1)) == 1  # no number was drawn
+
+
+def test_each_rank_knows_for_whom_it_has_waited(trio, on_all):
+    """A node is shared by the groups of a process: here each rank has its own."""
+
+    def waited(group):
+        for _ in range(5):
+            group.all_reduce(np.ones(4, np.float32))
+        return dict(group._runtime.node.statistics()["waited"])
+
+    names = [f"/job:worker/task:{rank}" for rank in range(3)]
+    for rank, found in enumerate(on_all(waited)):
+        others = [name for name in names if name != names[rank]]
+        assert set(found) <= set(others)
+        assert sum(found.values()) > 0

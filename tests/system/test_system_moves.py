@@ -130,7 +130,6 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
             training.during(lambda: servers.drain(at[0])).result()
         assert servers.addresses == {1: at[1], 2: at[2]}
         assert _processes(training) == ["/job:ps/task:1"] * 2
-        cluster.kill("ps:0")
         training.check()
 
         # All of it moves, while a checkpoint is saved.
@@ -152,8 +151,7 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
         assert training.coordinator.metrics()["ps_restores"] == 0
 
         # The source is killed in the middle: what follows is what on_ps_loss says.
-        cluster.restart("ps:0")
-        assert servers.add(at[0]) == 0
+        assert servers.add(at[0]) == 0  # which has served nobody meanwhile
         training.checkpoint.save(tmp_path / "second")
         with (
             when("copied to the process of /job:ps/task:0", lambda: kill(cluster, 2)),

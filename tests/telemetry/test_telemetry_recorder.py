@@ -141,3 +141,14 @@ def test_a_parameter_server_is_as_busy_as_it_applies():
         recorder.spent(Phase.APPLY, second, second, second + 0.5)
         recorder.digest(second + 0.5)
     assert recorder.plain(11.6)["time"]["apply"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_pushes_that_wait_for_one_thread_keep_it_busy_once():
+    recorder = Recorder(PS_PHASES)
+    for began, ended in ((0.0, 2.0), (1.0, 2.0), (0.5, 3.0), (4.0, 5.0)):
+        recorder.spent(Phase.APPLY, 1, began, ended)
+    recorder.digest(5.0)
+    recorder.spent(Phase.APPLY, 1, 4.5, 6.0)
+    recorder.digest(9.0)
+    # Busy from 0 to 3 and from 4 to 6; the window begins with the second 5.
+    assert recorder.plain(15.0)["time"]["apply"] == pytest.approx(0.5)

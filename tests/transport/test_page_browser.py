@@ -6,6 +6,8 @@ Skipped by name where there is no chromedriver.
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -189,6 +191,38 @@ def test_a_token_comes_in_once_and_leaves_the_address(browser):
         browser.wait("return document.querySelector('#tasks tr')")
         at = f"http://127.0.0.1:{server.port}/"
         assert browser.run("return [location.href, document.cookie]") == [at, ""]
+
+
+PROGRAM = """
+import sys, zstrat as zs
+print(zs.dashboard(sys.argv[1]).port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def program(port):
+    """A program that has a page, and its port."""
+    command = [sys.executable, "-c", PROGRAM, f"127.0.0.1:{port}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as running:
+        try:
+            yield running, int(running.stdout.readline())
+        finally:
+            running.kill()
+
+
+@pytest.mark.processes
+def test_a_program_that_is_killed_leaves_its_picture_and_may_come_back(browser):
+    with program(0) as (first, port):
+        browser.open(f"http://127.0.0.1:{port}/")
+        browser.wait(STATE, "none")
+        first.kill()
+        browser.wait(STATE, "gone")
+        assert browser.run(TEXT, "#words").startswith("The run has ended, or cannot be")
+    with program(port):
+        browser.wait(STATE, "none")
+    browser.open("about:blank")
 
 
 @pytest.mark.processes

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 import pytest
 
 from zstrat.program import function
 
-grain = pytest.importorskip("grain", reason="grain is optional and not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("grain") is None,
+    reason="grain is optional and not installed",
+)
 
 
 @function
@@ -16,6 +21,8 @@ def draw(iterator):
 
 
 def dataset_fn():
+    import grain
+
     source = grain.MapDataset.range(12).shuffle(seed=7)
     source = source.map(lambda i: {"x": np.float32(i), "even": np.bool_(i % 2 == 0)})
     here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)

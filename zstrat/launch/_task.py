@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import psutil
@@ -338,6 +339,7 @@ class Task:
             load_code=self._load_code,
             settings=self._settings,
             security=self._security,
+            make_service=partial(PsService, tells=True),
             leaves=self._handover is not None,
         )
         return service, _nothing, service.absorb

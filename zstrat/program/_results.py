@@ -46,7 +46,10 @@ class Computed(NamedTuple):
 
     def to_host(self) -> None:
         """Starts all transfers from an accelerator before the first is waited for."""
-        if len(self.results) + len(self.operands) > 1:
-            for arrays in (self.results, *self.operands):
-                for array in arrays:
-                    array.copy_to_host_async()
+        found = [array for arrays in (self.results, *self.operands) for array in arrays]
+        # To ask an array of the CPU for it takes longer than to look at its memory, and
+        # one program leaves all that it computes on devices of one kind.
+        if len(found) < 2 or next(iter(found[0].devices())).platform == "cpu":
+            return
+        for array in found:
+            array.copy_to_host_async()

@@ -274,7 +274,7 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
         "all workers",
         "stale",
         min(1.0, 1 - usual / median),
-        f"steps compute from values that are {median:g} versions old (median); "
+        f"compute from values that are {median:g} versions old (median); "
         f"{workers} workers make about {usual} by themselves",
         "fetch fewer steps ahead (ZSTRAT_PREFETCH), or lower the learning rate",
         {"p50": median, "p99": staleness.get("p99", 0.0)},

@@ -9,6 +9,7 @@ by `PENDING`, spans of a capture by what it asked for.
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Recorder:
         self._shares: Final = TimeShares()
         self._stalls: Final = TimeShares()
         self._began: float | None = None
+        self._busy_until = -math.inf
         self._steps: Final = StepTimes()
         self._spans: Final[dict[Phase, list[float]]] = {}
         self._stale: Final[dict[str, list[int]]] = {}
@@ -210,13 +212,23 @@ class Recorder:
                 number, began, ended = _rows(spans, 3).T
                 self._took(phase, number, began, ended, now)
                 if phase is Phase.APPLY:
-                    self._shares.add(str(phase), float((ended - began).sum()), now)
+                    self._shares.add(str(phase), self._busy(began, ended), now)
                 spans.clear()
         for store, found in self._stale.items():
             if found:
                 windowed = self._staleness.setdefault(store, Windowed(Unit.COUNTS))
                 windowed.add_many(found, now)
                 found.clear()
+
+    def _busy(self, began: np.ndarray, ended: np.ndarray) -> float:
+        """Seconds that the spans cover, and none before has covered: some wait for the
+        same thread."""
+        order = np.argsort(began)
+        began, ended = began[order], np.maximum.accumulate(ended[order])
+        before = np.concatenate(([self._busy_until], ended[:-1]))
+        before = np.maximum(before, self._busy_until)
+        self._busy_until = max(self._busy_until, float(ended[-1]))
+        return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
         received, prepared, ran = rows.T

@@ -102,6 +102,10 @@ def _must_end(thread: threading.Thread) -> bool:
 
 
 def _children() -> set[int]:
+    try:  # one question to the kernel, where the files are one for each thread
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()
     found: set[int] = set()
     for path in Path("/proc/self/task").glob("*/children"):
         try:

@@ -79,6 +79,7 @@ from ._messages import LayoutMessage as LayoutMessage
 from ._messages import LeaveGroup as LeaveGroup
 from ._messages import LoadEntry as LoadEntry
 from ._messages import LoadTensors as LoadTensors
+from ._messages import LogMade as LogMade
 from ._messages import LogTaken as LogTaken
 from ._messages import Mapped as Mapped
 from ._messages import MemberEntry as MemberEntry

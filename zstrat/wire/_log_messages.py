@@ -31,6 +31,15 @@ class LogTaken:
     number: int
 
 
+@message
+class LogMade:
+    """The backup has made all changes up to this one. A notice, while it is filled:
+    from then on its primary is only told what is taken."""
+
+    kind: ClassVar = 97
+    number: int
+
+
 class CopiedVariable(NamedTuple):
     """``lost``: why its value is gone, until somebody assigns it; "" if it is there."""
 
@@ -117,8 +126,7 @@ class CopyTree:
 
 @message
 class CopyWhole:
-    """Nothing is missing any more: a backup that has this may become the primary. It
-    says the same as soon as nothing of the copy waits to be made."""
+    """Nothing is missing any more: a backup that has this may become the primary."""
 
     kind: ClassVar = 94
 

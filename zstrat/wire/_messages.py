@@ -44,6 +44,7 @@ from ._log_messages import CopySlots as CopySlots
 from ._log_messages import CopyTree as CopyTree
 from ._log_messages import CopyVariables as CopyVariables
 from ._log_messages import CopyWhole as CopyWhole
+from ._log_messages import LogMade as LogMade
 from ._log_messages import LogTaken as LogTaken
 from ._log_messages import OpenLog as OpenLog
 from ._log_messages import RaiseWriterMark as RaiseWriterMark
@@ -200,6 +201,7 @@ Message = (
     | PromoteBackup
     | StoreHosted
     | OpenLog
+    | LogMade
     | LogTaken
     | CopyVariables
     | CopySlots

@@ -118,6 +118,12 @@ class Generation:
         """Connects to all members; see `Mesh.open`."""
         await self._mesh.open(deadline)
 
+    @property
+    def waited(self) -> dict[str, float]:
+        """Seconds that calls by messages have waited here, by the rank for which."""
+        each = enumerate(self._traffic.waited)
+        return {self.members[rank].task: seconds for rank, seconds in each if seconds}
+
     def name(self, rank: int) -> str:
         """What messages call a rank."""
         return self._mesh.name(rank)

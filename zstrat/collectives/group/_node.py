@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zstrat.collectives.schedules._choice import Choices
     from zstrat.config import Settings
     from zstrat.transport import Remote, Security
-    from zstrat.wire import CallState, Hello, Message
+    from zstrat.wire import CallState, Hello, Message, PlainTree
 
     from ._rendezvous import GroupSeat
 
@@ -174,9 +174,18 @@ class GroupNode:
         else:
             self._counts["stale hops"] += 1
 
-    def statistics(self) -> dict[str, int]:
-        """Counts since the start; from any thread."""
-        return {"generations": len(self._generations), **self._counts}
+    def statistics(self) -> dict[str, PlainTree]:
+        """Counts since the start, and ``waited``: how many seconds collectives of the
+        present groups have waited, by the rank for which; from any thread."""
+        waited: dict[str, float] = {}
+        for generation in tuple(self._generations.values()):
+            for rank, seconds in generation.waited.items():
+                waited[rank] = waited.get(rank, 0.0) + seconds
+        return {
+            "generations": len(self._generations),
+            **self._counts,
+            "waited": dict(waited),
+        }
 
     # ---- joining ---------------------------------------------------------------------
 

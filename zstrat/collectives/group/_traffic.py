@@ -50,7 +50,7 @@ _REMEMBERED: Final = 4096
 class Running:
     """A call under way."""
 
-    __slots__ = ("call", "draws", "ended", "progress", "ranks", "timer")
+    __slots__ = ("call", "draws", "ended", "moved", "progress", "ranks", "timer")
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class Running:
         progress: ScheduleProgress,
         ranks: Sequence[int],
         ended: Callable[[Exception | None], None],
+        now: float,
     ) -> None:
+        self.moved = now
+        """When it began, or something for it came last."""
         self.call, self.progress, self.ranks, self.ended = call, progress, ranks, ended
         self.draws: Iterator[Send] | None = progress.start()
         self.timer: asyncio.TimerHandle | None = None
@@ -115,6 +118,9 @@ class Traffic:
     ) -> None:
         self.running: dict[int, Running] = {}
         """Calls under way, by key."""
+        self.waited = [0.0] * owner.size
+        """Seconds, by the rank that ended the wait: a call waits from its begin, or
+        from what came last for it, until something else comes."""
         self._owner, self._mesh, self._ticket = owner, mesh, formed.ticket
         self.choices = _choices_of(formed)
         self._one_host = owner.hosts == 1
@@ -155,7 +161,7 @@ class Traffic:
         except (TypeError, ValueError) as error:  # to the caller
             ended(error)
             return
-        running = Running(call, progress, who, ended)
+        running = Running(call, progress, who, ended, self._loop.time())
         self.running[call.key] = running
         running.timer = self._loop.call_at(
             call.deadline, self._overdue, call.key, call.words
@@ -230,6 +236,9 @@ class Traffic:
             owner.abort(error, hop.call)
 
     def _take(self, running: Running, sender: int, hop: Hop) -> None:
+        now = self._loop.time()
+        self.waited[sender] += now - running.moved
+        running.moved = now
         self._deliver(running, sender, hop)
         if self._owner.leavers and running.call.key in self.running:
             self._owner.check_left(running)

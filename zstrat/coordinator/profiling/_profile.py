@@ -223,7 +223,8 @@ def profile(
 
     Args:
         path: ``*.json`` (Chrome's trace events), ``*.json.gz``, ``*.pftrace``
-            (Perfetto's protobuf), or ``*.otlp.json`` (OpenTelemetry's spans). Its folder is made if it is not there.
+            (Perfetto's protobuf), or ``*.otlp.json`` (OpenTelemetry's spans). Its
+            folder is made if it is not there.
         steps: It ends when so many closures have ended.
         seconds: It ends after so long in any case.
         max_bytes: About how large the file may become, before it is compressed; of a

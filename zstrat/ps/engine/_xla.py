@@ -3,8 +3,9 @@
 `UpdatePrograms` holds what one optimizer has compiled. A program updates one variable:
 ``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
 compiled ahead of its first use, so that a transformation which cannot be traced for a
-shape is refused before anything has changed. Gradients of some rows have programs of
-their own (`_row_updates`), and the same slots.
+shape is refused before anything has changed. Where it is worth it, the variables of a
+push have one program together (`_joint`). Gradients of some rows have programs of their
+own (`_row_updates`), and the same slots.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 
 from zstrat.ps.store._cell import Cell, Write
 
+from ._joint import JointPrograms
 from ._row_updates import RowUpdates
 from ._slot_layouts import (
     Context,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
 
+    from ._joint import Kinds
     from ._row_updates import RowCalls
     from ._slots import RowStep
 
@@ -70,12 +73,15 @@ class UpdatePrograms:
         self._layouts = SlotLayouts(name)
         self._programs: dict[object, UpdateProgram] = {}
         self._initials: dict[int, Any] = {}
+        self._after: dict[tuple[int, np.dtype], int] = {}
+        self._joint = JointPrograms(optimizer, self._layouts)
         self.rows = RowUpdates(optimizer, self._layouts)
 
     @property
     def count(self) -> int:
         """How many have been compiled."""
-        return len(self._programs) + len(self._initials) + self.rows.count
+        alone = len(self._programs) + len(self._initials)
+        return alone + len(self._joint.programs) + self.rows.count
 
     def here(self) -> Context:
         """In which it is traced and compiled: for the CPU."""
@@ -83,12 +89,12 @@ class UpdatePrograms:
 
     def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
         """Whether `prepare` for such steps would have nothing to do."""
-        for step in steps:
-            mine = step.slots.get(self._optimizer)
-            key = None if mine is None else (mine.layout, step.gradient.dtype)
-            if key not in self._programs:
-                return False
-        return True
+        if not all(self._optimizer in step.slots for step in steps):
+            return False
+        kinds = self._kinds(steps)
+        if self._are_joint(steps, kinds):
+            return kinds in self._joint.programs
+        return all(kind in self._programs for kind in kinds)
 
     def prepare(
         self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
@@ -105,9 +111,12 @@ class UpdatePrograms:
             ResourceExhaustedError: There is no memory for slots, or beside those that
                 readers look at.
         """
+        numbers = []
         for step in steps:
             self._adopt(step.slots, step.rule, step.cell)
-            self._prepare(step, ahead)
+            numbers.append(self._prepare(step, ahead))
+        if steps:
+            self._compile_all(steps, numbers)
         if rows:
             for each in rows:
                 self._adopt(each.slots, each.rule, each.cell)
@@ -171,9 +180,9 @@ class UpdatePrograms:
         if isinstance(mine, Unbound):
             slots[self._optimizer] = self._layouts.adopted(mine, rule, cell)
 
-    def _prepare(self, step: SlotStep, ahead: Ahead) -> None:
-        """Makes missing slots, unless it is too early to, and the program if it is the
-        first of its kind."""
+    def _prepare(self, step: SlotStep, ahead: Ahead) -> int:
+        """Makes missing slots, unless it is too early to; returns the number of their
+        layout when its turn comes."""
         place = (self._optimizer, id(step.cell))
         slots = step.slots.get(self._optimizer)
         number = ahead.layouts.get(place)
@@ -187,19 +196,48 @@ class UpdatePrograms:
         if number is None:
             assert slots is not None
             number = slots.layout
-        ahead.layouts[place] = self._program(step, number).after
+        ahead.layouts[place] = self._left(step, number)
         for cell in () if slots is None else slots.with_rows:
             ahead.writes.setdefault(id(cell), []).append(Write.GIVE)
+        return number
+
+    def _compile_all(self, steps: Sequence[SlotStep], numbers: Sequence[int]) -> None:
+        """The programs of updates whose slots will have these layouts."""
+        if not any(step.late for step in steps):
+            kinds = self._kinds(steps)
+            if self._are_joint(steps, kinds):
+                with self._layouts.words(steps[0].cell):
+                    self._joint.prepare(steps, kinds)
+                return
+        for step, number in zip(steps, numbers, strict=True):
+            self._program(step, number)
+
+    def _kinds(self, steps: Sequence[SlotStep]) -> Kinds:
+        """Of updates that have slots."""
+        mine = self._optimizer
+        return tuple([(step.slots[mine].layout, step.gradient.dtype) for step in steps])
+
+    def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
+        """Whether they are one program's. Slots that change their layout are not: they
+        do so in their first update, and none of the same follows."""
+        steady = all(self._after.get(kind) == kind[0] for kind in kinds)
+        late = any(step.late for step in steps)
+        return steady and not late and self._joint.takes(steps, kinds)
 
     def _apply(self, steps: Sequence[SlotStep]) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
+        kinds = self._kinds(steps)
         try:
-            for step in steps:
-                started.append((step, None))
-                number = step.slots[self._optimizer].layout
-                value = self._program(step, number).start(self._optimizer, step)
-                started[-1] = (step, value)
+            if self._are_joint(steps, kinds):
+                started = [(step, None) for step in steps]
+                values = self._joint.start(steps, kinds)
+                started = list(zip(steps, values, strict=True))
+            else:
+                for step, (number, _) in zip(steps, kinds, strict=True):
+                    started.append((step, None))
+                    value = self._program(step, number).start(self._optimizer, step)
+                    started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
         except Exception as error:
@@ -238,23 +276,41 @@ class UpdatePrograms:
         key = (number, step.gradient.dtype)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(step, self._layouts[number])
+            program = self._programs[key] = self._compile(step, number)
         return program
 
-    def _compile(self, step: SlotStep, layout: SlotLayout) -> UpdateProgram:
+    def _compile(self, step: SlotStep, number: int) -> UpdateProgram:
+        layout, after = self._layouts[number], self._left(step, number)
         rule, wide = layout.rule, layout.is_wide
-        given = (layout.value, layout.leaves, spec(step.gradient), operands_of(rule))
+        given = _given(step, layout)
         with precision(wide), self._layouts.words(step.cell), self._layouts.here():
-            new, leaves = jax.eval_shape(rule.step, *given)
-            if spec(new) != layout.value:
-                raise TypeError(f"it turns a {layout.value} into a {spec(new)}")
-            after = tuple(map(spec, leaves))
             # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
             # its first step) have no output that they could be donated to.
-            donated = (0, 1) if after == layout.leaves else (0,)
+            donated = (0, 1) if after == number else (0,)
             call = jax.jit(rule.step, donate_argnums=donated).lower(*given).compile()
-        number = self._layouts.number(replace(layout, leaves=after))
-        return UpdateProgram(call, number, wide)
+        return UpdateProgram(call, after, wide)
+
+    def _left(self, step: SlotStep, number: int) -> int:
+        """The number of the layout that an update leaves of slots of this one."""
+        key = (number, step.gradient.dtype)
+        after = self._after.get(key)
+        if after is None:
+            layout = self._layouts[number]
+            with precision(layout.is_wide), self._layouts.words(step.cell):
+                with self._layouts.here():
+                    given = _given(step, layout)
+                    new, leaves = jax.eval_shape(layout.rule.step, *given)
+                if spec(new) != layout.value:
+                    raise TypeError(f"it turns a {layout.value} into a {spec(new)}")
+            moved = replace(layout, leaves=tuple(map(spec, leaves)))
+            after = self._after[key] = self._layouts.number(moved)
+        return after
+
+
+def _given(step: SlotStep, layout: SlotLayout) -> tuple[Any, ...]:
+    """What a program of slots of this layout takes, by its looks."""
+    operands = operands_of(layout.rule)
+    return layout.value, layout.leaves, spec(step.gradient), operands
 
 
 def _is_whole(step: SlotStep, optimizer: int) -> bool:

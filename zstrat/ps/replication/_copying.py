@@ -129,9 +129,17 @@ def _variables(store: Store) -> Iterator[Message]:
         yield CopyVariables(variables.first_version, entries[at : at + _ENTRIES])
 
 
+def optimizer_code(store: Store) -> list[Message]:
+    """What makes the optimizers, bound to nothing. Twice is as good as once."""
+    return [
+        CreateOptimizer(0, known.optimizer, known.name, known.code)
+        for known in store.engine
+    ]
+
+
 def _optimizers(store: Store) -> Iterator[Message]:
+    yield from optimizer_code(store)
     for known in store.engine:
-        yield CreateOptimizer(0, known.optimizer, known.name, known.code)
         for data, keys in known.bindings.told:
             tree = np.frombuffer(data, np.uint8)
             yield CopyTree(known.optimizer, (tree, np.array(keys, np.int64)))

@@ -26,6 +26,7 @@ from zstrat.wire import (
     Done,
     Hello,
     Job,
+    LogMade,
     LogTaken,
     Message,
     OpenLog,
@@ -88,9 +89,6 @@ class Following:
         self.session, self.view, self._named = session, view, named
         self.is_whole = False
         """All is here, or waits here, that the primary has acknowledged."""
-        self.is_made = False
-        """All of the copy was made, and what came meanwhile: if it becomes the primary,
-        it serves at once."""
         self.trouble = ""
         """How it differs from its primary."""
         self._task, self._store, self._thread = task, store, thread
@@ -100,8 +98,8 @@ class Following:
         self._queue: deque[Message] = deque()
         self._nbytes = 0
         self._received = self._told = 0
-        self._goal: int | None = None
-        """So many changes are made when `is_made` is true."""
+        self._whole_at: int | None = None
+        """The number of the change behind which nothing of the copy is missing."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
         self._is_inherited = False
         self._made_all = asyncio.Event()
@@ -172,8 +170,7 @@ class Following:
             )
         self._primary, self.view = remote, opening.view
         self._told = self._received
-        if self.is_made:
-            self._tell(CopyWhole())  # it may not have heard it
+        self._tell(LogMade(self._made_count))  # it may not have heard it
         return LogTaken(self._received)
 
     async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
@@ -188,7 +185,7 @@ class Following:
         if self.trouble:
             return
         if isinstance(change, CopyWhole):
-            self.is_whole = True
+            self.is_whole, self._whole_at = True, self._received
         self._queue.append(change)
         self._made_all.clear()
         self._nbytes += nbytes_of(change)
@@ -260,14 +257,10 @@ class Following:
             self._go_on()
 
     def _made(self) -> None:
-        change = self._queue.popleft()
-        self._nbytes -= nbytes_of(change)
-        if isinstance(change, CopyWhole):
-            self._goal = self._received
-        made = self._received - len(self._queue)
-        if not self.is_made and self._goal is not None and made >= self._goal:
-            self.is_made = True
-            self._tell(CopyWhole())
+        self._nbytes -= nbytes_of(self._queue.popleft())
+        made, whole_at = self._made_count, self._whole_at
+        if made == whole_at or (whole_at is None and not self._queue):
+            self._tell(LogMade(made))
         if self._told < self._received:
             self._speak()
         if not self._queue:
@@ -328,6 +321,10 @@ class Following:
             )
         self._on_promoted(remote, view)
         return Done()
+
+    @property
+    def _made_count(self) -> int:
+        return self._received - len(self._queue)
 
     def _look_at_promotion(self) -> None:
         promotion = self._promotion

@@ -6,7 +6,9 @@ Only a coordinator may end that, because only it knows that nobody makes the bac
 primary meanwhile.
 
 While the copy is under way changes wait here, and nobody waits for them, unless they
-are too many bytes. The link may break and come back: the backup then says what it has.
+are too many bytes. What the backup has to compile for them it compiles before it is
+said to have all: so nobody waits for that either, then or when it takes the place. The
+link may break and come back: the backup then says what it has.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ from zstrat.wire import (
     CopyParts,
     CopyWhole,
     Hello,
+    LogMade,
     LogTaken,
     Message,
     OpenLog,
     PromoteBackup,
+    Push,
 )
 
-from ._copying import StoreCopy
+from ._copying import StoreCopy, optimizer_code
 from ._log import WINDOW, ReplicationLog, nbytes_of
 
 if TYPE_CHECKING:
@@ -55,6 +59,14 @@ if TYPE_CHECKING:
 
 HELD: Final = 256 * 2**20
 """Bytes of changes that wait for the end of a copy, before those wait who make more."""
+
+REHEARSAL: Final = 1.0
+"""Seconds in which a push is to come, so that the backup compiles for it what it has to
+before anybody waits for it. A store that nobody pushes to has nobody who waits."""
+
+ROUNDS: Final = 16
+"""So often a backup that is slower than its primary may catch up: behind that those who
+push wait for it."""
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
@@ -125,7 +137,11 @@ class Forwarding:
         self._answers: deque[_Answer] = deque()
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
         self._news = asyncio.Event()
-        self._flows = self._is_over = self._is_spoilt = self._is_made = False
+        self._flows = self._is_over = self._is_spoilt = False
+        self._made = 0
+        """The backup has made so many changes, as far as it has said."""
+        self._has_pushes = False
+        """One came since the moment that is copied."""
         self.ending: asyncio.Task[None] | None = None
         """Closes the link, after `release`, `refuse` or `abandon`. Whoever calls these
         keeps it."""
@@ -154,6 +170,9 @@ class Forwarding:
         if not self.is_strict:
             self._held.append(change)
             self._held_bytes += nbytes_of(change)
+            if isinstance(change, Push) and not self._has_pushes:
+                self._has_pushes = True
+                self._news.set()
             return
         self._log.append(change)
         self._send()
@@ -183,7 +202,7 @@ class Forwarding:
         if self._is_over:
             return True
         if not self.is_strict:
-            return self._held_bytes < HELD
+            return self._held_bytes + self._log.nbytes < HELD
         return self._log.is_taken
 
     def _wait(self, future: asyncio.Future[Message], message: Message) -> None:
@@ -276,8 +295,8 @@ class Forwarding:
                 if self._flows:
                     self._acknowledged(number)
                     self._send()
-            case CopyWhole():
-                self._is_made = True
+            case LogMade(number=number):
+                self._made = max(self._made, number)
                 self._news.set()
             case BackupLost(reason=reason):
                 self.spoil(reason)
@@ -341,6 +360,11 @@ class Forwarding:
         self._link.start()
         await self._link.wait_open(deadline)
         await self._until(lambda: self._flows)
+        # Loading jax takes seconds, which nothing has to wait for yet. One that is
+        # withdrawn before the cut would be found to differ, and the backup refused.
+        for message in optimizer_code(self._store):
+            await self._pass_on(message)
+        await self._all_made()
         copy = await self._cut()
         try:
             for message in copy.messages:
@@ -351,15 +375,35 @@ class Forwarding:
                     part.tensor.pin.forget(part.stop)
         finally:
             copy.release()
+        await self._rehearse()
         self._become_strict()
-        head = self._log.head
-        await self._until(lambda: self._log.taken >= head and self._is_made)
+        await self._all_made()
 
-    def _become_strict(self) -> None:
+    async def _rehearse(self) -> None:
+        """The backup makes what came meanwhile; where pushes are computed, a push."""
+        if self._store.engine.programs:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REHEARSAL):
+                    await self._until(lambda: self._has_pushes)
+        for _ in range(ROUNDS):
+            self._pass_held()
+            await self._all_made()
+            if self._held_bytes < WINDOW // 2:
+                return
+
+    async def _all_made(self) -> None:
+        head = self._log.head
+        await self._until(lambda: self._made >= head)
+
+    def _pass_held(self) -> None:
         self._require_wanted()
         for change in self._held:
             self._log.append(change)
         self._held, self._held_bytes = [], 0
+        self._send()
+
+    def _become_strict(self) -> None:
+        self._pass_held()
         self._log.append(CopyWhole())
         self.is_strict = True
         slowed, self._slowed = self._slowed, []

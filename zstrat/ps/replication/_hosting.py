@@ -267,7 +267,6 @@ class HostedStores:
             on_cleared=self.look,
             leaves=self._leaves,
             inherited=left,
-            tells=True,
         )
 
     async def _later(

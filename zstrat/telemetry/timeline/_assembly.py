@@ -91,17 +91,17 @@ class _Assembly:
         return task
 
     def task(self, notes: TaskNotes) -> TimelineTask:
-        label = "" if notes.clock is None else _clock_words(notes.clock)
+        clock = "" if notes.clock is None else _clock_words(notes.clock)
         cut = "it has noted more: its last spans are here" if notes.is_cut else ""
         for what, words in (
-            ("clock", label),
+            ("clock", clock),
             ("missing", notes.problem),
             ("cut", cut),
             ("jax profile", notes.profile),
         ):
             if words:
                 self.about[f"{notes.name}: {what}"] = words
-        task = TimelineTask(notes.name, label)
+        task = TimelineTask(notes.name, f"clock {clock}" if clock else "")
         if notes.clock is not None:
             self._draw(task, self._placed(notes.spans, notes.clock))
             task.curves = self._traffic(notes.traffic, notes.clock)
