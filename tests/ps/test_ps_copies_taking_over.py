@@ -28,6 +28,8 @@ from zstrat.wire import (
     PromoteBackup,
     Push,
     Pushed,
+    StoreEntry,
+    StoreTensors,
     Update,
     UpdateOp,
 )
@@ -257,7 +259,8 @@ async def test_what_a_replaced_primary_computed_is_not_acknowledged(copies, is_d
     await copies.attach()
     copies.primary._thread.submit(gate.wait)
     pushes = [push(step, 9, size=size) for step in range(2)]
-    asked = [*pushes, pull(9), Fence(SESSION, 0, [], [0])]
+    stored = StoreTensors(SESSION, [StoreEntry(9, 0, "", 0)], pushes[0].arrays)
+    asked = [*pushes, pull(9), stored, Fence(SESSION, 0, [], [0])]
     answers = [later(copies, each) for each in asked]
     await turns()
     await copies.promote()

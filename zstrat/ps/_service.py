@@ -153,7 +153,12 @@ class PsService:
             clock=clock,
         )
         self._snapshots = SnapshotService(
-            task, self._store, self._serving.turn, check, self._thread, make_thread
+            task,
+            self._store,
+            self._serving.turn,
+            self._require_place,
+            self._thread,
+            make_thread,
         )
         self._standing = Standing(
             task,
