@@ -179,12 +179,10 @@ class OrderAsking:
     def _what(self, order: Asked) -> str:
         name = self._owner.servers[order.store].name
         match order:
-            case Host():
-                return f"{self._owner.processes[order.process].name} keeps no backup of {name}"
-            case Establish():
-                return (
-                    f"{self._owner.processes[order.process].name} does not host {name}"
-                )
+            case Host(_, _, number):
+                return f"{self._owner.processes[number].name} keeps no backup of {name}"
+            case Establish(_, _, number):
+                return f"{self._owner.processes[number].name} does not host {name}"
             case Attach():
                 return f"{name} does not fill its backup"
             case Detach():
