@@ -129,7 +129,7 @@ def test_it_says_how_far_each_clock_may_be_wrong(make_world, place):
     words = profile.about["worker:0: clock"].split()
     offset, error = float(words[0]), float(words[7])
     assert 0 < error < 60e3
-    assert abs(offset - 5000.0) <= error
+    assert abs(offset - 5000.0) <= error + 1e-3  # as they are written
     assert float(profile.about["ps:0: clock"].split()[0]) < 60e3
 
 
@@ -148,8 +148,9 @@ def test_it_ends_by_itself_after_so_many_steps(make_world, place):
         train_on(world, coordinator)
     assert profile.about["ended by"] == "2 steps"
     assert profile.about["steps that ended"] == 2
+    # One more may have been scheduled before the program has heard of the second's end.
     schedules = spans_in(read(place))["program", "schedule"]
-    assert [step for *_, step in schedules] == [1, 2]
+    assert [step for *_, step in schedules] in ([1, 2], [1, 2, 3])
 
 
 def test_it_ends_by_itself_after_so_many_seconds(make_world, place):

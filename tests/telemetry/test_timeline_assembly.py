@@ -135,7 +135,11 @@ def test_after_so_many_steps_it_is_enough_once():
     own = notes(steps=3, done=lambda: called.append(own.steps))
     for ended in (2, 2, 2):
         own.end(ended, 101.0)
+        own.schedule(ended, 101.0, 101.0)
     assert called == [4]
+    assert (own.steps, own.ended) == (4, [(2, 101.0), (2, 101.0)])
+    assert len(own.scheduled) == 1, "nothing is noted any more"
+    assert not own.is_full
 
 
 def test_what_a_task_has_moved_is_a_curve_from_zero():

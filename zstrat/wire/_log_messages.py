@@ -33,8 +33,8 @@ class LogTaken:
 
 @message
 class LogMade:
-    """The backup has made all changes up to this one. A notice, while it is filled: from
-    then on its primary is only told what is taken."""
+    """The backup has made all changes up to this one. A notice, while it is filled:
+    from then on its primary is only told what is taken."""
 
     kind: ClassVar = 97
     number: int

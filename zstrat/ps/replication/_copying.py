@@ -130,7 +130,7 @@ def _variables(store: Store) -> Iterator[Message]:
 
 
 def optimizer_code(store: Store) -> list[Message]:
-    """What makes the optimizers, which are bound to nothing. Twice is as good as once."""
+    """What makes the optimizers, bound to nothing. Twice is as good as once."""
     return [
         CreateOptimizer(0, known.optimizer, known.name, known.code)
         for known in store.engine

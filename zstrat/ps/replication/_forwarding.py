@@ -7,7 +7,8 @@ primary meanwhile.
 
 While the copy is under way changes wait here, and nobody waits for them, unless they
 are too many bytes. What the backup has to compile for them it compiles before it is
-said to have all: so nobody waits for that either, then or when it takes the place. The link may break and come back: the backup then says what it has.
+said to have all: so nobody waits for that either, then or when it takes the place. The
+link may break and come back: the backup then says what it has.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ class ProgramNotes:
         done: Callable[[], None] | None = None,
     ) -> None:
         self._goal, self._done = steps, done
+        self._is_over = False
+        """So many have ended: nothing is noted any more."""
         self.began: Final = began
         self.waiting: Final = waiting
         self.running: Final = running
@@ -82,13 +84,15 @@ class ProgramNotes:
 
     def end(self, closures: int, now: float) -> None:
         """A worker has reported so many as ended."""
+        if self._is_over:
+            return
         self.steps += closures
-        if self._goal is not None and self.steps >= self._goal:
-            done, self._done = self._done, None
-            if done is not None:
-                done()
         if self._has_room(len(self.ended)):
             self.ended.append((closures, now))
+        if self._goal is not None and self.steps >= self._goal:
+            self._is_over = True
+            if self._done is not None:
+                self._done()
 
     def fetch(self, began: float, ended: float) -> None:
         """Somebody has waited for a value."""
@@ -96,10 +100,10 @@ class ProgramNotes:
             self.fetched.append((began, ended))
 
     def _has_room(self, count: int) -> bool:
-        if count < self._limit:
-            return True
-        self.is_full = True
-        return False
+        if self._is_over:
+            return False
+        self.is_full |= count >= self._limit
+        return count < self._limit
 
 
 @dataclass(slots=True)

@@ -189,6 +189,7 @@ class ServerProcess(Daemon):
             clock=loop.time,
             make_thread=lambda _: VirtualThread(loop, around.quick),
         )
+        hosted: HostedStores
         service = make_service(
             load_code=load,
             settings=around.settings,
