@@ -5,10 +5,12 @@ import contextlib
 import shutil
 
 import pytest
+import zmq
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import PeerLostError, PermissionDeniedError
 from zstrat.transport import Security, generate_keys, rotate_keys
+from zstrat.transport._keys import KeyFolder
 from zstrat.wire import Inspect, Job, Statistics
 
 PS = ("ps", 0)
@@ -181,3 +183,53 @@ def test_one_key_with_two_owners_is_refused(folder):
     shutil.copy(folder / "chief.public", folder / "next" / "worker.public")
     with pytest.raises(ValueError, match="the key of another role"):
         Security.load(folder, "ps")
+
+
+def test_a_folder_that_is_being_copied_loses_no_key(folder, tmp_path):
+    """As ``rm -r`` and ``cp``, seen in between: the own pair comes first."""
+    there, now = tmp_path / "copy", [0.0]
+    shutil.copytree(folder, there)
+    source = KeyFolder(there, Job.WORKER, None, guarded=False)
+    security = Security(source, source.read(), lambda: now[0])
+    before = security.keys.owners
+    rotate_keys(folder)
+    rotate_keys(folder)
+    shutil.rmtree(there)
+    shutil.copytree(folder, there, ignore=lambda *_: ["previous", "ps.public"])
+    security.refresh()
+    assert security.keys.owners.keys() > before.keys()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        security.arm_client(socket, Job.PS, 0)  # its key is known yet
+    for file in ("ps.public", "previous"):
+        copy = shutil.copytree if file == "previous" else shutil.copy
+        copy(folder / file, there / file)
+        now[0] += 0.9  # a slow network
+        security.refresh()
+        assert security.keys.owners.keys() >= before.keys()
+    assert security.keys == source.read()
+
+    rotate_keys(folder)
+    shutil.rmtree(there / "previous")  # nothing more comes: these keys are removed
+    security.refresh()
+    assert security.keys.owners.keys() >= before.keys()
+    now[0] += 1.1
+    security.refresh()
+    assert not security.keys.owners.keys() & before.keys()
+
+
+async def test_a_link_whose_key_has_gone_tries_on(net, folder, caplog):
+    """A server that comes back has its key again, and is reached."""
+    security = Security.load(folder, "worker")
+    server = Security.load(folder, "ps")
+    endpoint, address, _ = await net.serve(security=server, settings=QUICK)
+    link, caller = net.link(address, expect=PS, security=security, settings=QUICK)
+    assert await opened(caller, link) == SERVED
+    known = security._keys
+    object.__setattr__(known, "owners", {})
+    await endpoint.close()
+    async with asyncio.timeout(60):
+        while "ps.public is missing" not in caplog.text:
+            await asyncio.sleep(0.01)
+    (folder / "new.public").touch()  # read again
+    await net.serve(address, security=server, settings=QUICK)
+    assert await opened(caller, link) == SERVED
