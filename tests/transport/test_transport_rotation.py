@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
 import shutil
+from itertools import count
 
 import pytest
 import zmq
@@ -217,19 +219,33 @@ def test_a_folder_that_is_being_copied_loses_no_key(folder, tmp_path):
     assert not security.keys.owners.keys() & before.keys()
 
 
-async def test_a_link_whose_key_has_gone_tries_on(net, folder, caplog):
-    """A server that comes back has its key again, and is reached."""
-    security = Security.load(folder, "worker")
-    server = Security.load(folder, "ps")
-    endpoint, address, _ = await net.serve(security=server, settings=QUICK)
+async def test_a_link_whose_key_has_gone_tries_on(net, machines):
+    """When the key is there again the server is reached."""
+    server, client = machines
+    tried = asyncio.Event()
+
+    def look(record):
+        if "ps.public is missing" in record.getMessage():
+            tried.set()
+        return True
+
+    endpoint, address, _ = await net.serve(
+        security=server.security("ps"), settings=QUICK
+    )
+    source = KeyFolder(client.path, Job.WORKER, None, guarded=False)
+    security = Security(source, source.read(), count(0, 10).__next__)
     link, caller = net.link(address, expect=PS, security=security, settings=QUICK)
     assert await opened(caller, link) == SERVED
-    known = security._keys
-    object.__setattr__(known, "owners", {})
-    await endpoint.close()
-    async with asyncio.timeout(60):
-        while "ps.public is missing" not in caplog.text:
-            await asyncio.sleep(0.01)
-    (folder / "new.public").touch()  # read again
-    await net.serve(address, security=server, settings=QUICK)
+    (client.path / "ps.public").unlink()
+    security.refresh()
+    logger = logging.getLogger("zstrat.transport")
+    logger.addFilter(look)
+    try:
+        await endpoint.close()
+        async with asyncio.timeout(60):
+            await tried.wait()
+    finally:
+        logger.removeFilter(look)
+    client.copy()
+    await net.serve(address, security=server.security("ps"), settings=QUICK)
     assert await opened(caller, link) == SERVED
