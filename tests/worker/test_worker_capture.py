@@ -1,4 +1,4 @@
-"""jax's profile of a worker: it ends, whoever has begun it, and is that of its capture."""
+"""jax's profile of a worker ends, whoever has begun it, and is of its capture."""
 
 import asyncio
 import time
@@ -70,7 +70,8 @@ async def test_another_capture_ends_the_profile_of_the_one_before(profiled):
     assert len(profiled) == 1
     told = await capture.serve(EndCapture(SESSION))
     assert not profiled
-    assert told.profile and not told.problem
+    assert told.profile
+    assert not told.problem
 
 
 async def test_each_capture_tells_of_its_own_profile(profiled):
@@ -83,7 +84,8 @@ async def test_each_capture_tells_of_its_own_profile(profiled):
     profiled.clear()
     await capture.serve(begin())
     told = await capture.serve(EndCapture(SESSION))
-    assert told.profile and not told.problem
+    assert told.profile
+    assert not told.problem
     assert not profiled
     capture.serve(begin(profile=False))
     told = capture.serve(EndCapture(SESSION))
