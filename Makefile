@@ -13,6 +13,7 @@
 #   make attack   hostile peers and 200,000 messages that are nearly right (15 minutes)
 #   make bench    the benchmarks, as a table and as JSON under out/
 #   make bench-check   the same, and what has become worse since benchmarks/reached.json
+#   make scale    docs/scale.md, of what things cost on this machine (minutes)
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
 #   make optimizers   docs/optimizers_table.md, of what every transformation does
 #   make docs     the documentation as a site, out/site/index.html; needs no network to be read
@@ -21,7 +22,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak attack simulate test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check api docs units clean
+.PHONY: help run test chaos soak attack simulate test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check scale api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -72,6 +73,9 @@ bench: $(VENV)/.run
 
 bench-check: $(VENV)/.run
 	@$(PY) -m benchmarks --check $(ARGS)
+
+scale: $(VENV)/.dev
+	@JAX_PLATFORMS=cpu $(PY) -m benchmarks.scale docs $(ARGS)
 
 # Its short form is one of the tests. A seed repeats the choice of faults, not their timing.
 chaos: $(VENV)/.dev

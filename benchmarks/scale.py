@@ -174,7 +174,7 @@ def _ledger(costs: Costs) -> str:
     held = 2**20 * costs.entry_bytes
     return (
         f"{_time(costs.entry)} per push, {costs.entry_bytes:.0f} bytes while its step "
-        f"is above the mark: {_bytes(held)} for the 1,048,576 steps that a server "
+        f"is above the mark:\n{_bytes(held)} for the 1,048,576 steps that a server "
         "remembers at most"
     )
 

@@ -138,6 +138,7 @@ async def test_what_a_backup_hears_when_it_ends_is_not_acknowledged(copies, proc
     await copies.ask(PromoteBackup(SESSION, 2), service)
     assert (await copies.ask(push(1), service)).applied
     waiting.cancel()
+    copies.link.cut()
 
 
 async def test_a_copy_that_is_not_whole_is_not_left(copies, process):

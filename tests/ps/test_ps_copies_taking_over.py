@@ -1,6 +1,7 @@
 """A store in two processes: who serves it, who is refused, who takes over."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from zstrat.wire import (
     CreateOptimizer,
     DetachBackup,
     Done,
+    Fence,
     Inspect,
     Job,
     OpenLog,
@@ -26,6 +28,8 @@ from zstrat.wire import (
     PromoteBackup,
     Push,
     Pushed,
+    StoreEntry,
+    StoreTensors,
     Update,
     UpdateOp,
 )
@@ -245,3 +249,27 @@ async def test_a_promoted_backup_has_the_name_of_the_session(copies):
     opened = await copies.ask(OpenSession(SESSION, 0, 1, []), copies.backup)
     assert (opened.resumed, opened.origin) == (True, 3)
     assert copies.backup.statistics()["session_name"] == "run"
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_what_a_replaced_primary_computed_is_not_acknowledged(copies, is_dropped):
+    """It was under way on the thread, or behind that, when another one took over."""
+    size, gate = 2**21, threading.Event()
+    await copies.ask(create(9, size=size))
+    await copies.attach()
+    copies.primary._thread.submit(gate.wait)
+    pushes = [push(step, 9, size=size) for step in range(2)]
+    stored = StoreTensors(SESSION, [StoreEntry(9, 0, "", 0)], pushes[0].arrays)
+    asked = [*pushes, pull(9), stored, Fence(SESSION, 0, [], [0])]
+    answers = [later(copies, each) for each in asked]
+    await turns()
+    await copies.promote()
+    await turns()
+    if is_dropped:
+        copies.primary.give_up(3)
+    gate.set()
+    for answer in answers:
+        with pytest.raises(NotPrimaryError):
+            await answer
+    applied = await copies.ask(pushes[0], copies.backup)
+    assert applied == Pushed(True, [JUMP + 1])

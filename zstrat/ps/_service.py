@@ -149,10 +149,16 @@ class PsService:
             self._thread,
             check=check,
             admit=self._require_open,
+            objection=lambda: self._standing.objection,
             clock=clock,
         )
         self._snapshots = SnapshotService(
-            task, self._store, self._serving.turn, check, self._thread, make_thread
+            task,
+            self._store,
+            self._serving.turn,
+            self._require_place,
+            self._thread,
+            make_thread,
         )
         self._standing = Standing(
             task,
@@ -284,13 +290,13 @@ class PsService:
 
     async def _applied_parts(self, asked: AskParts) -> AppliedParts:
         await self._serving.settled()  # an earlier run may have a part under way
-        self._ownership.check(asked.session)
+        self._require_place(asked.session)
         applied = self._store.applied_parts(asked.step, asked.first)
         return await acknowledged(self._store.log, applied)
 
     async def _fenced(self, fence: Fence) -> Fenced:
         await self._serving.settled()  # what was pushed before may be under way
-        self._ownership.check(fence.session)
+        self._require_place(fence.session)
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
 
@@ -589,6 +595,12 @@ class PsService:
         owner = self._ownership.owner
         if owner is not None and owner.alive:
             tell_owner(cast("Caller", owner.peer), message)
+
+    def _require_place(self, session: int) -> None:
+        """For what has waited: the session, or the place, may be another's by now."""
+        self._ownership.check(session)
+        if (objection := self._standing.objection) is not None:
+            raise objection
 
     def _require_open(self) -> None:
         if self._draining:

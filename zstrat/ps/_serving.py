@@ -150,6 +150,8 @@ class Serving:
     Args:
         check: Raises unless the session is the one that is open.
         admit: Raises if nothing may begin that has to wait.
+        objection: What is said instead of an answer, if another process serves the
+            store by then: that may lack what was computed here meanwhile.
         clock: What pushes are timed by.
     """
 
@@ -161,10 +163,12 @@ class Serving:
         *,
         check: Callable[[int], None],
         admit: Callable[[], None],
+        objection: Callable[[], ZstratError | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._thread = store, thread
         self._check, self._admit = check, admit
+        self._objection = objection
         self._exchanges = Exchanges(task, store, check)
         self._turns: RequestTurns[_WaitingRequest] = RequestTurns()
         self._failed = 0
@@ -297,6 +301,8 @@ class Serving:
             return
         try:
             self._check(message.session)
+            if (objection := self._objection()) is not None:
+                raise objection
             ticket.request.began = self._clock()
             served = self._begin(message)
         except Exception as error:  # goes to the caller
@@ -342,6 +348,7 @@ class Serving:
         self, ticket: Ticket[_WaitingRequest], outcome: Message | BaseException
     ) -> None:
         request, answer = ticket.request, ticket.request.answer
+        outcome = self._objection() or outcome
         if request.message is not None and isinstance(outcome, _APPLIED):
             self._applied(request.message, request.began)
         if isinstance(outcome, BaseException):

@@ -92,6 +92,12 @@ class Standing:
         )
 
     @property
+    def objection(self) -> NotPrimaryError | None:
+        """What is said instead of an answer to what was under way when another process
+        took over: that has not got it, so it is to be sent there."""
+        return self.refusal if self.is_replaced else None
+
+    @property
     def parting(self) -> UnavailableError:
         """The words for whoever asks a process that shuts down."""
         words = f"{self._task} is shutting down"

@@ -72,6 +72,7 @@ class Loads:
         finally:
             with contextlib.suppress(Exception):  # the thread was closed: at exit
                 self._disk.submit(partial(_close, readers))
+        self._check(message.session)
         return await acknowledged(self._store.log, Done())
 
     async def move(self, message: StoreTensors) -> Done:
@@ -86,6 +87,7 @@ class Loads:
             for array in message.arrays
         ]
         await self._bring(message.session, message.entries, sources)
+        self._check(message.session)
         return await acknowledged(self._store.log, Done())
 
     async def _bring(

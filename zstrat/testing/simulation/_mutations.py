@@ -115,19 +115,6 @@ def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
     return original(store, change)
 
 
-def _alone(original: Callable[..., Any], self: Any, why: str) -> None:
-    """Whoever cannot reach his backup does not ask which of both serves."""
-    original(self, why)
-    asyncio.get_running_loop().call_soon(self._detach)
-
-
-def _said_to_be_whole(
-    original: Callable[..., Any], self: Any, *args: Any, **options: Any
-) -> Any:
-    self.is_whole = True
-    return original(self, *args, **options)
-
-
 def _no_ledgers(store: Any) -> Iterator[Any]:
     return iter(())
 
@@ -157,8 +144,6 @@ _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
-_LOST: Final = f"{_COPIES}._standing.Standing._lost"
-_PROMOTE: Final = f"{_COPIES}._following.Following._promote"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -195,10 +180,6 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "answers leave before the backup has it": {
         f"{_COPIES}._forwarding.Forwarding._may_leave": True
-    },
-    "a primary goes on alone by itself": {_LOST: _around(_LOST, _alone)},
-    "a copy that has not all takes over": {
-        _PROMOTE: _around(_PROMOTE, _said_to_be_whole)
     },
     "the ledger is not in the log": {
         f"{_COPIES}._following.repeat": partial(

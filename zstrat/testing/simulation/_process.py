@@ -198,7 +198,7 @@ class ServerProcess(Daemon):
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
         )
-        hosted: HostedStores = HostedStores(
+        hosted = HostedStores(
             service,
             me,
             self.address,

@@ -28,7 +28,7 @@ _KINDS: Final = frozenset(
 )
 
 
-class _AskedReads(NamedTuple):
+class _PullAsked(NamedTuple):
     session: int
     reads: tuple[tuple[int, int], ...]
     """Keys, with the versions that the reader has."""
@@ -44,7 +44,7 @@ class GivenOut:
 
     def __init__(self, broken: Callable[[str], None]) -> None:
         self._broken = broken
-        self._asked: dict[tuple[int, int], _AskedReads] = {}
+        self._asked: dict[tuple[int, int], _PullAsked] = {}
         """By line and number of the request."""
         self._named: dict[tuple[int, int, int], int] = {}
         """Digests by session, key and version."""
@@ -62,14 +62,14 @@ class GivenOut:
             return
         if isinstance(message, Pull | PullRows | Exchange):
             reads = tuple([(read.key, read.known) for read in message.reads])
-            self._asked[way.line, request] = _AskedReads(message.session, reads)
+            self._asked[way.line, request] = _PullAsked(message.session, reads)
         else:
             asked = self._asked.pop((way.line, request), None)
             if asked is not None:
                 self._answered(way, request, asked, message)
 
     def _answered(
-        self, way: Way, request: int, asked: _AskedReads, message: Message
+        self, way: Way, request: int, asked: _PullAsked, message: Message
     ) -> None:
         assert isinstance(message, Pulled | Exchanged), message
         arrays = iter(message.arrays)
