@@ -140,8 +140,8 @@ def test_doctor_of_a_run_names_who_does_not_answer(cluster, tmp_path):
     assert found["limits"] == []
 
 
-def test_doctor_of_a_run_needs_some_time_and_json_needs_a_run(file):
-    for wrong in (("--run", "--seconds", "0"), ("--json",)):
+def test_doctor_of_a_run_needs_some_time_and_its_options_need_a_run(file):
+    for wrong in (("--run", "--seconds", "0"), ("--json",), ("--seconds", "5")):
         ran = zstrat("doctor", "--cluster", file, *wrong)
         assert ran.exit_code == 2, ran.output
 

@@ -277,6 +277,16 @@ async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig
         rig.ask(pull(0, session=99))
 
 
+async def test_rates_are_those_of_the_session(rig):
+    for _ in range(100):
+        rig.ask(pull(0))
+    rig.service.lost(rig.chief, "silent")
+    rig.now += 60
+    rig.ask(OpenSession(99, 0, 1, []), FakeRemote(Job.CHIEF, 99, pid=2))
+    rig.now += 1
+    assert rig.service.telemetry()["rates"]["pulls"] == 0
+
+
 async def test_the_same_coordinator_comes_back_to_what_it_had(rig):
     rig.ask(add(0, step=1))
     back = caller()

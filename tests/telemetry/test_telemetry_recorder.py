@@ -152,3 +152,18 @@ def test_pushes_that_wait_for_one_thread_keep_it_busy_once():
     recorder.digest(9.0)
     # Busy from 0 to 3 and from 4 to 6; the window begins with the second 5.
     assert recorder.plain(15.0)["time"]["apply"] == pytest.approx(0.5)
+
+
+def test_what_was_counted_before_the_session_is_not_of_it():
+    recorder = Recorder(PS_PHASES)
+    recorder.start({"pulls": 1e6, "bytes_in": 5e10}, 100.0)
+    recorder.reach({"pulls": 1e6 + 8, "bytes_in": 5e10}, 101.0)
+    assert recorder.plain(102.0)["rates"] == {"pulls": 4.0, "bytes_in": 0.0}
+    recorder.reach({"pulls": 1e6 + 30, "bytes_in": 5e10}, 110.0)
+    assert recorder.plain(110.0)["rates"] == {"pulls": 3.0, "bytes_in": 0.0}
+
+
+def test_what_is_no_histogram_is_refused():
+    plain = {"unit": "seconds", "total": 1.0, "max": 1.0, "buckets": [[1.0, 1]]}
+    with pytest.raises(ValueError, match="no histogram"):
+        Histogram.from_plain(plain)

@@ -126,6 +126,12 @@ def test_a_cluster_that_trains_and_its_program():
         assert shown <= {name.removesuffix("_total") for name, _, _ in found}
 
 
+@pytest.mark.parametrize("job", METRICS)
+def test_each_number_is_told_once(job):
+    names = [metric.name for metric in METRICS[job]]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.processes
 def test_a_daemon_says_that_it_is_ready_and_when_it_drains():
     port = free_port()

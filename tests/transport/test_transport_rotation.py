@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import logging
 import shutil
+from itertools import count
 
 import pytest
+import zmq
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import PeerLostError, PermissionDeniedError
 from zstrat.transport import Security, generate_keys, rotate_keys
+from zstrat.transport._keys import KeyFolder
 from zstrat.wire import Inspect, Job, Statistics
 
 PS = ("ps", 0)
@@ -181,3 +185,67 @@ def test_one_key_with_two_owners_is_refused(folder):
     shutil.copy(folder / "chief.public", folder / "next" / "worker.public")
     with pytest.raises(ValueError, match="the key of another role"):
         Security.load(folder, "ps")
+
+
+def test_a_folder_that_is_being_copied_loses_no_key(folder, tmp_path):
+    """As ``rm -r`` and ``cp``, seen in between: the own pair comes first."""
+    there, now = tmp_path / "copy", [0.0]
+    shutil.copytree(folder, there)
+    source = KeyFolder(there, Job.WORKER, None, guarded=False)
+    security = Security(source, source.read(), lambda: now[0])
+    before = security.keys.owners
+    rotate_keys(folder)
+    rotate_keys(folder)
+    shutil.rmtree(there)
+    shutil.copytree(folder, there, ignore=lambda *_: ["previous", "ps.public"])
+    security.refresh()
+    assert security.keys.owners.keys() > before.keys()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        security.arm_client(socket, Job.PS, 0)  # its key is known yet
+    for file in ("ps.public", "previous"):
+        copy = shutil.copytree if file == "previous" else shutil.copy
+        copy(folder / file, there / file)
+        now[0] += 0.9  # a slow network
+        security.refresh()
+        assert security.keys.owners.keys() >= before.keys()
+    assert security.keys == source.read()
+
+    rotate_keys(folder)
+    shutil.rmtree(there / "previous")  # nothing more comes: these keys are removed
+    security.refresh()
+    assert security.keys.owners.keys() >= before.keys()
+    now[0] += 1.1
+    security.refresh()
+    assert not security.keys.owners.keys() & before.keys()
+
+
+async def test_a_link_whose_key_has_gone_tries_on(net, machines):
+    """When the key is there again the server is reached."""
+    server, client = machines
+    tried = asyncio.Event()
+
+    def look(record):
+        if "ps.public is missing" in record.getMessage():
+            tried.set()
+        return True
+
+    endpoint, address, _ = await net.serve(
+        security=server.security("ps"), settings=QUICK
+    )
+    source = KeyFolder(client.path, Job.WORKER, None, guarded=False)
+    security = Security(source, source.read(), count(0, 10).__next__)
+    link, caller = net.link(address, expect=PS, security=security, settings=QUICK)
+    assert await opened(caller, link) == SERVED
+    (client.path / "ps.public").unlink()
+    security.refresh()
+    logger = logging.getLogger("zstrat.transport")
+    logger.addFilter(look)
+    try:
+        await endpoint.close()
+        async with asyncio.timeout(60):
+            await tried.wait()
+    finally:
+        logger.removeFilter(look)
+    client.copy()
+    await net.serve(address, security=server.security("ps"), settings=QUICK)
+    assert await opened(caller, link) == SERVED

@@ -10,6 +10,7 @@ from contextlib import nullcontext as nothing
 from typing import TYPE_CHECKING, NoReturn
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.live import Live
 
@@ -99,6 +100,9 @@ def doctor(
         _examine_run(cluster, keys, timeout, seconds, as_json)
     if as_json:
         raise click.UsageError("--json goes with --run")
+    asked = click.get_current_context().get_parameter_source("seconds")
+    if asked is not ParameterSource.DEFAULT:
+        raise click.UsageError("--seconds goes with --run")
     try:
         chosen = settings(keys)
         known = cluster is not None or environment().get("TF_CONFIG")

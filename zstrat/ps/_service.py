@@ -192,6 +192,7 @@ class PsService:
         self._failed = 0
         self._tells = tells
         self._notices: TelemetryNotices | None = None
+        self.recorder.start(self._sums(), clock())
 
     @property
     def session(self) -> int | None:
@@ -438,10 +439,8 @@ class PsService:
     def telemetry(self) -> dict[str, PlainTree]:
         """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
         but for lanes and gauges, which are those of the process."""
-        now, recorder, counts = self._clock(), self.recorder, self._store.counts
-        recorder.reach("pulls", counts.pulls, now)
-        recorder.reach("pushes", counts.pushes, now)
-        recorder.traffic(*moved_bytes(), now)
+        now, recorder = self._clock(), self.recorder
+        recorder.reach(self._sums(), now)
         gauges: dict[str, PlainTree] = {
             "memory": resident_bytes(),
             "waiting": len(self._serving),
@@ -449,6 +448,12 @@ class PsService:
         }
         told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
         return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+
+    def _sums(self) -> dict[str, float]:
+        """Of which rates are told; of all sessions, bytes of the whole process."""
+        counts, (got, sent) = self._store.counts, moved_bytes()
+        pulls, pushes = counts.pulls, counts.pushes
+        return {"pulls": pulls, "pushes": pushes, "bytes_in": got, "bytes_out": sent}
 
     def waited(self, began: float, ended: float) -> None:
         """An answer had to wait for its way, or for its reader."""
@@ -513,6 +518,7 @@ class PsService:
         self._snapshots.clear()
         self._store.clear()
         self._serving.recorder = Recorder(PS_PHASES)
+        self.recorder.start(self._sums(), self._clock())
         if self._on_cleared is not None:
             self._on_cleared()
 

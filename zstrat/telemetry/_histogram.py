@@ -188,7 +188,7 @@ class Histogram:
                 if not (0 <= place < len(made._counts) and count >= 0):
                     raise ValueError(f"bucket {place}: {count}")
                 made._counts[place] += count
-        except (KeyError, TypeError, OverflowError, ValueError) as error:
+        except (LookupError, TypeError, OverflowError, ValueError) as error:
             raise ValueError(f"no histogram: {plain!r:.80}: {error}") from None
         return made
 

@@ -25,7 +25,7 @@ from ._phases import Phase
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ._capture import SpanCapture
     from ._histogram import Plain
@@ -130,14 +130,16 @@ class Recorder:
         """So many more of something of which the rate is told."""
         self._rate(name, now).add(amount, now)
 
-    def reach(self, name: str, total: float, now: float) -> None:
-        """The same, where somebody else keeps the sum."""
-        self._rate(name, now).reach(total, now)
+    def start(self, totals: Mapping[str, float], now: float) -> None:
+        """The session begins when the sums that somebody else keeps, for longer than
+        it, are these."""
+        for name, total in totals.items():
+            self._rates[name] = Rate(now, total)
 
-    def traffic(self, got: int, sent: int, now: float) -> None:
-        """So many bytes came in and went out so far."""
-        self.reach("bytes_in", got, now)
-        self.reach("bytes_out", sent, now)
+    def reach(self, totals: Mapping[str, float], now: float) -> None:
+        """They are these by now."""
+        for name, total in totals.items():
+            self._rate(name, now).reach(total, now)
 
     def _rate(self, name: str, now: float) -> Rate:
         rate = self._rates.get(name)

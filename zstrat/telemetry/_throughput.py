@@ -48,18 +48,19 @@ class Throughput:
 
 @final
 class Rate:
-    """A sum that only grows, from zero on, and how much of it came per second of late.
+    """A sum that only grows, and how much of it came per second of late.
 
     Args:
-        since: The time from which on it is counted.
+        since: The time from which on it is counted,
+        total: and what it is then.
     """
 
     __slots__ = ("_throughput", "total")
 
-    def __init__(self, since: float) -> None:
-        self.total = 0.0
+    def __init__(self, since: float, total: float = 0.0) -> None:
+        self.total = total
         self._throughput = Throughput()
-        self._throughput.mark(since, 0.0)
+        self._throughput.mark(since, total)
 
     def add(self, amount: float, now: float) -> None:
         """So much came just now."""

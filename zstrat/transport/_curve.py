@@ -21,7 +21,9 @@ dies; `arm_server` sets both, before the socket is bound.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import zmq
@@ -37,15 +39,26 @@ if TYPE_CHECKING:
     from os import PathLike
 
 DOMAIN: Final = "zstrat"
+SETTLED: Final = 1.0
+"""Seconds for which a folder has the same keys before one that is missing counts as
+removed: until then they may be being copied."""
 
 
 class Security:
     """The keys of one task: its own pair, and the public keys of all others. They are
     those that its folder had when it was read last (`refresh`)."""
 
-    def __init__(self, folder: KeyFolder, keys: Keys) -> None:
-        self._source, self._keys = folder, keys
+    def __init__(
+        self,
+        folder: KeyFolder,
+        keys: Keys,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._keys, self._clock = folder, keys, clock
         self._complained: object = None
+        self._found: object = None
+        self._since = 0.0
+        """Since when the folder has these, and not all that are valid."""
 
     @classmethod
     def load(
@@ -73,17 +86,33 @@ class Security:
 
     def refresh(self) -> None:
         """Reads the folder again if it has changed. What cannot be used, say because
-        it is being copied just now, is told to the log, and what was known stays."""
+        it is being copied just now, is told to the log, and what was known stays. While
+        keys come, those that are missing are valid on, until nothing comes any more."""
         stamp = self._source.stamp()
-        if stamp in (self._keys.stamp, self._complained):
+        if stamp == self._keys.stamp:
             return
         try:
-            self._keys = self._source.read()
-        except (ValueError, ZstratError) as error:
+            found = self._source.read()
+        except (OSError, ValueError, ZstratError) as error:
+            if stamp != self._complained:
+                _LOG.warning("the keys in use stay in use: %s", error)
             self._complained = stamp
-            _LOG.warning("the keys in use stay in use: %s", error)
-        else:
+            return
+        if self._is_settled(found):
+            self._keys = found
             _LOG.info("read the keys in %s again", self._source.folder)
+        else:
+            both = {**self._keys.owners, **found.owners}
+            self._keys = replace(self._keys, owners=both)
+
+    def _is_settled(self, found: Keys) -> bool:
+        """Whether nothing is missing, or has been for long."""
+        if self._keys.owners.keys() <= found.owners.keys():
+            return True
+        now = self._clock()
+        if found.owners != self._found:
+            self._found, self._since = found.owners, now
+        return now - self._since >= SETTLED
 
     @property
     def job(self) -> Job:

@@ -83,8 +83,15 @@ class Dial:
 
     def later(self) -> None:
         """The same after a pause."""
-        self._retry = self._loop.call_later(self._pause, self.now)
+        self._retry = self._loop.call_later(self._pause, self._again)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _again(self) -> None:
+        try:
+            self.now()
+        except ValueError as error:  # to who dials: a key was there, and has gone
+            self._failed(error)
+            self.later()
 
     def ask(self) -> None:
         """Has it greet once, without a handshake; `is_task` says what came of it."""

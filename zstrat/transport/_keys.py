@@ -221,7 +221,11 @@ def _publics(folder: Path) -> dict[str, str]:
 
 def _states(folders: Iterable[Path]) -> Iterator[tuple[str, int, int, int]]:
     for folder in folders:
-        for file in sorted(folder.glob("*.*")):
+        try:
+            files = sorted(folder.glob("*.*"))
+        except OSError:  # gone while it was listed, or no descriptor is left
+            continue
+        for file in files:
             try:
                 state = file.stat()
             except OSError:  # gone meanwhile, or a link to nothing

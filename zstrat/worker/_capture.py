@@ -7,8 +7,9 @@ in a process.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from zstrat.wire import Message
 
     from ._executor import WorkerThread
+
+ANSWERED: Final = 120.0
+"""Seconds in which the program may begin, and end, jax's profile of all workers. Behind
+these nobody ends it any more, and it would fill the memory."""
 
 Capturing = AskClock | BeginCapture | EndCapture
 
@@ -42,7 +47,8 @@ class SessionCapture:
     ) -> None:
         self._recorder, self._executor, self._clock = recorder, executor, clock
         self._profile = JaxProfile()
-        self._is_profiling = False
+        self._limit: asyncio.TimerHandle | None = None
+        """Of jax's profile, while there is one."""
 
     def serve(self, message: Capturing) -> Message | Awaitable[Message]:
         """Answers at once, or when jax has done what it was told."""
@@ -53,24 +59,31 @@ class SessionCapture:
                 now = self._clock()
                 capture = SpanCapture(spans, now + seconds, moved_bytes)
                 self._recorder.begin_capture(capture, now)
-                self._is_profiling = message.profile
-                return self._begin_profile() if message.profile else Done()
+                self.close()
+                self._profile = JaxProfile()
+                return self._begin_profile(seconds) if message.profile else Done()
             case EndCapture():
-                if not self._is_profiling:
+                if self._limit is None:
                     return self._captured()
                 return self._end_profile()
 
     def close(self) -> None:
-        """The session is over."""
-        if self._is_profiling:
+        """The session is over, or who has begun a profile is gone: it ends."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
             self._executor.tell(self._profile.stop)
 
-    async def _begin_profile(self) -> Message:
+    async def _begin_profile(self, seconds: float) -> Message:
+        loop = asyncio.get_running_loop()
+        self._limit = loop.call_later(seconds + ANSWERED, self.close)
         await self._executor.submit(self._profile.start)
         return Done()
 
     async def _end_profile(self) -> Message:
-        self._is_profiling = False
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
         await self._executor.submit(self._profile.stop)
         return self._captured()
 

@@ -232,6 +232,7 @@ class WorkerService:
             clock=self._clock,
             output=output,
         )
+        session.recorder.start(self._sums(), self._clock())
         if self._tells:
             session.notices = TelemetryNotices(self.telemetry, remote.notify)
         runner = self._make_runner(session, message, output)
@@ -363,13 +364,17 @@ class WorkerService:
         }
         if session is not None:
             recorder = session.recorder
-            for name in ("pulls", "pushes"):
-                recorder.reach(name, self._counts[name], now)
-            recorder.traffic(*moved_bytes(), now)
+            recorder.reach(self._sums(), now)
             values |= recorder.plain(now)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
             gauges["retries"] = session.client.repeats
         return {**values, "lanes": _plain_lanes(), "gauges": gauges}
+
+    def _sums(self) -> dict[str, float]:
+        """Of which rates are told; of all sessions of this process."""
+        got, sent = moved_bytes()
+        counted = {name: self._counts[name] for name in ("pulls", "pushes")}
+        return {**counted, "bytes_in": got, "bytes_out": sent}
 
 
 def _plain_lanes() -> PlainTree:

@@ -105,7 +105,6 @@ _OF_A_WORKER: Final = (
     _counter("service.duplicates", "worker_duplicates", "Not run a second time."),
     _counter("service.pushes", "worker_pushes", "Requests that update, to ps."),
     _counter("service.pulls", "worker_pulls", "Requests for values, to ps."),
-    _gauge("service.programs", "worker_programs", "Compiled, and kept."),
     _counter("service.traces", "worker_traces", "Of step functions."),
     _counter("service.compilations", "worker_compilations", "By XLA."),
     _counter("service.compile_seconds", "worker_compile_seconds", "In XLA."),
