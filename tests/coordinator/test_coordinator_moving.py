@@ -27,6 +27,7 @@ from zstrat.wire import (
     DetachBackup,
     DropStore,
     HostStore,
+    OpenSession,
     PromoteBackup,
 )
 
@@ -254,6 +255,54 @@ def test_a_source_that_is_lost_between_two_moves_is_lost(world):
     target.handle = hosted
     with pytest.raises(PSUnavailableError, match="task:2"):
         servers.drain("ps0:1", timeout=10.0)
+
+
+class Checkpoint:
+    """What stores are filled from, when the test lets it."""
+
+    path, variables, optimizers, lacks = "ckpt-1", frozenset(), frozenset(), []
+
+    def __init__(self):
+        self.may_fill = asyncio.Event()
+
+    async def check(self):
+        pass
+
+    async def fill(self, _):
+        await self.may_fill.wait()
+
+
+def test_a_first_change_that_meets_a_restore_starts_nothing_before_its_end(world):
+    servers, _ = connected(world), world.newcomer(2)
+    coordinator, (first, second) = world.coordinator(), world.ps[:2]
+    world.session.recover(3600.0)
+    cut = world.on_loop(lambda: world.session.cluster.cut)
+    asyncio.run(world.session.remember(point := Checkpoint(), cut, 0))
+    greets, asked = first.handle, []
+
+    def silent(message):
+        return (
+            asked.append(message) if type(message) is OpenSession else greets(message)
+        )
+
+    first.handle = silent  # its process is awaited when another one is lost
+
+    async def change():
+        adding = asyncio.ensure_future(servers.add_async("ps2:1"))
+        await asyncio.to_thread(world.until, lambda: asked)
+        world.on_loop(second.kill)
+        first.handle = greets
+        world.on_loop(second.come_back)
+        with pytest.raises(PSUnavailableError, match="fills it again"):
+            await adding
+
+    asyncio.run(change())
+    assert not world.replication.is_started
+    world.on_loop(point.may_fill.set)
+    assert coordinator.schedule(good).fetch() == 1
+    assert servers.add("ps2:1") == 2
+    servers.drain("ps0:1")
+    assert served(world) == ["/job:ps/task:2", "/job:ps/task:1"]
 
 
 def test_stores_are_dealt_out_and_levelled(world):

@@ -199,12 +199,20 @@ class StoreMoves:
                 "on with it looks for its parameter servers where the cluster says: "
                 "leave out resume= to have them come and go"
             )
-        if (broken := self._cluster.broken) is not None:
-            raise broken
+        self._require_whole()
         replication = self._cluster.place_stores()
         if not replication.is_started:
             await replication.open(deadline)
+            self._require_whole()  # one may have been lost while processes were awaited
         return replication
+
+    def _require_whole(self) -> None:
+        """
+        Raises:
+            PSUnavailableError: A store is lost, or is being filled again.
+        """
+        if (broken := self._cluster.broken) is not None:
+            raise broken
 
     def _new_number(self, address: str, number: int | None) -> int:
         """
@@ -308,8 +316,7 @@ class StoreMoves:
         Raises:
             PSUnavailableError: The store is lost, or another one.
         """
-        if (broken := self._cluster.broken) is not None:
-            raise broken  # between two moves, when nobody looked after the store
+        self._require_whole()  # between two moves nobody looked after the store
         await replication.move(store, target)
         place = replication.placement.stores[store]
         if place.is_lost:

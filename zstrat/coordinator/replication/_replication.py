@@ -129,6 +129,8 @@ class Replication:
         self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a second copy, and the level at which its coming is logged."""
         self.is_started = self._is_watching = False
+        self._is_renewed = False
+        """Stores are being filled: `start` follows."""
 
     def _process(self, number: int, index: int, address: str) -> TaskSession:
         return TaskSession(
@@ -148,8 +150,11 @@ class Replication:
     # ---- life ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """All stores are served where they belong: each is to get a second copy."""
-        self.is_started = True
+        """All stores are served where they belong: each is to get a second copy. Does
+        nothing if that was said since the last `renew`: some may have moved."""
+        if self.is_started:
+            return
+        self.is_started, self._is_renewed = True, False
         self._carry_out(self.placement.start())
 
     async def found(self, deadline: float) -> None:
@@ -180,7 +185,8 @@ class Replication:
 
     async def open(self, deadline: float) -> None:
         """Takes all processes, and waits until each store has the copies that it is to
-        have.
+        have. It is not started if stores began anew meanwhile (`renew`), and are not
+        filled yet.
 
         Raises:
             DeadlineExceededError: One has none at ``deadline`` (loop time).
@@ -193,9 +199,11 @@ class Replication:
             for process in self.processes:
                 process.start()
         for process in self.processes:
-            await process.wait_ready(deadline)
-        if not self.is_started:
-            self.start()
+            if not process.is_closed:
+                await process.wait_ready(deadline)
+        if self._is_renewed:
+            return
+        self.start()
         await self.wait_whole(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
@@ -289,6 +297,7 @@ class Replication:
         when they are filled."""
         self._session = self._orders.session = session
         self._stop()
+        self._is_renewed = True
         self.placement.reset()
         for store in self.placement.stores:
             self._send_home(store)
