@@ -213,6 +213,25 @@ def test_one_change_at_a_time_and_none_twice(world):
     assert served(world) == ["/job:ps/task:0", "/job:ps/task:1"]
 
 
+def test_a_drain_waits_no_longer_for_another_change_than_for_its_stores(world):
+    servers, _ = connected(world), world.newcomer(2)
+    servers.add("ps2:1")
+    world.ps[0].is_slow = True
+
+    async def change():
+        draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
+        await asyncio.to_thread(world.until, lambda: AttachBackup in kinds(world.ps[0]))
+        with pytest.raises(DeadlineExceededError, match=r"0\.1 s another change"):
+            await asyncio.to_thread(servers.drain, "ps1:1", timeout=0.1)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+
+    asyncio.run(asyncio.wait_for(change(), 10.0))
+    servers.drain("ps1:1", timeout=10.0)
+    assert servers.addresses == {0: "ps0:1", 2: "ps2:1"}
+
+
 def test_a_source_that_is_lost_is_lost_as_without_moves(world):
     servers, coordinator = connected(world), world.coordinator()
     world.ps[0].is_slow = True

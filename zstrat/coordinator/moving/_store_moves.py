@@ -7,6 +7,7 @@ move where, one after the other, and waits. One change at a time: the next one w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, Protocol, final
 
@@ -24,7 +25,7 @@ from zstrat.errors import (
 from ._levelling import leaving, levelled
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSession
@@ -115,7 +116,8 @@ class StoreMoves:
 
         Raises:
             AlreadyExistsError, InvalidArgumentError: It cannot be one of the cluster.
-            DeadlineExceededError: It did not answer within ``patience`` seconds.
+            DeadlineExceededError: It did not answer within ``patience`` seconds of the
+                end of changes that were under way.
             BusyError: It belongs to another coordinator.
             VersionMismatchError, PermissionDeniedError, ProtocolError: It will never
                 take us.
@@ -124,8 +126,8 @@ class StoreMoves:
 
         Cancellation: stores that serve already stay there; it is let go if none does.
         """
-        deadline = asyncio.get_running_loop().time() + patience
         async with self._changing:
+            deadline = asyncio.get_running_loop().time() + patience
             number = self._new_number(address, number)
             replication = await self._watched(deadline)
             process = replication.enter(number, address)
@@ -146,7 +148,8 @@ class StoreMoves:
             NotFoundError: There is none of that address.
             InvalidArgumentError: It is one of the last.
             BusyError: It is drained already.
-            DeadlineExceededError: Something is left there after ``patience`` seconds.
+            DeadlineExceededError: Something is left there after ``patience`` seconds,
+                or another change was under way for so long.
             UnavailableError: No other process takes what it has.
             PSUnavailableError: One is lost.
 
@@ -156,15 +159,38 @@ class StoreMoves:
         if address in self._leaving:
             raise BusyError(f"ps {number} at {address} is being drained already")
         self._leaving.add(address)
+        now = asyncio.get_running_loop().time()
+        deadline = None if patience is None else now + patience
         try:
-            async with self._changing:
-                await self._drained(number, address, patience)
+            async with self._turn(deadline, f"ps {number} at {address}", patience):
+                await self._drained(number, address, patience, deadline)
         finally:
             self._leaving.discard(address)
 
-    async def _drained(self, number: int, address: str, patience: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        replication = await self._watched(loop.time() + self._timeouts.connect)
+    @contextlib.asynccontextmanager
+    async def _turn(
+        self, deadline: float | None, who: str, patience: float | None
+    ) -> AsyncIterator[None]:
+        """Waits until no other change is under way, and keeps others from it."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._changing.acquire()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{who} stays as it is: for {patience:g} s another change of the "
+                "parameter servers was under way (one at a time); call drain again, "
+                "with a longer timeout"
+            ) from None
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+    async def _drained(
+        self, number: int, address: str, patience: float | None, deadline: float | None
+    ) -> None:
+        connecting = asyncio.get_running_loop().time() + self._timeouts.connect
+        replication = await self._watched(min(deadline or connecting, connecting))
         process = next(
             each
             for each in reversed(replication.processes)
@@ -173,7 +199,7 @@ class StoreMoves:
         self._require_others(replication, process)
         replication.spare(process.index, True)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.index, False)
