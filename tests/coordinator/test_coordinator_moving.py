@@ -25,8 +25,10 @@ from zstrat.wire import (
     AttachBackup,
     CloseSession,
     DetachBackup,
+    Done,
     DropStore,
     HostStore,
+    MoveServer,
     OpenSession,
     PromoteBackup,
 )
@@ -230,6 +232,45 @@ def test_a_drain_waits_no_longer_for_another_change_than_for_its_stores(world):
     asyncio.run(asyncio.wait_for(change(), 10.0))
     servers.drain("ps1:1", timeout=10.0)
     assert servers.addresses == {0: "ps0:1", 2: "ps2:1"}
+
+
+@pytest.mark.parametrize("silent", ["worker", "ps"])
+def test_a_drain_that_is_cancelled_at_its_end_leaves_nothing_half_done(world, silent):
+    """The worker does not say that it knows where stores are, or the ps no goodbye."""
+    servers, _ = connected(world), world.newcomer(2)
+    servers.add("ps2:1")
+    task, kind = world.workers[0], MoveServer
+    if silent == "ps":
+        task, kind = world.ps[0], CloseSession
+    handle, asked = task.handle, []
+    task.handle = lambda message: (
+        asked.append(message) if type(message) is kind else handle(message)
+    )
+
+    async def change():
+        draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
+        await asyncio.to_thread(world.until, lambda: asked)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+
+    asyncio.run(change())
+    task.handle = handle
+    world.on_loop(_answer_all, task)
+    assert served(world) == ["/job:ps/task:2", "/job:ps/task:1"]
+    if silent == "ps":
+        assert servers.addresses == {1: "ps1:1", 2: "ps2:1"}
+        assert servers.add("ps0:1") == 0
+    assert servers.addresses == {0: "ps0:1", 1: "ps1:1", 2: "ps2:1"}
+    for address in ("ps2:1", "ps1:1"):  # it takes what they have
+        servers.drain(address)
+    assert served(world) == ["/job:ps/task:0"] * 2
+
+
+def _answer_all(task):
+    for answer in task.link.requests:
+        if not answer.done():
+            answer.set_result(Done())
 
 
 def test_a_source_that_is_lost_is_lost_as_without_moves(world):

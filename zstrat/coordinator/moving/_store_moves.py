@@ -153,7 +153,8 @@ class StoreMoves:
             UnavailableError: No other process takes what it has.
             PSUnavailableError: One is lost.
 
-        Cancellation: it stays, with what it has then.
+        Cancellation: it stays, with what it has then; if that is nothing, and its
+        session is being closed, it goes.
         """
         number = self._number_of(address)
         if address in self._leaving:
@@ -201,6 +202,7 @@ class StoreMoves:
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
+            await self._cluster.told(HEARING)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.index, False)
             if isinstance(error, TimeoutError):
@@ -210,9 +212,8 @@ class StoreMoves:
                     "drain again, with a longer timeout"
                 ) from None
             raise
-        await self._cluster.told(HEARING)
-        await replication.dismiss(process, HEARING)
         del self._addresses[number]
+        await replication.dismiss(process, HEARING)
         log.info("%s at %s is drained, and was let go", process.name, address)
 
     # ---- what may be -----------------------------------------------------------------

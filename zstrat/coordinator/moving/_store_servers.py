@@ -135,7 +135,7 @@ class StoreServers:
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
         """As `drain`, awaited. Cancellation: it stays, with the stores that it serves
-        then."""
+        then; it goes if its session is being closed, behind the last of them."""
         work = self._draining(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 

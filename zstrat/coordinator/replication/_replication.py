@@ -250,20 +250,22 @@ class Replication:
         """Leaves a process that has nothing of any store. Its daemon serves whoever
         comes next.
 
-        Cancellation: it is left.
+        Cancellation: it is left all the same, and does not say whether it heard so.
         """
         self.placement.spare(process.index, True)
         self._carry_out(self.placement.lost(process.index, "it was let go"))
+        self.placement.abandon(process.index)
         was_ready = process.is_ready
         process.leave()
-        if was_ready:
-            deadline = asyncio.get_running_loop().time() + patience
-            goodbye = CloseSession(self._session, False)
-            answer = process.link.submit(goodbye, deadline=deadline)
-            answer.add_done_callback(_unheeded)
-            await asyncio.wait([answer])
-        await process.close()
-        self.placement.abandon(process.index)
+        try:
+            if was_ready:
+                deadline = asyncio.get_running_loop().time() + patience
+                goodbye = CloseSession(self._session, False)
+                answer = process.link.submit(goodbye, deadline=deadline)
+                answer.add_done_callback(_unheeded)
+                await asyncio.wait([answer])
+        finally:
+            await process.close()
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
