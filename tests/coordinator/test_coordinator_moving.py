@@ -273,6 +273,23 @@ def _answer_all(task):
             answer.set_result(Done())
 
 
+def test_a_source_that_is_soon_back_goes_on_to_move(world):
+    servers, (source, target) = connected(world), world.ps
+    hosts, cuts = target.handle, iter(range(2))
+
+    def cut(message):
+        if isinstance(message, HostStore) and next(cuts, None) is not None:
+            source.kill("no way", returns=30.0)
+            back = partial(source.come_back, same=True)
+            asyncio.get_running_loop().call_soon(back)
+        return hosts(message)
+
+    target.handle = cut
+    servers.drain("ps0:1", timeout=10.0)
+    assert kinds(target).count(HostStore) == 3
+    assert served(world) == ["/job:ps/task:1"] * 2
+
+
 def test_a_source_that_is_lost_is_lost_as_without_moves(world):
     servers, coordinator = connected(world), world.coordinator()
     world.ps[0].is_slow = True

@@ -339,16 +339,21 @@ class StoreMoves:
                 await self._settled(replication)
 
     async def _move(self, replication: Replication, store: int, target: int) -> None:
-        """
+        """Once more if the store was away meanwhile, and is back.
+
         Raises:
             PSUnavailableError: The store is lost, or another one.
         """
-        self._require_whole()  # between two moves nobody looked after the store
-        await replication.move(store, target)
-        place = replication.placement.stores[store]
-        if place.is_lost:
-            task = self._cluster.ps[store]
-            raise PSUnavailableError(task.name, place.reason, task.gone)
+        cluster, place = self._cluster, replication.placement.stores[store]
+        was_away = True
+        while was_away:
+            self._require_whole()  # between two moves nobody looked after the store
+            await replication.move(store, target)
+            if was_away := place.is_lost:
+                # It is said to be lost when its line was cut for too long.
+                await replication.wait_until(
+                    lambda: not place.is_lost or cluster.broken is not None
+                )
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:
