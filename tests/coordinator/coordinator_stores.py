@@ -36,14 +36,16 @@ class StorePs(FakePs):
         self.serves, self.is_whole = host is None, False
         self.refuses, self.refusal = (), UnavailableError("no memory")
         """Kinds of orders, and what is said to them."""
-        self.is_slow = False
-        """It fills no backup."""
+        self.slow = ()
+        """Kinds of orders that it never ends."""
 
     def handle(self, message):
         if isinstance(message, REPLICATION):
             self.orders.append(message)
             if isinstance(message, self.refuses + self.world.refusing):
                 raise self.refusal
+            if isinstance(message, self.slow):
+                return None
         match message:
             case HostStore(store=store, view=view):
                 copy = StorePs(self.world, store, self)
@@ -53,8 +55,6 @@ class StorePs(FakePs):
                 self.world.tasks[address] = copy
                 self.copies.append(copy)
                 return StoreHosted(address, copy.hello.incarnation)
-            case AttachBackup() if self.is_slow:
-                return None
             case AttachBackup(address=address):
                 self.world.tasks[address].is_whole = True
                 return Done()

@@ -186,7 +186,7 @@ def test_a_store_that_nobody_takes_stays(world, refused, caplog):
 def test_a_move_that_takes_too_long_is_undone(world):
     servers = connected(world)
     first, second = world.ps
-    first.is_slow = True
+    first.slow = (AttachBackup,)
     with pytest.raises(DeadlineExceededError, match=r"left after 0\.1 s.*: store 0;"):
         servers.drain("ps0:1", timeout=0.1)
     world.until(lambda: 0 in drops(second))
@@ -197,7 +197,7 @@ def test_a_move_that_takes_too_long_is_undone(world):
 
 def test_one_change_at_a_time_and_none_twice(world):
     servers, _ = connected(world), world.newcomer(2)
-    world.ps[0].is_slow = True
+    world.ps[0].slow = (AttachBackup,)
 
     async def change():
         draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
@@ -218,7 +218,7 @@ def test_one_change_at_a_time_and_none_twice(world):
 def test_a_drain_waits_no_longer_for_another_change_than_for_its_stores(world):
     servers, _ = connected(world), world.newcomer(2)
     servers.add("ps2:1")
-    world.ps[0].is_slow = True
+    world.ps[0].slow = (AttachBackup,)
 
     async def change():
         draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
@@ -290,13 +290,19 @@ def test_a_source_that_is_soon_back_goes_on_to_move(world):
     assert served(world) == ["/job:ps/task:1"] * 2
 
 
-def test_a_source_that_is_lost_is_lost_as_without_moves(world):
+@pytest.mark.parametrize("last", ["its store", "the process"])
+@pytest.mark.parametrize("phase", [HostStore, AttachBackup])
+def test_a_source_that_is_lost_is_lost_as_without_moves(world, phase, last):
+    """Whichever of its lines is lost last, and however far the copy is."""
     servers, coordinator = connected(world), world.coordinator()
-    world.ps[0].is_slow = True
+    slow = world.ps[0] if phase is AttachBackup else world.ps[1]
+    slow.slow = (phase,)
 
     async def lost():
         draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
-        await asyncio.to_thread(world.until, lambda: AttachBackup in kinds(world.ps[0]))
+        await asyncio.to_thread(world.until, lambda: phase in kinds(slow))
+        if last == "its store":
+            world.ps[0].links.reverse()
         world.on_loop(world.ps[0].kill)
         with pytest.raises(PSUnavailableError, match="task:0"):
             await draining

@@ -415,6 +415,10 @@ class Replication:
         """Who serves the store does not answer, or not with what it had."""
         orders = self.placement.primary_lost(task.index, task.address, reason)
         self._carry_out(orders)
+        place = self.placement.stores[task.index]
+        if place.is_lost and task.index not in self._telling:
+            # Its process was lost before, and this way to it was not known to be.
+            self._tell(Lose(task.index, reason))
 
     # ---- told by `OrderAsking` -------------------------------------------------------
 
