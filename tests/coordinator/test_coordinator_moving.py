@@ -419,6 +419,29 @@ def test_second_copies_are_elsewhere_before_a_server_goes(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
+def test_a_second_copy_that_becomes_the_first_meanwhile_is_moved_too(world):
+    servers = connected(world, replicas=1, stores_per_ps=2)
+    for number in (2, 3):
+        world.newcomer(number)
+        servers.add(f"ps{number}:1")
+    # The first process has the second copies of stores that two others serve.
+    at = [(store.primary.process, store.backup.process) for store in places(world)]
+    assert (at[1], at[2]) == ((1, 0), (2, 0))
+    handle = world.ps[1].handle
+
+    def lost_meanwhile(message):
+        if isinstance(message, DetachBackup):
+            world.ps[2].kill()
+        return handle(message)
+
+    world.ps[1].handle = lost_meanwhile
+    servers.drain("ps0:1", timeout=10.0)
+    assert DetachBackup in kinds(world.ps[1])
+    assert world.numbers_of["failovers"] == 1
+    assert set(served(world)) == {"/job:ps/task:1", "/job:ps/task:3"}
+    assert world.paired()
+
+
 def places(world):
     return world.replication.placement.stores
 

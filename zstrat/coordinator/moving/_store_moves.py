@@ -311,32 +311,63 @@ class StoreMoves:
                 )
 
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
-        """Until no store has anything in the process."""
+        """Until no store has anything in the process. A backup there may become primary
+        before another one is made."""
         stores, me = replication.placement.stores, process.index
         tried: set[tuple[int, int]] = set()
-        while any(store.primary.process == me for store in stores):
-            others = [each.index for each in _others(replication, process)]
-            backups = {
-                store.number: store.backup.process
-                for store in stores
-                if store.backup is not None and store.phase is CopyPhase.PAIRED
-            }
-            serving = [store.primary.process for store in stores]
-            store, target = leaving(serving, backups, me, others or [me])[0]
-            untried = [each for each in others if (store, each) not in tried]
-            if not untried:
-                raise UnavailableError(
-                    f"no other ps takes the store of {self._cluster.ps[store].name}: "
-                    f"{stores[store].reason or 'none is there'}; it stays at "
-                    f"{process.address}"
-                )
-            target = target if target in untried else untried[0]
-            tried.add((store, target))
-            await self._move(replication, store, target)
-        for place in stores:
-            if place.backup is not None and place.backup.process == me:
-                replication.evict(place.number)
-                await self._settled(replication)
+        while held := [store for store in stores if me in _processes_of(store)]:
+            if any(store.primary.process == me for store in held):
+                await self._move_one(replication, process, tried)
+            else:
+                await self._evict(replication, held[0], me)
+
+    async def _move_one(
+        self,
+        replication: Replication,
+        process: TaskSession,
+        tried: set[tuple[int, int]],
+    ) -> None:
+        """Has another process serve a store of this one, if it can.
+
+        Raises:
+            UnavailableError: All have been tried.
+        """
+        stores, me = replication.placement.stores, process.index
+        others = [each.index for each in _others(replication, process)]
+        backups = {
+            store.number: store.backup.process
+            for store in stores
+            if store.backup is not None and store.phase is CopyPhase.PAIRED
+        }
+        serving = [store.primary.process for store in stores]
+        store, target = leaving(serving, backups, me, others or [me])[0]
+        untried = [each for each in others if (store, each) not in tried]
+        if not untried:
+            raise UnavailableError(
+                f"no other ps takes the store of {self._cluster.ps[store].name}: "
+                f"{stores[store].reason or 'none is there'}; it stays at "
+                f"{process.address}"
+            )
+        target = target if target in untried else untried[0]
+        tried.add((store, target))
+        await self._move(replication, store, target)
+
+    async def _evict(
+        self, replication: Replication, place: StorePlace, process: int
+    ) -> None:
+        """Has the second copy of a store be in another process, unless it is first
+        served here."""
+        self._require_whole()
+        replication.evict(place.number)
+        await replication.wait_until(
+            lambda: (
+                place.primary.process == process
+                or process not in _processes_of(place)
+                or self._cluster.broken is not None
+            )
+        )
+        self._require_whole()
+        await self._settled(replication)
 
     async def _move(self, replication: Replication, store: int, target: int) -> None:
         """Once more if the store was away meanwhile, and is back.
