@@ -1,6 +1,7 @@
 """Parameter servers that are added and drained: what is asked of whom, and refused."""
 
 import asyncio
+from functools import partial
 
 import jax.numpy as jnp
 import pytest
@@ -231,6 +232,28 @@ def test_a_source_that_is_lost_is_lost_as_without_moves(world):
     world.on_loop(world.ps[0].come_back, same=True)
     world.until(lambda: world.session.cluster.broken is None)
     assert coordinator.schedule(good).fetch() == 1
+
+
+def test_a_source_that_is_lost_between_two_moves_is_lost(world):
+    servers, (source, target) = connected(world, stores_per_ps=2), world.ps
+    copies = len(target.copies)
+    hosts = target.handle
+
+    def lost_behind(promotes, message):
+        answer = promotes(message)
+        if isinstance(message, PromoteBackup):
+            source.kill()
+        return answer
+
+    def hosted(message):
+        answer = hosts(message)
+        for copy in target.copies[copies:]:
+            copy.handle = partial(lost_behind, copy.handle)
+        return answer
+
+    target.handle = hosted
+    with pytest.raises(PSUnavailableError, match="task:2"):
+        servers.drain("ps0:1", timeout=10.0)
 
 
 def test_stores_are_dealt_out_and_levelled(world):

@@ -430,7 +430,7 @@ class Dispatcher:
         news = bool(arguments or resources or results)
         for channel in list(self.channels.values()):
             member = channel.member
-            if not channel.task.is_ready or not (news or channel.unsaid):
+            if not (news or channel.unsaid) or not channel.task.is_ready:
                 continue
             mine = [
                 kept.step

@@ -139,6 +139,9 @@ class Members:
                 f"{MOST_IN_FLIGHT}, or None to let it follow the speed of each worker"
             )
         self._depth, self._prefetch = closures_in_flight, prefetch
+        self._roomy: dict[int, Member] = {}
+        """Those that may have room: others have none. Of a thousand workers that are
+        all busy, a turn looks at those alone of which something has ended."""
         self.members: list[Member] = []
         """Those that the cluster has, in the order in which they came. Replaced as a
         whole, for other threads look at it."""
@@ -225,6 +228,7 @@ class Members:
         """The cluster has it no more. It was `lost`, so it has nothing."""
         member = self._at.pop(index)
         assert not member.in_flight, member
+        self._roomy.pop(index, None)
         self.members = [each for each in self.members if each is not member]
         self._epochs[index] = member.epoch
         self._ended += member.completed
@@ -261,6 +265,7 @@ class Members:
         member.building -= count
         if member.building == 0:
             member.state = MemberState.OPEN
+            self._roomy[index] = member
 
     def leaving(self, index: int, reason: str, now: float) -> None:
         """The worker shuts down: it takes no more closures."""
@@ -294,16 +299,24 @@ class Members:
     def grants(self, ordinary: int, suspects: int) -> list[Grant]:
         """Who gets how many of the closures that wait, the least loaded first."""
         grants = self._grant_alone(suspects)
+        if not ordinary:
+            return grants
         sound = any(m.is_open and not m.avoided for m in self.members)
         takers = [
             m
-            for m in self.members
-            if m is not self._reserved and m.free and not (m.avoided and sound)
+            for m in self._with_room()
+            if m is not self._reserved and not (m.avoided and sound)
         ]
         room = sum(member.free for member in takers)
         if ordinary >= room:
             return grants + [Grant(member, member.free) for member in takers]
         return grants + _level(takers, ordinary)
+
+    def _with_room(self) -> list[Member]:
+        roomy = [member for member in self._roomy.values() if member.free]
+        roomy.sort(key=lambda member: member.index)
+        self._roomy = {member.index: member for member in roomy}
+        return roomy
 
     def dispatched(
         self,
@@ -324,7 +337,9 @@ class Members:
             member.in_flight[closure.step] = closure
 
     def ended(self, member: Member, count: int, now: float) -> None:
-        """So many closures of the member ended since it was last asked."""
+        """So many closures of the member ended, or came back, since it was last asked.
+        It may have room now: to be called whenever it has less in flight."""
+        self._roomy[member.index] = member
         if not member.in_flight:
             member.alone = False
         if count == 0:

@@ -306,8 +306,10 @@ class StoreMoves:
     async def _move(self, replication: Replication, store: int, target: int) -> None:
         """
         Raises:
-            PSUnavailableError: The store is lost.
+            PSUnavailableError: The store is lost, or another one.
         """
+        if (broken := self._cluster.broken) is not None:
+            raise broken  # between two moves, when nobody looked after the store
         await replication.move(store, target)
         place = replication.placement.stores[store]
         if place.is_lost:

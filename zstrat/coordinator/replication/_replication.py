@@ -11,33 +11,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
     AlreadyExistsError,
-    ClosedError,
     DeadlineExceededError,
-    NotPrimaryError,
-    PeerLostError,
     UnavailableError,
     ZstratError,
 )
 from zstrat.transport import reached_as
 from zstrat.wire import (
-    AttachBackup,
     BackupLost,
     CloseSession,
-    DetachBackup,
     DropStore,
-    HostStore,
     Message,
     OpenSession,
-    PromoteBackup,
     StoreHosted,
 )
 
+from ._order_asking import OrderAsking
 from ._orders import (
     Attach,
     CopyPhase,
@@ -67,12 +60,8 @@ log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
 
-AGAIN: Final = 0.1
-"""Seconds until an order is given again whose answer did not come."""
 FORGIVING: Final = 5.0
 """Seconds until a process is asked again to keep a backup that it could not."""
-LONG: Final = 86400.0
-"""Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
 
 
 class ReplicatedCluster(Protocol):
@@ -132,10 +121,9 @@ class Replication:
             for number, address in enumerate(addresses)
         ]
         """By index; those that were let go are closed, and stay."""
-        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._orders: Final = OrderAsking(self, session, timeouts, make_link)
         self._telling: dict[int, asyncio.TimerHandle] = {}
         self._forgiving: asyncio.TimerHandle | None = None
-        self._ended: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
         bare = len(self.placement.stores) * replicas
         self._bare = dict.fromkeys(range(bare), logging.INFO)
@@ -299,7 +287,7 @@ class Replication:
     def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
         when they are filled."""
-        self._session = session
+        self._session = self._orders.session = session
         self._stop()
         self.placement.reset()
         for store in self.placement.stores:
@@ -326,7 +314,7 @@ class Replication:
         Cancellation: as without.
         """
         self._stop()
-        await asyncio.gather(*self._ended, return_exceptions=True)
+        await self._orders.wait_ended()
 
     async def through(
         self, work: Callable[[], Awaitable[T]], *, again: bool = True
@@ -417,6 +405,25 @@ class Replication:
         orders = self.placement.primary_lost(task.index, task.address, reason)
         self._carry_out(orders)
 
+    # ---- told by `OrderAsking` -------------------------------------------------------
+
+    @property
+    def servers(self) -> Sequence[TaskSession]:
+        """The sessions with those that serve the stores, by number."""
+        return self._cluster.ps
+
+    def answered(self, order: Asked, answer: Message) -> None:
+        """An order is carried out."""
+        self._carry_out(self._done(order, answer))
+
+    def unanswered(self, order: Asked, reason: str) -> None:
+        """An order may be carried out, or not."""
+        self._carry_out(self.placement.unanswered(order, reason))
+
+    def refused(self, order: Asked, reason: str) -> None:
+        """An order is not carried out."""
+        self._carry_out(self.placement.refused(order, reason))
+
     # ---- orders ----------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[PlacementOrder]) -> None:
@@ -429,88 +436,8 @@ class Replication:
                 case Lose():
                     self._lose(order)
                 case _:
-                    self._ask(order)
+                    self._orders.ask(order)
         self._look()
-
-    def _ask(self, order: Asked) -> None:
-        earlier = self._asking.pop(order.store, None)
-        if earlier is not None:
-            earlier.cancel()
-            self._ended = [task for task in self._ended if not task.done()] + [earlier]
-        asking = asyncio.get_running_loop().create_task(
-            self._asked(order), name=f"{type(order).__name__} of store {order.store}"
-        )
-        self._asking[order.store] = asking  # cancelled by the next, or _stop
-
-    async def _asked(self, order: Asked) -> None:
-        placement = self.placement
-        told: Callable[[], Sequence[PlacementOrder]]
-        try:
-            answer = await self._answer(order)
-        except (PeerLostError, DeadlineExceededError, ClosedError) as error:
-            await asyncio.sleep(AGAIN)  # a link that is not open says so at once
-            told = partial(placement.unanswered, order, str(error))
-        except Exception as error:  # to the log, and to whoever decides: also OSError
-            log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
-            told = partial(placement.refused, order, str(error))
-        else:
-            told = partial(self._done, order, answer)
-        del self._asking[order.store]
-        self._carry_out(told())
-
-    async def _answer(self, order: Asked) -> Message:
-        loop, session, view = asyncio.get_running_loop(), self._session, order.view
-        deadline = loop.time() + LONG
-        match order:
-            case Host(store, _, number):
-                primary, process = self._cluster.ps[store], self.processes[number]
-                await primary.wait_ready(deadline)
-                await process.wait_ready(deadline)
-                deadline = loop.time() + self._timeouts.request
-                assert primary.hello is not None, "it has entered the session"
-                named = primary.hello.incarnation
-                host = HostStore(session, store, view, primary=named)
-                return await process.link.submit(host, deadline=deadline)
-            case Establish(store, _, number):
-                process = self.processes[number]
-                await process.wait_ready(deadline)
-                deadline = loop.time() + self._timeouts.request
-                host = HostStore(session, store, view, True)
-                return await process.link.submit(host, deadline=deadline)
-            case Attach(store, _, backup):
-                primary = self._cluster.ps[store]
-                await primary.wait_ready(deadline)
-                attach = AttachBackup(session, view, backup.address, backup.incarnation)
-                return await primary.link.submit(attach, deadline=deadline)
-            case Detach(store):
-                primary = self._cluster.ps[store]
-                await primary.wait_ready(deadline)
-                detach = DetachBackup(session, view)
-                return await primary.link.submit(detach, deadline=deadline)
-            case Promote():
-                return await self._promote(order)
-
-    async def _promote(self, order: Promote) -> Message:
-        """Over a link of its own: the program's line goes there when it is done."""
-        loop, name = asyncio.get_running_loop(), self._cluster.ps[order.store].name
-        deadline = loop.time() + 2 * self._timeouts.patience
-        link = self._make_link(
-            order.backup.address,
-            name=name,
-            expect=("ps", order.store),
-            on_notice=_ignored,
-            on_open=_ignored,
-            on_lost=_ignored,
-        )
-        link.start()
-        try:
-            hello = await link.wait_open(deadline)
-            if hello.incarnation != order.backup.incarnation:
-                raise NotPrimaryError(f"another process is at {order.backup.address}")
-            promote = PromoteBackup(self._session, order.view)
-            return await link.submit(promote, deadline=deadline)
-        finally:
-            await link.close()
 
     def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
         placement = self.placement
@@ -625,20 +552,6 @@ class Replication:
             if store.phase is not CopyPhase.PAIRED
         )
 
-    def _what(self, order: Asked) -> str:
-        name = self._cluster.ps[order.store].name
-        match order:
-            case Host():
-                return f"{self.processes[order.process].name} keeps no backup of {name}"
-            case Establish():
-                return f"{self.processes[order.process].name} does not host {name}"
-            case Attach():
-                return f"{name} does not fill its backup"
-            case Detach():
-                return f"{name} does not go on without its backup"
-            case Promote():
-                return f"the backup of {name} does not take its place"
-
     def _objection(
         self, task: TaskSession, hello: Hello, _: SessionOpened | None
     ) -> ZstratError | None:
@@ -665,19 +578,12 @@ class Replication:
     def _stop(self) -> None:
         """What was asked may be carried out; nobody waits for it."""
         self.is_started = False
-        for asking in self._asking.values():
-            asking.cancel()
-        self._ended += self._asking.values()
-        self._asking.clear()
+        self._orders.stop()
         for store in list(self._telling):
             self._stop_telling(store)
         if self._forgiving is not None:
             self._forgiving.cancel()
             self._forgiving = None
-
-
-def _ignored(_: object) -> None:
-    pass
 
 
 def _unheeded(answer: asyncio.Future[Message]) -> None:

@@ -1,0 +1,195 @@
+"""Asks processes and copies what was decided, one order for a store at a time.
+
+The next order for a store takes the place of the one before, whose answer nobody awaits
+then: it may be carried out all the same. On the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    NotPrimaryError,
+    PeerLostError,
+)
+from zstrat.wire import AttachBackup, DetachBackup, HostStore, Message, PromoteBackup
+
+from ._orders import Attach, Detach, Establish, Host, Promote
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.coordinator.connecting import MakeTaskLink, TaskSession
+
+    from ._orders import Asked
+
+log = logging.getLogger("zstrat.coordinator")
+
+AGAIN: Final = 0.1
+"""Seconds until an order is given again whose answer did not come."""
+LONG: Final = 86400.0
+"""Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
+
+
+class AskedStores(Protocol):
+    """Who gave the order, and hears what becomes of it (`Replication`)."""
+
+    @property
+    def servers(self) -> Sequence[TaskSession]:
+        """The sessions with those that serve the stores, by number."""
+        ...
+
+    @property
+    def processes(self) -> Sequence[TaskSession]:
+        """By index."""
+        ...
+
+    def answered(self, order: Asked, answer: Message) -> None:
+        """It is carried out."""
+        ...
+
+    def unanswered(self, order: Asked, reason: str) -> None:
+        """It may be carried out, or not."""
+        ...
+
+    def refused(self, order: Asked, reason: str) -> None:
+        """It is not carried out."""
+        ...
+
+
+@final
+class OrderAsking:
+    """The orders of one session. ``session`` changes when stores begin anew."""
+
+    def __init__(
+        self,
+        owner: AskedStores,
+        session: int,
+        timeouts: Timeouts,
+        make_link: MakeTaskLink,
+    ) -> None:
+        self.session = session
+        self._owner, self._timeouts, self._make_link = owner, timeouts, make_link
+        self._asking: dict[int, asyncio.Task[None]] = {}
+        self._ended: list[asyncio.Task[None]] = []
+
+    def ask(self, order: Asked) -> None:
+        """Carries the order out; its owner is told."""
+        earlier = self._asking.pop(order.store, None)
+        if earlier is not None:
+            earlier.cancel()
+            self._ended = [task for task in self._ended if not task.done()] + [earlier]
+        self._asking[order.store] = asyncio.get_running_loop().create_task(
+            self._asked(order), name=f"{type(order).__name__} of store {order.store}"
+        )
+
+    def stop(self) -> None:
+        """What was asked may be carried out; nobody waits for it."""
+        for asking in self._asking.values():
+            asking.cancel()
+        self._ended += self._asking.values()
+        self._asking.clear()
+
+    async def wait_ended(self) -> None:
+        """Waits until nothing is under way behind `stop`.
+
+        Cancellation: as without.
+        """
+        await asyncio.gather(*self._ended, return_exceptions=True)
+
+    async def _asked(self, order: Asked) -> None:
+        tell, told = self._owner.unanswered, ""
+        try:
+            answer = await self._answer(order)
+        except (PeerLostError, DeadlineExceededError, ClosedError) as error:
+            await asyncio.sleep(AGAIN)  # a link that is not open says so at once
+            told = str(error)
+        except Exception as error:  # to the log, and to whoever decides: also OSError
+            log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
+            tell, told = self._owner.refused, str(error)
+        else:
+            del self._asking[order.store]
+            self._owner.answered(order, answer)
+            return
+        del self._asking[order.store]
+        tell(order, told)
+
+    async def _answer(self, order: Asked) -> Message:
+        loop, session, view = asyncio.get_running_loop(), self.session, order.view
+        deadline = loop.time() + LONG
+        match order:
+            case Host(store, _, number):
+                primary, process = (
+                    self._owner.servers[store],
+                    self._owner.processes[number],
+                )
+                await primary.wait_ready(deadline)
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                assert primary.hello is not None, "it has entered the session"
+                named = primary.hello.incarnation
+                host = HostStore(session, store, view, primary=named)
+                return await process.link.submit(host, deadline=deadline)
+            case Establish(store, _, number):
+                process = self._owner.processes[number]
+                await process.wait_ready(deadline)
+                deadline = loop.time() + self._timeouts.request
+                host = HostStore(session, store, view, True)
+                return await process.link.submit(host, deadline=deadline)
+            case Attach(store, _, backup):
+                primary = self._owner.servers[store]
+                await primary.wait_ready(deadline)
+                attach = AttachBackup(session, view, backup.address, backup.incarnation)
+                return await primary.link.submit(attach, deadline=deadline)
+            case Detach(store):
+                primary = self._owner.servers[store]
+                await primary.wait_ready(deadline)
+                detach = DetachBackup(session, view)
+                return await primary.link.submit(detach, deadline=deadline)
+            case Promote():
+                return await self._promote(order)
+
+    async def _promote(self, order: Promote) -> Message:
+        """Over a link of its own: the program's line goes there when it is done."""
+        loop, name = asyncio.get_running_loop(), self._owner.servers[order.store].name
+        deadline = loop.time() + 2 * self._timeouts.patience
+        link = self._make_link(
+            order.backup.address,
+            name=name,
+            expect=("ps", order.store),
+            on_notice=_ignored,
+            on_open=_ignored,
+            on_lost=_ignored,
+        )
+        link.start()
+        try:
+            hello = await link.wait_open(deadline)
+            if hello.incarnation != order.backup.incarnation:
+                raise NotPrimaryError(f"another process is at {order.backup.address}")
+            promote = PromoteBackup(self.session, order.view)
+            return await link.submit(promote, deadline=deadline)
+        finally:
+            await link.close()
+
+    def _what(self, order: Asked) -> str:
+        name = self._owner.servers[order.store].name
+        match order:
+            case Host(_, _, number):
+                return f"{self._owner.processes[number].name} keeps no backup of {name}"
+            case Establish(_, _, number):
+                return f"{self._owner.processes[number].name} does not host {name}"
+            case Attach():
+                return f"{name} does not fill its backup"
+            case Detach():
+                return f"{name} does not go on without its backup"
+            case Promote():
+                return f"the backup of {name} does not take its place"
+
+
+def _ignored(_: object) -> None:
+    pass
