@@ -25,8 +25,11 @@ from zstrat.wire import (
     AttachBackup,
     CloseSession,
     DetachBackup,
+    Done,
     DropStore,
     HostStore,
+    MoveServer,
+    OpenSession,
     PromoteBackup,
 )
 
@@ -212,6 +215,81 @@ def test_one_change_at_a_time_and_none_twice(world):
     assert served(world) == ["/job:ps/task:0", "/job:ps/task:1"]
 
 
+def test_a_drain_waits_no_longer_for_another_change_than_for_its_stores(world):
+    servers, _ = connected(world), world.newcomer(2)
+    servers.add("ps2:1")
+    world.ps[0].is_slow = True
+
+    async def change():
+        draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
+        await asyncio.to_thread(world.until, lambda: AttachBackup in kinds(world.ps[0]))
+        with pytest.raises(DeadlineExceededError, match=r"0\.1 s another change"):
+            await asyncio.to_thread(servers.drain, "ps1:1", timeout=0.1)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+
+    asyncio.run(asyncio.wait_for(change(), 10.0))
+    servers.drain("ps1:1", timeout=10.0)
+    assert servers.addresses == {0: "ps0:1", 2: "ps2:1"}
+
+
+@pytest.mark.parametrize("silent", ["worker", "ps"])
+def test_a_drain_that_is_cancelled_at_its_end_leaves_nothing_half_done(world, silent):
+    """The worker does not say that it knows where stores are, or the ps no goodbye."""
+    servers, _ = connected(world), world.newcomer(2)
+    servers.add("ps2:1")
+    task, kind = world.workers[0], MoveServer
+    if silent == "ps":
+        task, kind = world.ps[0], CloseSession
+    handle, asked = task.handle, []
+    task.handle = lambda message: (
+        asked.append(message) if type(message) is kind else handle(message)
+    )
+
+    async def change():
+        draining = asyncio.ensure_future(servers.drain_async("ps0:1"))
+        await asyncio.to_thread(world.until, lambda: asked)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+
+    asyncio.run(change())
+    task.handle = handle
+    world.on_loop(_answer_all, task)
+    assert served(world) == ["/job:ps/task:2", "/job:ps/task:1"]
+    if silent == "ps":
+        assert servers.addresses == {1: "ps1:1", 2: "ps2:1"}
+        assert servers.add("ps0:1") == 0
+    assert servers.addresses == {0: "ps0:1", 1: "ps1:1", 2: "ps2:1"}
+    for address in ("ps2:1", "ps1:1"):  # it takes what they have
+        servers.drain(address)
+    assert served(world) == ["/job:ps/task:0"] * 2
+
+
+def _answer_all(task):
+    for answer in task.link.requests:
+        if not answer.done():
+            answer.set_result(Done())
+
+
+def test_a_source_that_is_soon_back_goes_on_to_move(world):
+    servers, (source, target) = connected(world), world.ps
+    hosts, cuts = target.handle, iter(range(2))
+
+    def cut(message):
+        if isinstance(message, HostStore) and next(cuts, None) is not None:
+            source.kill("no way", returns=30.0)
+            back = partial(source.come_back, same=True)
+            asyncio.get_running_loop().call_soon(back)
+        return hosts(message)
+
+    target.handle = cut
+    servers.drain("ps0:1", timeout=10.0)
+    assert kinds(target).count(HostStore) == 3
+    assert served(world) == ["/job:ps/task:1"] * 2
+
+
 def test_a_source_that_is_lost_is_lost_as_without_moves(world):
     servers, coordinator = connected(world), world.coordinator()
     world.ps[0].is_slow = True
@@ -254,6 +332,54 @@ def test_a_source_that_is_lost_between_two_moves_is_lost(world):
     target.handle = hosted
     with pytest.raises(PSUnavailableError, match="task:2"):
         servers.drain("ps0:1", timeout=10.0)
+
+
+class Checkpoint:
+    """What stores are filled from, when the test lets it."""
+
+    path, variables, optimizers, lacks = "ckpt-1", frozenset(), frozenset(), []
+
+    def __init__(self):
+        self.may_fill = asyncio.Event()
+
+    async def check(self):
+        pass
+
+    async def fill(self, _):
+        await self.may_fill.wait()
+
+
+def test_a_first_change_that_meets_a_restore_starts_nothing_before_its_end(world):
+    servers, _ = connected(world), world.newcomer(2)
+    coordinator, (first, second) = world.coordinator(), world.ps[:2]
+    world.session.recover(3600.0)
+    cut = world.on_loop(lambda: world.session.cluster.cut)
+    asyncio.run(world.session.remember(point := Checkpoint(), cut, 0))
+    greets, asked = first.handle, []
+
+    def silent(message):
+        return (
+            asked.append(message) if type(message) is OpenSession else greets(message)
+        )
+
+    first.handle = silent  # its process is awaited when another one is lost
+
+    async def change():
+        adding = asyncio.ensure_future(servers.add_async("ps2:1"))
+        await asyncio.to_thread(world.until, lambda: asked)
+        world.on_loop(second.kill)
+        first.handle = greets
+        world.on_loop(second.come_back)
+        with pytest.raises(PSUnavailableError, match="fills it again"):
+            await adding
+
+    asyncio.run(change())
+    assert not world.replication.is_started
+    world.on_loop(point.may_fill.set)
+    assert coordinator.schedule(good).fetch() == 1
+    assert servers.add("ps2:1") == 2
+    servers.drain("ps0:1")
+    assert served(world) == ["/job:ps/task:2", "/job:ps/task:1"]
 
 
 def test_stores_are_dealt_out_and_levelled(world):

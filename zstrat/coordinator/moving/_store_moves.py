@@ -7,6 +7,7 @@ move where, one after the other, and waits. One change at a time: the next one w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, Protocol, final
 
@@ -24,7 +25,7 @@ from zstrat.errors import (
 from ._levelling import leaving, levelled
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSession
@@ -115,7 +116,8 @@ class StoreMoves:
 
         Raises:
             AlreadyExistsError, InvalidArgumentError: It cannot be one of the cluster.
-            DeadlineExceededError: It did not answer within ``patience`` seconds.
+            DeadlineExceededError: It did not answer within ``patience`` seconds of the
+                end of changes that were under way.
             BusyError: It belongs to another coordinator.
             VersionMismatchError, PermissionDeniedError, ProtocolError: It will never
                 take us.
@@ -124,8 +126,8 @@ class StoreMoves:
 
         Cancellation: stores that serve already stay there; it is let go if none does.
         """
-        deadline = asyncio.get_running_loop().time() + patience
         async with self._changing:
+            deadline = asyncio.get_running_loop().time() + patience
             number = self._new_number(address, number)
             replication = await self._watched(deadline)
             process = replication.enter(number, address)
@@ -146,25 +148,50 @@ class StoreMoves:
             NotFoundError: There is none of that address.
             InvalidArgumentError: It is one of the last.
             BusyError: It is drained already.
-            DeadlineExceededError: Something is left there after ``patience`` seconds.
+            DeadlineExceededError: Something is left there after ``patience`` seconds,
+                or another change was under way for so long.
             UnavailableError: No other process takes what it has.
             PSUnavailableError: One is lost.
 
-        Cancellation: it stays, with what it has then.
+        Cancellation: it stays, with what it has then; if that is nothing, and its
+        session is being closed, it goes.
         """
         number = self._number_of(address)
         if address in self._leaving:
             raise BusyError(f"ps {number} at {address} is being drained already")
         self._leaving.add(address)
+        now = asyncio.get_running_loop().time()
+        deadline = None if patience is None else now + patience
         try:
-            async with self._changing:
-                await self._drained(number, address, patience)
+            async with self._turn(deadline, f"ps {number} at {address}", patience):
+                await self._drained(number, address, patience, deadline)
         finally:
             self._leaving.discard(address)
 
-    async def _drained(self, number: int, address: str, patience: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        replication = await self._watched(loop.time() + self._timeouts.connect)
+    @contextlib.asynccontextmanager
+    async def _turn(
+        self, deadline: float | None, who: str, patience: float | None
+    ) -> AsyncIterator[None]:
+        """Waits until no other change is under way, and keeps others from it."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._changing.acquire()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{who} stays as it is: for {patience:g} s another change of the "
+                "parameter servers was under way (one at a time); call drain again, "
+                "with a longer timeout"
+            ) from None
+        try:
+            yield
+        finally:
+            self._changing.release()
+
+    async def _drained(
+        self, number: int, address: str, patience: float | None, deadline: float | None
+    ) -> None:
+        connecting = asyncio.get_running_loop().time() + self._timeouts.connect
+        replication = await self._watched(min(deadline or connecting, connecting))
         process = next(
             each
             for each in reversed(replication.processes)
@@ -173,8 +200,9 @@ class StoreMoves:
         self._require_others(replication, process)
         replication.spare(process.index, True)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
+            await self._cluster.told(HEARING)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.index, False)
             if isinstance(error, TimeoutError):
@@ -184,9 +212,8 @@ class StoreMoves:
                     "drain again, with a longer timeout"
                 ) from None
             raise
-        await self._cluster.told(HEARING)
-        await replication.dismiss(process, HEARING)
         del self._addresses[number]
+        await replication.dismiss(process, HEARING)
         log.info("%s at %s is drained, and was let go", process.name, address)
 
     # ---- what may be -----------------------------------------------------------------
@@ -199,12 +226,20 @@ class StoreMoves:
                 "on with it looks for its parameter servers where the cluster says: "
                 "leave out resume= to have them come and go"
             )
-        if (broken := self._cluster.broken) is not None:
-            raise broken
+        self._require_whole()
         replication = self._cluster.place_stores()
         if not replication.is_started:
             await replication.open(deadline)
+            self._require_whole()  # one may have been lost while processes were awaited
         return replication
+
+    def _require_whole(self) -> None:
+        """
+        Raises:
+            PSUnavailableError: A store is lost, or is being filled again.
+        """
+        if (broken := self._cluster.broken) is not None:
+            raise broken
 
     def _new_number(self, address: str, number: int | None) -> int:
         """
@@ -304,17 +339,21 @@ class StoreMoves:
                 await self._settled(replication)
 
     async def _move(self, replication: Replication, store: int, target: int) -> None:
-        """
+        """Once more if the store was away meanwhile, and is back.
+
         Raises:
             PSUnavailableError: The store is lost, or another one.
         """
-        if (broken := self._cluster.broken) is not None:
-            raise broken  # between two moves, when nobody looked after the store
-        await replication.move(store, target)
-        place = replication.placement.stores[store]
-        if place.is_lost:
-            task = self._cluster.ps[store]
-            raise PSUnavailableError(task.name, place.reason, task.gone)
+        cluster, place = self._cluster, replication.placement.stores[store]
+        was_away = True
+        while was_away:
+            self._require_whole()  # between two moves nobody looked after the store
+            await replication.move(store, target)
+            if was_away := place.is_lost:
+                # It is said to be lost when its line was cut for too long.
+                await replication.wait_until(
+                    lambda: not place.is_lost or cluster.broken is not None
+                )
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:

@@ -79,8 +79,9 @@ class StoreServers:
             address: Where its daemon listens. It may be started later, in time.
             index: The number that the daemon was started with. Left out: that which the
                 address had before, or else one more than the highest so far.
-            timeout: Seconds that it has to come; ``timeouts.connect`` if left out. What
-                moves has as long as it takes.
+            timeout: Seconds that it has to come; ``timeouts.connect`` if left out. They
+                count from its turn: changes go one at a time. What moves has as long as
+                it takes.
 
         Returns:
             Its number.
@@ -116,14 +117,16 @@ class StoreServers:
         comes next, or may be stopped.
 
         Args:
-            timeout: Seconds for all that moves; left out: as long as it takes.
+            timeout: Seconds until nothing is left there, also those in which another
+                change is under way; left out: as long as it takes.
 
         Raises:
             NotFoundError: No ps of the cluster is at that address.
             InvalidArgumentError: No other one is there, or with ``replicas=1`` only one
                 is; or the session has a name (``resume=``).
             BusyError: It is being drained already.
-            DeadlineExceededError: Some stores are there after ``timeout``, and stay.
+            DeadlineExceededError: Some stores are there after ``timeout``, and stay; or
+                another change was under way all that time, and nothing was changed.
             UnavailableError: No other ps takes a store, which stays; says why.
             PSUnavailableError: A ps is lost.
         """
@@ -132,7 +135,7 @@ class StoreServers:
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
         """As `drain`, awaited. Cancellation: it stays, with the stores that it serves
-        then."""
+        then; it goes if its session is being closed, behind the last of them."""
         work = self._draining(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 

@@ -129,6 +129,8 @@ class Replication:
         self._bare = dict.fromkeys(range(bare), logging.INFO)
         """Stores without a second copy, and the level at which its coming is logged."""
         self.is_started = self._is_watching = False
+        self._is_renewed = False
+        """Stores are being filled: `start` follows."""
 
     def _process(self, number: int, index: int, address: str) -> TaskSession:
         return TaskSession(
@@ -148,8 +150,11 @@ class Replication:
     # ---- life ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """All stores are served where they belong: each is to get a second copy."""
-        self.is_started = True
+        """All stores are served where they belong: each is to get a second copy. Does
+        nothing if that was said since the last `renew`: some may have moved."""
+        if self.is_started:
+            return
+        self.is_started, self._is_renewed = True, False
         self._carry_out(self.placement.start())
 
     async def found(self, deadline: float) -> None:
@@ -180,7 +185,8 @@ class Replication:
 
     async def open(self, deadline: float) -> None:
         """Takes all processes, and waits until each store has the copies that it is to
-        have.
+        have. It is not started if stores began anew meanwhile (`renew`), and are not
+        filled yet.
 
         Raises:
             DeadlineExceededError: One has none at ``deadline`` (loop time).
@@ -193,9 +199,11 @@ class Replication:
             for process in self.processes:
                 process.start()
         for process in self.processes:
-            await process.wait_ready(deadline)
-        if not self.is_started:
-            self.start()
+            if not process.is_closed:
+                await process.wait_ready(deadline)
+        if self._is_renewed:
+            return
+        self.start()
         await self.wait_whole(deadline)
 
     async def wait_whole(self, deadline: float) -> None:
@@ -242,20 +250,22 @@ class Replication:
         """Leaves a process that has nothing of any store. Its daemon serves whoever
         comes next.
 
-        Cancellation: it is left.
+        Cancellation: it is left all the same, and does not say whether it heard so.
         """
         self.placement.spare(process.index, True)
         self._carry_out(self.placement.lost(process.index, "it was let go"))
+        self.placement.abandon(process.index)
         was_ready = process.is_ready
         process.leave()
-        if was_ready:
-            deadline = asyncio.get_running_loop().time() + patience
-            goodbye = CloseSession(self._session, False)
-            answer = process.link.submit(goodbye, deadline=deadline)
-            answer.add_done_callback(_unheeded)
-            await asyncio.wait([answer])
-        await process.close()
-        self.placement.abandon(process.index)
+        try:
+            if was_ready:
+                deadline = asyncio.get_running_loop().time() + patience
+                goodbye = CloseSession(self._session, False)
+                answer = process.link.submit(goodbye, deadline=deadline)
+                answer.add_done_callback(_unheeded)
+                await asyncio.wait([answer])
+        finally:
+            await process.close()
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
@@ -289,6 +299,7 @@ class Replication:
         when they are filled."""
         self._session = self._orders.session = session
         self._stop()
+        self._is_renewed = True
         self.placement.reset()
         for store in self.placement.stores:
             self._send_home(store)
