@@ -81,7 +81,7 @@ def _costs(costs: Costs) -> Iterator[str]:
     rows = [
         ("`step`", "program's loop: a step, in messages of its own", costs.step),
         ("`packed`", "the same, where messages carry many steps", costs.packed),
-        ("`scan`", "program's loop: per worker in each turn", costs.scan),
+        ("`scan`", "program's loop: per worker with room, in each turn", costs.scan),
         ("`submit`", "program's own thread: `schedule`", costs.submit),
         ("`beat`", "one connection, per beat sent and received", costs.beat),
         ("`exchange`", "a server: requests of a step, without bytes", costs.exchange),

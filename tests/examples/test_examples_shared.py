@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.transport.health import HealthServer
 
 pytestmark = pytest.mark.processes
 
@@ -185,6 +186,8 @@ def test_the_code_of_a_page_runs(page, shared, request):
 
 def ended(names):
     """A page that failed, or does not say goodbye, lets the cluster go."""
-    strategy = names.get("strategy")
+    strategy, served = names.get("strategy"), names.get("page")
+    if isinstance(served, HealthServer):
+        served.close()
     if isinstance(strategy, zs.ParameterServerStrategy):
         strategy.close()

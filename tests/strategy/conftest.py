@@ -49,6 +49,14 @@ class FakeSession:
     def turnover(self):
         return self
 
+    @property
+    def moves(self):
+        return self
+
+    @property
+    def addresses(self):
+        return {index: f"ps:{index}" for index in range(self.ps_count)}
+
     def run(self, work, what, timeout=None):
         try:
             work.send(None)

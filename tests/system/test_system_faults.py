@@ -130,7 +130,7 @@ def test_a_worker_killed_in_a_time_line_is_named_in_it(local, coordinator, tmp_p
     with coordinator.profile(place) as profile:
         local.kill("worker:1")
         _rounds_until(coordinator, bump, _one_was_lost)
-    assert "lost meanwhile" in profile.about["worker:1: missing"]
+    assert "lost" in profile.about["worker:1: missing"]
     events = json.loads(place.read_text("utf-8"))["traceEvents"]
     tasks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     seen = {tasks[e["pid"]] for e in events if e["ph"] == "X"}

@@ -12,7 +12,6 @@ import zmq
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import PeerLostError, PermissionDeniedError
 from zstrat.transport import Security, generate_keys, rotate_keys
-from zstrat.transport._keys import KeyFolder
 from zstrat.wire import Inspect, Job, Statistics
 
 PS = ("ps", 0)
@@ -191,8 +190,7 @@ def test_a_folder_that_is_being_copied_loses_no_key(folder, tmp_path):
     """As ``rm -r`` and ``cp``, seen in between: the own pair comes first."""
     there, now = tmp_path / "copy", [0.0]
     shutil.copytree(folder, there)
-    source = KeyFolder(there, Job.WORKER, None, guarded=False)
-    security = Security(source, source.read(), lambda: now[0])
+    security = Security.load(there, "worker", clock=lambda: now[0])
     before = security.keys.owners
     rotate_keys(folder)
     rotate_keys(folder)
@@ -208,7 +206,7 @@ def test_a_folder_that_is_being_copied_loses_no_key(folder, tmp_path):
         now[0] += 0.9  # a slow network
         security.refresh()
         assert security.keys.owners.keys() >= before.keys()
-    assert security.keys == source.read()
+    assert security.keys == Security.load(there, "worker").keys
 
     rotate_keys(folder)
     shutil.rmtree(there / "previous")  # nothing more comes: these keys are removed
@@ -232,8 +230,7 @@ async def test_a_link_whose_key_has_gone_tries_on(net, machines):
     endpoint, address, _ = await net.serve(
         security=server.security("ps"), settings=QUICK
     )
-    source = KeyFolder(client.path, Job.WORKER, None, guarded=False)
-    security = Security(source, source.read(), count(0, 10).__next__)
+    security = Security.load(client.path, "worker", clock=count(0, 10).__next__)
     link, caller = net.link(address, expect=PS, security=security, settings=QUICK)
     assert await opened(caller, link) == SERVED
     (client.path / "ps.public").unlink()

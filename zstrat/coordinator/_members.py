@@ -303,19 +303,19 @@ class Members:
             return grants
         sound = any(m.is_open and not m.avoided for m in self.members)
         takers = [
-            m
-            for m in self._with_room()
+            (m, free)
+            for m, free in self._with_room()
             if m is not self._reserved and not (m.avoided and sound)
         ]
-        room = sum(member.free for member in takers)
-        if ordinary >= room:
-            return grants + [Grant(member, member.free) for member in takers]
+        if ordinary >= sum([free for _, free in takers]):
+            return grants + [Grant(member, free) for member, free in takers]
         return grants + _level(takers, ordinary)
 
-    def _with_room(self) -> list[Member]:
-        roomy = [member for member in self._roomy.values() if member.free]
-        roomy.sort(key=lambda member: member.index)
-        self._roomy = {member.index: member for member in roomy}
+    def _with_room(self) -> list[tuple[Member, int]]:
+        """Members, and how many closures each may get."""
+        roomy = [(m, free) for m in self._roomy.values() if (free := m.free)]
+        roomy.sort(key=lambda pair: pair[0].index)
+        self._roomy = {member.index: member for member, _ in roomy}
         return roomy
 
     def dispatched(
@@ -385,18 +385,16 @@ class Members:
         return [Grant(chosen, 1, alone=True)]
 
 
-def _level(takers: Sequence[Member], count: int) -> list[Grant]:
+def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member that has the least in flight by then."""
-    heap = [(len(member.in_flight), member.index, 0, member) for member in takers]
+    heap = [(len(m.in_flight), m.index, 0, free) for m, free in takers]
     heapq.heapify(heap)
     given: dict[int, int] = {}
     for _ in range(count):
-        load, index, got, member = heap[0]
+        load, index, got, free = heap[0]
         given[index] = got + 1
-        if got + 1 < member.free:
-            heapq.heapreplace(heap, (load + 1, index, got + 1, member))
+        if got + 1 < free:
+            heapq.heapreplace(heap, (load + 1, index, got + 1, free))
         else:
             heapq.heappop(heap)
-    return [
-        Grant(member, given[member.index]) for member in takers if member.index in given
-    ]
+    return [Grant(m, given[m.index]) for m, _ in takers if m.index in given]

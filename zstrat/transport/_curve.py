@@ -52,7 +52,7 @@ class Security:
         self,
         folder: KeyFolder,
         keys: Keys,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._source, self._keys, self._clock = folder, keys, clock
         self._complained: object = None
@@ -68,6 +68,7 @@ class Security:
         index: int | None = None,
         *,
         guarded: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Security:
         """Reads the keys that a task needs from a key folder: its own pair if there is
         one, else that of its role.
@@ -82,7 +83,7 @@ class Security:
             PermissionDeniedError: Others than its owner can read the secret.
         """
         folder = KeyFolder(path, Job(job), index, guarded)
-        return cls(folder, folder.read())
+        return cls(folder, folder.read(), clock)
 
     def refresh(self) -> None:
         """Reads the folder again if it has changed. What cannot be used, say because
