@@ -21,6 +21,9 @@ from zstrat.testing import leak_check
 pytestmark = pytest.mark.processes
 
 SLOTS = 600
+LARGE = 2**20 + 1
+"""Elements of a variable whose changes are made on the compute thread: above 4 MiB."""
+ONES = np.ones(LARGE, "f4")
 PATIENCE = 120.0
 SETTINGS = Settings(timeouts=Timeouts(reconnect=0.5))
 
@@ -57,9 +60,10 @@ class Training:
             rows = zs.Variable(np.ones((SLOTS, 2), "f4"), name="rows")
             adagrad = zs.Optimizer(optax.adagrad(0.5, initial_accumulator_value=0.0))
             self.own = zs.Variable(0.0, name="own")
+            self.large = zs.Variable(np.zeros(LARGE, "f4"), name="large")
         self.counts, self.rows, self.step, self.owns = counts, rows, 0, 0
         self.checkpoint = zs.Checkpoint(
-            counts=counts, rows=rows, adagrad=adagrad, own=self.own
+            counts=counts, rows=rows, adagrad=adagrad, own=self.own, large=self.large
         )
 
         @zs.function
@@ -86,6 +90,8 @@ class Training:
             self.coordinator.schedule(self._bump, args=(np.int32(i % SLOTS),))
         self.own.assign_add(1.0)
         self.step, self.owns = self.step + count, self.owns + 1
+        if self.owns % 2:
+            self.large.assign_add(ONES)
         self.coordinator.join()
 
     def check(self):
@@ -100,6 +106,9 @@ class Training:
             self.rows, np.tile(moved[want.astype(int)][:, None], 2), rtol=1e-4
         )
         assert float(self.own) == self.owns
+        np.testing.assert_array_equal(
+            self.large, np.full(LARGE, (self.owns + 1) // 2, "f4")
+        )
 
 
 def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, caplog):
