@@ -90,7 +90,7 @@ class Training:
             self.coordinator.schedule(self._bump, args=(np.int32(i % SLOTS),))
         self.own.assign_add(1.0)
         self.step, self.owns = self.step + count, self.owns + 1
-        if self.owns % 2:
+        if self.owns % 4 == 1:
             self.large.assign_add(ONES)
         self.coordinator.join()
 
@@ -107,7 +107,7 @@ class Training:
         )
         assert float(self.own) == self.owns
         np.testing.assert_array_equal(
-            self.large, np.full(LARGE, (self.owns + 1) // 2, "f4")
+            self.large, np.full(LARGE, (self.owns + 3) // 4, "f4")
         )
 
 
