@@ -9,6 +9,7 @@ free.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 from typing import TYPE_CHECKING, Any, Final, final
@@ -57,6 +58,8 @@ class BoundSocket:
         """Looks at the keys; to be called again and again."""
         if self._state is _State.FREE:
             self.freed()
+        elif self._state is _State.LEAVING:
+            self._state = _State.FREE  # nobody said so: the next tick tries
         elif self._state is _State.BOUND and self._must_renew():
             assert self._security is not None
             _LOG.info("%s binds anew: its keys have changed", self._task)
@@ -64,7 +67,8 @@ class BoundSocket:
             # The one that it got, where another port was asked for than any free one.
             self._endpoint = self._socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             self._state = _State.LEAVING
-            self._socket.unbind(self._endpoint)
+            with contextlib.suppress(zmq.ZMQError):  # it was not bound any more
+                self._socket.unbind(self._endpoint)
 
     def freed(self) -> None:
         """The listener is closed: binds again. If another process was faster, says so,

@@ -157,7 +157,7 @@ class RunWatch:
 
     async def _asked(self, entry: RegisterEntry, run: int) -> RunLook:
         try:
-            told = await entry.statistics.ask(self._patience)
+            return self._seen_in(entry, run, await entry.statistics.ask(self._patience))
         except TimeoutError:
             words = f"its event loop has not turned for {self._patience:g} s"
             return RunLook(run, entry.name, state="hangs", words=words)
@@ -167,6 +167,10 @@ class RunWatch:
             log.exception("asking %s for its numbers", entry.name)
             words = "an error that the log of this process has"
             return RunLook(run, entry.name, state="hangs", words=words)
+
+    def _seen_in(
+        self, entry: RegisterEntry, run: int, told: Mapping[str, PlainTree]
+    ) -> RunLook:
         metrics = told.get("coordinator")
         if isinstance(metrics, dict):
             return RunLook(run, entry.name, metrics)
