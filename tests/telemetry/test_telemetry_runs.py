@@ -90,8 +90,8 @@ def test_the_program_sees_what_its_tasks_do(trained):
         assert 0 < server["busy"] <= 1
         assert server["bytes_in_per_s"] > 0
         assert server["pushes_per_s"] > 0
-    ((step, at, loss),) = metrics["scalars"]["loss"]
-    assert (step, loss) == (0, 4 * BATCH)
+    _, at, loss = metrics["scalars"]["loss"][-1]  # others of this process count, too
+    assert loss == 4 * BATCH
     assert at > 0
 
 

@@ -190,7 +190,7 @@ async def test_errors_show_the_users_line(world):
         await world.build(dataset_fn)
     (note,) = caught.value.__notes__
     assert "line of the user" in note
-    assert "/zstrat/" not in note
+    assert "/zstrat/worker/" not in note
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ async def test_the_error_shows_the_users_line_first(world):
         assert isinstance(error, TypeError)
         (note,) = error.__notes__
         assert "# the guilty line" in note or "x.reshape(7)" in note
-        assert "/zstrat/" not in note
+        assert "/zstrat/program/" not in note
         assert "/jax/" not in note
 
 
