@@ -180,11 +180,6 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         patience = _ps_patience(on_ps_loss, ps_wait_timeout)
         if replicas not in (0, 1):
             raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
-        if replicas and resume is not None:
-            raise ValueError(
-                "resume= with replicas=1: a program cannot go on with what another one "
-                "has left in two copies; leave out one of them"
-            )
         _check_stores(stores_per_ps, resume)
         if stores_per_ps > 1:
             connect = partial(connect, stores_per_ps=int(stores_per_ps))
