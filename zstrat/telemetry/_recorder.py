@@ -14,7 +14,7 @@ import os
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
@@ -46,6 +46,32 @@ last, and the seconds in between that they were awaited; how many examples it dr
 
 @final
 @dataclass(slots=True)
+class EagerNotes:
+    """What an eager step has done while it ran: it draws, reads and pushes as it goes,
+    and its thread waits for that. Any thread may note."""
+
+    spans: list[tuple[Phase, float, float]] = field(default_factory=list)
+    """Phase, begin and end of each draw, read and push."""
+    examples: int = 0
+    """That it has drawn."""
+    stale: list[tuple[int, int]] = field(default_factory=list)
+    """Servers, and how old what was pushed to them was, in versions."""
+
+
+class EagerTimes(NamedTuple):
+    """An eager step that ran: its number, when it was received, when its preparation
+    had ended, the seconds that it ran, when it ended, and what it noted."""
+
+    step: int
+    received: float
+    prepared: float
+    ran: float
+    ended: float
+    notes: EagerNotes
+
+
+@final
+@dataclass(slots=True)
 class StepTimes:
     """Steps that ran, number behind number."""
 
@@ -59,6 +85,8 @@ class StepTimes:
     """and in which all waited for values;"""
     stalls: dict[int, float] = field(default_factory=dict)
     """by the server that answered last."""
+    eager: list[EagerTimes] = field(default_factory=list)
+    """Eager ones, which are in none of the others."""
 
 
 @final
@@ -94,6 +122,7 @@ class Recorder:
         steps = self._steps
         steps.quick += times.quick
         steps.full += times.full
+        steps.eager += times.eager
         steps.idle += times.idle
         steps.stalled += times.stalled
         for server, seconds in times.stalls.items():
@@ -206,6 +235,9 @@ class Recorder:
         if steps.full:
             self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
+        for eager in steps.eager:
+            self._digest_eager(eager, now)
+        steps.eager.clear()
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
         steps.stalled = steps.idle = 0.0
@@ -252,6 +284,22 @@ class Recorder:
         pulls = pulled > 0
         self._captures(Phase.PULL, number, asked, arrived, pulls)
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
+
+    def _digest_eager(self, eager: EagerTimes, now: float) -> None:
+        step, received, prepared, ran, ended, notes = eager
+        self.count("steps", 1, now)
+        self.count("examples", notes.examples, now)
+        spans = [(Phase.WAIT, received, prepared), (Phase.COMPUTE, ended - ran, ended)]
+        for phase, began, end in (*spans, *notes.spans):
+            self._phases[phase].add_many([end - began], now)
+            if self._capture is not None:
+                self._capture.add(phase, [(step, began, end)])
+        for phase, began, end in notes.spans:
+            self._shares.add(str(phase), end - began, now)
+            ran -= end - began
+        self._shares.add("compute", max(0.0, ran), now)
+        for server, versions in notes.stale:
+            self.stale(f"ps:{server}", versions)
 
     def _took(
         self,
