@@ -21,7 +21,7 @@ import numpy as np
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed
-from ._phases import Phase
+from ._phases import WORKER_PHASES, Phase
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ EVERY: Final = 0.25
 """Seconds between two digests."""
 PENDING: Final = 4096
 """Entries after which there is one earlier."""
+
+EAGER: Final = 256
+"""The same of eager steps, each of which may have noted hundreds of spans."""
 
 QUICK: Final = 3
 """Numbers of a step that has neither drawn nor pulled: when it was received and when
@@ -51,11 +54,16 @@ class EagerNotes:
     and its thread waits for that. Any thread may note."""
 
     spans: list[tuple[Phase, float, float]] = field(default_factory=list)
-    """Phase, begin and end of each draw, read and push."""
+    """Phase, begin and end of each draw, read and push, of the first `PENDING`."""
     examples: int = 0
     """That it has drawn."""
     stale: list[tuple[int, int]] = field(default_factory=list)
     """Servers, and how old what was pushed to them was, in versions."""
+
+    def spent(self, phase: Phase, began: float, ended: float) -> None:
+        """It has waited for that; what there is no room for counts as computing."""
+        if len(self.spans) < PENDING:
+            self.spans.append((phase, began, ended))
 
 
 class EagerTimes(NamedTuple):
@@ -131,6 +139,7 @@ class Recorder:
         if self._capture is not None:
             self._capture.sample(now)
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
+        many |= len(steps.eager) > EAGER
         if many or now - self._digested > EVERY:
             self.digest(now)
 
@@ -235,9 +244,9 @@ class Recorder:
         if steps.full:
             self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
-        for eager in steps.eager:
+        if steps.eager:
+            eager, steps.eager = steps.eager, []
             self._digest_eager(eager, now)
-        steps.eager.clear()
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
         steps.stalled = steps.idle = 0.0
@@ -285,21 +294,30 @@ class Recorder:
         self._captures(Phase.PULL, number, asked, arrived, pulls)
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
 
-    def _digest_eager(self, eager: EagerTimes, now: float) -> None:
-        step, received, prepared, ran, ended, notes = eager
-        self.count("steps", 1, now)
-        self.count("examples", notes.examples, now)
-        spans = [(Phase.WAIT, received, prepared), (Phase.COMPUTE, ended - ran, ended)]
-        for phase, began, end in (*spans, *notes.spans):
-            self._phases[phase].add_many([end - began], now)
-            if self._capture is not None:
-                self._capture.add(phase, [(step, began, end)])
-        for phase, began, end in notes.spans:
-            self._shares.add(str(phase), end - began, now)
-            ran -= end - began
-        self._shares.add("compute", max(0.0, ran), now)
-        for server, versions in notes.stale:
-            self.stale(f"ps:{server}", versions)
+    def _digest_eager(self, times: list[EagerTimes], now: float) -> None:
+        """All of them together: to sort one number costs as much as to sort many."""
+        found: dict[Phase, list[float]] = {phase: [] for phase in WORKER_PHASES}
+        for step, received, prepared, ran, ended, notes in times:
+            found[Phase.WAIT] += (step, received, prepared)
+            found[Phase.COMPUTE] += (step, ended - ran, ended)
+            for phase, *span in notes.spans:
+                found[phase] += (step, *span)
+            for server, versions in notes.stale:
+                self.stale(f"ps:{server}", versions)
+        self.count("steps", len(times), now)
+        self.count("examples", sum(each.notes.examples for each in times), now)
+        computed = 0.0
+        for phase, numbers in found.items():
+            if numbers:
+                step, began, end = _rows(numbers, 3).T
+                self._took(phase, step, began, end, now)
+                if phase is Phase.COMPUTE:
+                    computed += float((end - began).sum())
+                elif phase is not Phase.WAIT:
+                    waited = float((end - began).sum())
+                    self._shares.add(str(phase), waited, now)
+                    computed -= waited
+        self._shares.add("compute", max(0.0, computed), now)
 
     def _took(
         self,

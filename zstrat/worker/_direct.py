@@ -293,7 +293,7 @@ class Direct:
         try:
             yield
         finally:
-            self._notes.spans.append((phase, began, self._clock()))
+            self._notes.spent(phase, began, self._clock())
 
     def _done_before(self) -> dict[int, tuple[str, ...]]:
         """What earlier runs have pushed, which push nothing from then on."""

@@ -332,7 +332,7 @@ class StepRunner:
     def _draw(self, notes: EagerNotes, iterator: StepIterator) -> Any:
         began = self.clock()
         element = iterator.draw()
-        notes.spans.append((Phase.DRAW, began, self.clock()))
+        notes.spent(Phase.DRAW, began, self.clock())
         notes.examples += examples_in(element)
         return element
 
