@@ -24,3 +24,6 @@ from ._picture import TimelineRow as TimelineRow
 from ._picture import TimelineSpan as TimelineSpan
 from ._picture import TimelineTask as TimelineTask
 from ._rows import without_overlaps as without_overlaps
+from ._sdk_spans import has_arrived as has_arrived
+from ._sdk_spans import http_exporter as http_exporter
+from ._sdk_spans import sdk_spans as sdk_spans
