@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Protocol
 
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
-
     from zstrat.coordinator._core import CoordinatorCore
+    from zstrat.telemetry.timeline import ReadableSpan, SpanExporter
 
     from ._timeline_run import CollectedRun
 

@@ -11,8 +11,8 @@ from ._otlp import SpanName, named
 from ._picture import earliest, placed
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan as ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter as SpanExporter
 
     from ._picture import Timeline
 
