@@ -43,10 +43,14 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
+from zstrat.telemetry import EagerTimes
+
 from ._closure import ClosureStep, Do, Post, SharedPull, StepNotes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from zstrat.telemetry import EagerNotes
 
     from ._closure import Costs
 
@@ -230,13 +234,17 @@ class Pipeline:
         *,
         cost: float,
         push: Any = None,
+        eager: EagerNotes | None = None,
     ) -> None:
         """The step that `next` named is over; its ending waits for the push, if any."""
         assert self._line.popleft() is step
         self._bytes -= step.nbytes
         step.costs.run = cost
         times, notes = self._outbox.times, step.notes
-        if notes is None and not self.is_captured:
+        if eager is not None:
+            begun = step.received, step.prepared
+            times.eager.append(EagerTimes(step.number, *begun, cost, now, eager))
+        elif notes is None and not self.is_captured:
             times.quick += (step.received, step.prepared, cost)
         else:
             notes = notes or StepNotes()
