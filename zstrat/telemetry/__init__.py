@@ -8,6 +8,7 @@ from ._histogram import Histogram as Histogram
 from ._histogram import Unit as Unit
 from ._histogram import Windowed as Windowed
 from ._histogram import merged as merged
+from ._histogram_table import HistogramTable as HistogramTable
 from ._limits import Limit as Limit
 from ._limits import limits as limits
 from ._limits import slowest as slowest
