@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from ._window import RECENT, window
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -28,9 +30,6 @@ _PER_OCTAVE: Final = 4
 _MANTISSA: Final = 50
 """Bits of a float64 behind its exponent and the two that tell quarters apart."""
 _BIAS: Final = 1023
-
-RECENT: Final = 10
-"""Seconds that a window is long, and how many histograms it consists of."""
 
 
 class Unit(enum.StrEnum):
@@ -181,7 +180,7 @@ class Histogram:
 
 @final
 class Windowed:
-    """A histogram of all since the start, and one of the last `RECENT` seconds: a ring
+    """A histogram of all since the start, and one of those of late (`window`): a ring
     of one for each second in which something came."""
 
     __slots__ = ("_ring", "total")
@@ -201,8 +200,9 @@ class Windowed:
         self.total.add_many(values)
 
     def recent(self, now: float) -> Histogram:
-        """Of those that came in the last `RECENT` seconds, and in the present one."""
-        since = math.floor(now) - RECENT
+        """Of those that came in the last `RECENT` seconds, and in the present one, or
+        in more where they come less often."""
+        since = math.floor(now) - window([second for second, _ in self._ring])
         return merged(
             (each for second, each in self._ring if second >= since), self.total.unit
         )

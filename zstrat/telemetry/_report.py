@@ -32,7 +32,7 @@ class TaskTold:
     """One task as the program, or an observer, knows it.
 
     ``told`` is what it has last said of itself: ``phases``, ``staleness``, ``rates``,
-    ``time``, ``lanes`` and ``gauges``; empty if nothing, or nothing of late.
+    ``time``, ``now``, ``lanes`` and ``gauges``; empty if nothing, or nothing of late.
     """
 
     state: str
@@ -98,6 +98,7 @@ def _task(
             "time": {
                 name: _number(share) for name, share in _part(told, "time").items()
             },
+            "now": _part(told, "now") or None,
             "staleness": {
                 store: stale.summary((name, store))
                 for store in _part(told, "staleness")

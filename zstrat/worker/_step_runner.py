@@ -213,6 +213,7 @@ class StepRunner:
             )
             return began
         before = worker_context.set(task.context)
+        self.pipeline.preparing = step, began
         try:
             function = self.resources.code(task.function)
             if function.eager:
@@ -229,6 +230,7 @@ class StepRunner:
             self.pipeline.refused(step, _closure.failed(step.number, error), now)
             return now
         finally:
+            self.pipeline.preparing = None
             worker_context.reset(before)
         step.work = prepared
         reads, nbytes = needs.reads, needs.nbytes
