@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from ._hostlist import MAX_HOSTS
 from ._ports import agreed_port
+from ._spec import host_and_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -135,7 +136,7 @@ def _whereabouts(
     if len(hosts) != size:
         return None, f"SKYPILOT_NODE_IPS has {len(hosts)} addresses, expected {size}"
     port = agreed_port(env.get("SKYPILOT_TASK_ID", "skypilot"), 1)
-    return tuple(_address(host, port) for host in hosts), ""
+    return tuple(host_and_port(host, port) for host in hosts), ""
 
 
 _OPEN_MPI: Final = (
@@ -238,7 +239,3 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     if not number <= MAX_HOSTS:
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
     return int(number)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
