@@ -32,7 +32,7 @@ PS_PHASES: Final = (Phase.APPLY, Phase.SEND)
 
 
 class StepUnderWay(NamedTuple):
-    """A phase that a worker is at, of a step; since when by the clock of its process."""
+    """A phase that a worker is at, of a step, and since when by its own clock."""
 
     phase: Phase
     step: int
