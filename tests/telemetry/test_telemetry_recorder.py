@@ -16,6 +16,7 @@ from zstrat.telemetry import (
     Recorder,
     SpanCapture,
     StepTimes,
+    StepUnderWay,
     TimeShares,
 )
 
@@ -121,6 +122,54 @@ def test_a_rate_is_that_of_the_last_ten_seconds():
     assert 0 < rate.per_second(28.0) < 10
     assert rate.per_second(40.0) == 0.0
     assert rate.total == 3 * 199
+
+
+@pytest.mark.parametrize("seconds", [3.0, 15.0, 600.0])
+def test_steps_of_any_length_have_a_rate_while_they_run(seconds):
+    recorder = Recorder(WORKER_PHASES)
+    recorder.start({"pulls": 0.0}, 0.0)
+    for number in range(1, 5):
+        ended = number * seconds
+        recorder.ran(StepTimes(full=[*full(number, ended - 10)]), ended)
+        recorder.reach({"pulls": number}, ended)
+        if number < 2:
+            continue
+        for part in (0.0, 0.3, 0.6, 0.9):
+            told = recorder.plain(ended + part * seconds)
+            assert told["rates"]["steps"] == pytest.approx(1 / seconds)
+            assert told["rates"]["pulls"] == pytest.approx(1 / seconds)
+            assert told["rates"]["examples"] == pytest.approx(32 / seconds)
+            assert number < 3 or recent(told, Phase.COMPUTE).count >= 2
+    assert recorder.plain(ended + 5 * seconds)["rates"]["steps"] == 0.0
+
+
+def test_steps_that_end_together_on_eight_workers_are_a_steady_rate():
+    rate = Rate(0.0)
+    for round_ in range(1, 6):
+        for worker in range(8):
+            rate.add(1, 20.0 * round_ + 0.5 * worker)
+    for moment in (104.0, 109.0, 115.0, 119.0):
+        assert rate.per_second(moment) == pytest.approx(8 / 20, rel=0.2)
+    assert rate.per_second(200.0) == 0.0
+
+
+def test_a_pause_is_no_long_step():
+    rate = Rate(0.0)
+    for second in (*range(1, 20), *range(1000, 1006)):
+        rate.add(100, float(second))
+    assert rate.per_second(1005.0) == pytest.approx(60.0)  # of ten seconds
+    assert rate.per_second(1016.0) == 0.0
+
+
+def test_what_is_under_way_has_its_share():
+    recorder = Recorder(WORKER_PHASES)
+    recorder.ran(StepTimes(full=[*full(1)]), 10.0)  # drawn in 2, ran for 4
+    under_way = StepUnderWay(Phase.COMPUTE, 2, 10.0)
+    told = recorder.plain(16.0, under_way)
+    assert told["time"] == pytest.approx({"draw": 2 / 12, "compute": 10 / 12})
+    assert told["now"] == {"phase": "compute", "step": 2, "seconds": 6.0}
+    assert recorder.plain(60.0, under_way)["time"] == {"compute": 1.0}
+    assert recorder.plain(60.0)["now"] == {}
 
 
 def test_a_capture_has_each_phase_of_the_steps_behind_its_begin():

@@ -27,9 +27,8 @@ from zstrat.variables import (
 from ._compile import CompiledProgram
 from ._device_state import Outdated
 from ._programs import HereProgram
-from ._results import Computed, StepResult, StepUpdate
+from ._results import Computed, StepResult, StepUpdate, outgoing
 from .lookup._lookups import Wanted
-from .lookup._row_updates import outgoing
 from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
 from .trace._eager import Immediate

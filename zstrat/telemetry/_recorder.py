@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ._capture import SpanCapture
     from ._histogram import Plain
+    from ._phases import StepUnderWay
 
 EVERY: Final = 0.25
 """Seconds between two digests."""
@@ -171,6 +172,7 @@ class Recorder:
     def start(self, totals: Mapping[str, float], now: float) -> None:
         """The session begins when the sums that somebody else keeps, for longer than
         it, are these."""
+        self._began = now
         for name, total in totals.items():
             self._rates[name] = Rate(now, total)
 
@@ -187,12 +189,23 @@ class Recorder:
 
     # ---- what is told ------------------------------------------------------------
 
-    def plain(self, now: float) -> dict[str, Plain]:
+    def plain(
+        self, now: float, under_way: StepUnderWay | None = None
+    ) -> dict[str, Plain]:
         """All of it, as plain data: ``phases`` and ``staleness`` as `Windowed.plain`
         by phase and store, ``rates`` per second, ``time``, the shares of the time of
         the thread that runs steps (or of the loop that applies pushes), and ``stalls``:
-        those in which it waited for each server."""
+        those in which it waited for each server; ``now``: ``phase``, ``step`` and
+        ``seconds`` of what is under way."""
         self.digest(now)
+        present: dict[str, Plain] = {}
+        if under_way is not None:
+            seconds = max(0.0, now - under_way.began)
+            present = {
+                "phase": str(under_way.phase),
+                "step": under_way.step,
+                "seconds": seconds,
+            }
         return {
             "phases": {
                 str(phase): each.plain(now) for phase, each in self._phases.items()
@@ -201,8 +214,9 @@ class Recorder:
                 store: each.plain(now) for store, each in self._staleness.items()
             },
             "rates": {name: rate.per_second(now) for name, rate in self._rates.items()},
-            "time": self._shares.shares(now),
+            "time": self._shares.shares(now, under_way),
             "stalls": self._stalls.shares(now),
+            "now": present,
         }
 
     # ---- a capture ---------------------------------------------------------------

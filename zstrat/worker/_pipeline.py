@@ -43,7 +43,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.telemetry import EagerTimes
+from zstrat.telemetry import EagerTimes, Phase, StepUnderWay
 
 from ._closure import ClosureStep, Do, Post, SharedPull, StepNotes
 
@@ -75,7 +75,7 @@ class Pipeline:
     __slots__ = (
         "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
         "_line", "_oldest", "_outbox", "_queue", "_refilling", "_stuck", "_waits",
-        "_window", "_writer", "is_captured",
+        "_window", "_writer", "is_captured", "preparing",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +111,8 @@ class Pipeline:
         may set it."""
         self._waits: float | None = None
         """Since when there is nothing to do."""
+        self.preparing: tuple[ClosureStep, float] | None = None
+        """The step that draws now, or has its program made, and since when."""
 
     def __len__(self) -> int:
         """Closures that have not run."""
@@ -288,6 +290,27 @@ class Pipeline:
         """An ending to be posted; the other methods call this but for `cancelled`."""
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
+
+    def under_way(self, heard: float) -> StepUnderWay | None:
+        """What the thread is at; None: nothing, or it cannot be told. For the loop,
+        which looks from aside, and may see what has just ended.
+
+        Args:
+            heard: When the thread has posted last: it has begun nothing before.
+        """
+        preparing, waits, line = self.preparing, self._waits, tuple(self._line)
+        if preparing is not None:
+            return StepUnderWay(Phase.DRAW, preparing[0].number, preparing[1])
+        if not line:
+            return None
+        head = line[0]
+        if waits is not None:
+            return StepUnderWay(Phase.PULL, head.number, waits)
+        if not head.ready:
+            return None
+        arrived = 0.0 if head.notes is None else head.notes.arrived
+        began = max(heard, head.prepared, arrived)
+        return StepUnderWay(Phase.COMPUTE, head.number, began)
 
     # What to do
 

@@ -365,7 +365,7 @@ class WorkerService:
         if session is not None:
             recorder = session.recorder
             recorder.reach(self._sums(), now)
-            values |= recorder.plain(now)
+            values |= recorder.plain(now, session.under_way)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
             gauges["retries"] = session.client.repeats
         return {**values, "lanes": _plain_lanes(), "gauges": gauges}

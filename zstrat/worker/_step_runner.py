@@ -217,6 +217,7 @@ class StepRunner:
             )
             return began
         before = worker_context.set(task.context)
+        self.pipeline.preparing = step, began
         try:
             function = self.resources.code(task.function)
             if function.eager:
@@ -233,6 +234,7 @@ class StepRunner:
             self.pipeline.refused(step, _closure.failed(step.number, error), now)
             return now
         finally:
+            self.pipeline.preparing = None
             worker_context.reset(before)
         step.work = prepared
         reads, nbytes = needs.reads, needs.nbytes

@@ -25,7 +25,7 @@ from zstrat.variables import (
 )
 
 from . import _refusals, joined
-from ._fresh import current_trace
+from ._context import current_trace
 from ._iterator import StepIterator
 
 if TYPE_CHECKING:
