@@ -105,8 +105,8 @@ class OpenTelemetryExport:
         self._thread = threading.Thread(
             target=self._live, name="zstrat opentelemetry", daemon=True
         )
-        quiet = logging.getLogger(type(self._exporter).__module__)
-        quiet.addFilter(self._is_of_others)
+        self._logger = logging.getLogger(type(self._exporter).__module__)
+        self._logger.addFilter(self._is_of_others)
         self._thread.start()
 
     def close(self) -> None:
@@ -148,14 +148,15 @@ class OpenTelemetryExport:
             self._exporter.shutdown()
         except Exception:  # to the log, as above
             log.exception("ending the exporter of OpenTelemetry")
+        self._logger.removeFilter(self._is_of_others)
 
     def _taken(self) -> list[ReadableSpan]:
         """The spans of a sample; none while somebody takes a time line."""
         session, bounds = self._core.session, self._bounds
-        if session.cluster.timeline is not None:
-            return []
 
         async def take() -> CollectedRun | None:
+            if session.cluster.timeline is not None:
+                return None
             run = TimelineRun(session.cluster, self._core.engine, bounds, yields=True)
             await run.begin()
             self._run = run
