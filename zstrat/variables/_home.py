@@ -33,7 +33,7 @@ HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
 HomeUpdate: TypeAlias = (
     "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
 )
-"""What `Home.update` takes."""
+"""What is to be done to a variable, for its home."""
 
 
 class VariableHandle(Protocol):
@@ -96,24 +96,6 @@ class Home(Protocol):
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray: ...
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Applies one update; returns when it is visible to every reader."""
-        ...
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None: ...
-
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of variables, in order. One request to each ps."""
         ...
@@ -121,7 +103,8 @@ class Home(Protocol):
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]: ...
 
     def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        """Applies updates of different variables. One request to each ps."""
+        """Applies updates of different variables; returns when they are visible to
+        every reader. One request to each ps."""
         ...
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None: ...
@@ -301,10 +284,7 @@ async def read_parts_async(parts: Sequence[HomeRows]) -> list[np.ndarray]:
 def update_all(updates: Sequence[HomeUpdate]) -> None:
     """Applies updates. Cost: one request to each home."""
     for home, places in _homes([update[0] for update in updates]):
-        if len(places) == 1:
-            home.update(*updates[places[0]])
-        else:
-            home.update_many([updates[place] for place in places])
+        home.update_many([updates[place] for place in places])
 
 
 async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
@@ -313,10 +293,7 @@ async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
     Cancellation: some of the updates may have been applied.
     """
     for home, places in _homes([update[0] for update in updates]):
-        if len(places) == 1:
-            await home.update_async(*updates[places[0]])
-        else:
-            await home.update_many_async([updates[place] for place in places])
+        await home.update_many_async([updates[place] for place in places])
 
 
 def _homes(variables: Sequence[VariableHandle]) -> list[tuple[Home, list[int]]]:

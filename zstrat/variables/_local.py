@@ -46,7 +46,7 @@ class HomeHere:
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        """See `Home.update`."""
+        """Applies one update; returns when it is visible to every reader."""
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
@@ -57,15 +57,6 @@ class HomeHere:
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return self.read(variable)
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self.update(variable, op, operands, optimizer)
 
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return self.read_rows(parts)

@@ -213,7 +213,7 @@ def _homes(call: GradientCall, home: Home | None) -> list[Home]:
 def _counted(call: GradientCall) -> list[HomeUpdate]:
     """The update of TF's ``iterations``."""
     iterations = call.optimizer.iterations
-    return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1, None)
+    return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1)
 
 
 @dataclass(frozen=True, eq=False)
