@@ -25,7 +25,7 @@ import numpy as np
 from zstrat.checkpoint import CheckpointFiles, Manifest, verify
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
-from zstrat.variables import Beside, InProcess, Optimizer
+from zstrat.variables import Beside, HomeWithSlots, Optimizer
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._blocking import FileThread, ProgressBar
@@ -267,7 +267,7 @@ def _load_local(
                         (*beside.rows, each.tensor.by_rows),
                     )
         home = variable.home
-        assert isinstance(home, InProcess)
+        assert isinstance(home, HomeWithSlots)
         home.put(value, slots)
 
 

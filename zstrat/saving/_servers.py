@@ -13,7 +13,7 @@ from typing import (
 
 from zstrat.errors import ZstratError
 from zstrat.strategy import ServerVariables
-from zstrat.variables import InProcess
+from zstrat.variables import HomeWithSlots
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -159,7 +159,7 @@ def cluster_of(variable: VariableHandle) -> ServerConnection | None:
         RuntimeError: It lives elsewhere: the handle came from another task.
     """
     home = variable.home
-    if isinstance(home, InProcess):
+    if isinstance(home, HomeWithSlots):
         return None
     if isinstance(home, ServerVariables) and isinstance(home.session, ServerConnection):
         return home.session

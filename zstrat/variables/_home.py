@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         VariableSpec,
         VariableSynchronization,
     )
-    from .gradients._slots import Beside, SlotRule
+    from .gradients._slots import SlotRule
 
 Operands = tuple[np.ndarray, ...]
 HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
@@ -108,64 +108,6 @@ class Home(Protocol):
         ...
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None: ...
-
-
-@runtime_checkable
-class InProcess(Protocol):
-    """A home in this process, which can be saved and restored as it is."""
-
-    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
-        """Value and slots of one moment, these by optimizer.
-
-        Args:
-            name: The variable's, for errors.
-
-        Raises:
-            DataLossError: They are gone.
-        """
-        ...
-
-    def put(
-        self,
-        value: np.ndarray | None,
-        slots: Mapping[OptimizerHandle, Beside | None],
-    ) -> None:
-        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew."""
-        ...
-
-
-@runtime_checkable
-class MovesHere(Protocol):
-    """A home whose variable an optimizer moves in this process. From the first of these
-    calls to the last one the caller has the ``turn``."""
-
-    @property
-    def turn(self) -> Any:
-        """A lock that may be taken again by who has it."""
-        ...
-
-    def value_before(self, name: str) -> np.ndarray:
-        """The value, or copies ``[count, ...]`` of several replicas.
-
-        Raises:
-            DataLossError: It is gone; ``name`` is the variable's.
-        """
-        ...
-
-    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """What the optimizer keeps beside it, made if it is not there yet.
-
-        Raises:
-            ValueError: What is there is not what it keeps.
-        """
-        ...
-
-    def put_moved(
-        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
-    ) -> None:
-        """Value and slots from now on."""
-        ...
 
 
 class KnowsSlots(OptimizerHandle, Protocol):
