@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
-    from ._spec import (
-        VariableAggregation,
-        VariableSpec,
-        VariableSynchronization,
-    )
+    from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from .gradients._slots import SlotRule
 
 Operands = tuple[np.ndarray, ...]

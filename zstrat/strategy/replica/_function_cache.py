@@ -35,13 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 
-from ._captured import (
-    CapturedObjects,
-    captured_words,
-    in_words,
-    is_partial,
-    named,
-)
+from ._captured import CapturedObjects, captured_words, in_words, is_partial, named
 from ._dependencies import Watched, beneath
 
 if TYPE_CHECKING:
