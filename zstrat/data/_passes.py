@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._leaves import Element
     from ._spec import Look, Spec
 
+# The numbers that `tf.data` has for the same.
 INFINITE: Final = -1
 UNKNOWN: Final = -2
 

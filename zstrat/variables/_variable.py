@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ._tracing import TraceRecorder
     from .gradients._slots import OptimizerHandle
 
+# Negative: those of variables on parameter servers are not.
 _local_keys = itertools.count(-1, -1)
 _DETACHED: Final = Detached()
 
@@ -189,6 +190,8 @@ class Variable(AbstractVariable):
         return [(self, op, (value,), optimizer)]
 
     def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
+        # As rows of a table: gradients of one row are summed, as an optimizer takes one
+        # step a row. What is scattered keeps its duplicates, in their order.
         return self.table if op is UpdateOp.OPTIMIZE_ROWS else self
 
     @property
