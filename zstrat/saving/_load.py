@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
     from zstrat.checkpoint import StoredTensor, TensorReader
+    from zstrat.ps import PsClient
     from zstrat.variables import AbstractVariable, OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
-    from ._servers import AskedCluster, ServerConnection, SnapshotServers, T
+    from ._servers import AskedCluster, ServerConnection, T
     from ._tensors import StoredNode
 
 
@@ -318,7 +319,7 @@ class SavedServers:
         async with FileThread() as disk:
             await check(self.path, await disk(Manifest.of, self.path), disk)
 
-    async def fill(self, client: SnapshotServers) -> None:
+    async def fill(self, client: PsClient) -> None:
         files, here = CheckpointFiles(self.path), _OnLoop(client)
         async with FileThread() as disk:
             try:
@@ -334,7 +335,7 @@ class SavedServers:
 class _OnLoop:
     """Asks the servers from the very loop of their cluster."""
 
-    client: SnapshotServers
+    client: PsClient
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         del what
