@@ -28,6 +28,7 @@ from ._sagemaker import SageMakerClusterResolver as SageMakerClusterResolver
 from ._slurm import SlurmClusterResolver as SlurmClusterResolver
 from ._spec import TASK_TYPES as TASK_TYPES
 from ._spec import ClusterSpec as ClusterSpec
+from ._spec import host_and_port as host_and_port
 from ._spec import normalize_cluster_spec as normalize_cluster_spec
 from ._spec import task_count as task_count
 from ._spec import validate_cluster_spec as validate_cluster_spec

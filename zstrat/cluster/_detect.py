@@ -25,7 +25,7 @@ from ._hostlist import MAX_HOSTS
 from ._ports import agreed_port
 from ._resolver import SimpleClusterResolver
 from ._slurm import SlurmClusterResolver
-from ._spec import ClusterSpec
+from ._spec import ClusterSpec, host_and_port
 from ._tf_config import TFConfigClusterResolver
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _whereabouts(
     if len(hosts) != size:
         return None, f"SKYPILOT_NODE_IPS has {len(hosts)} addresses, expected {size}"
     port = agreed_port(env.get("SKYPILOT_TASK_ID", "skypilot"), 1)
-    return tuple(_address(host, port) for host in hosts), ""
+    return tuple(host_and_port(host, port) for host in hosts), ""
 
 
 _OPEN_MPI: Final = (
@@ -248,10 +248,6 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     if not number <= MAX_HOSTS:
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
     return int(number)
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:

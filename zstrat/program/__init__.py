@@ -1,6 +1,7 @@
 """Step functions: captured once, planned, compiled, run."""
 
 from ._execute import Prepared as Prepared
+from ._execute import examples_in as examples_in
 from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
 from ._function import Function as Function
