@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zstrat import config
 
+from ._gpus import take_part
 from ._launched import launch_in
 from ._resolver import SimpleClusterResolver
 from ._slurm import SlurmClusterResolver
@@ -48,7 +49,12 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
     if launch is None:
         _require_none(jobs)
         return TFConfigClusterResolver()
-    return SlurmClusterResolver(jobs) if launch.is_slurm else resolver_of(launch, jobs)
+    if launch.is_slurm:
+        return SlurmClusterResolver(jobs)
+    found_by_rank = resolver_of(launch, jobs)
+    if launch.is_mpi:
+        take_part(launch.rank, launch.size)
+    return found_by_rank
 
 
 def resolver_of(

@@ -64,6 +64,11 @@ class Launch:
         """Whether Slurm's own resolver knows where all are."""
         return self.said_by.startswith("SLURM_")
 
+    @property
+    def is_mpi(self) -> bool:
+        """Whether MPI says it: it is known where all are if they are on one host."""
+        return self.said_by.startswith(("OMPI_", "PMI_"))
+
 
 def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
     """The variable that says that several processes were started together, how many,
