@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -104,6 +106,31 @@ def test_keys_of_a_trainers_worker_touch_no_disk(monkeypatch):
             assert folders[-1].is_relative_to("/dev/shm")
     forget_keys()
     assert not any(folder.parent.exists() for folder in folders)
+
+
+KILLED = """
+import os, signal, sys, types
+backend = types.ModuleType("ray.train.backend")
+backend.Backend = backend.BackendConfig = object
+for name in ("ray", "ray.train"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["ray.train.backend"] = backend
+from zstrat.integrations.ray import become_worker
+become_worker(["127.0.0.1:2222"], 0, {"worker.secret": "s", "worker.public": "p"})
+print(os.environ["ZSTRAT_KEYS"], len(os.listdir(os.environ["ZSTRAT_KEYS"])), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_keys_of_a_trainers_worker_that_is_killed_are_removed():
+    """Who removes them has the same standard output, which ends with both."""
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    folder, count = ran.stdout.split()
+    assert count == "2"
+    assert not Path(folder).parent.exists()
 
 
 @pytest.mark.processes
