@@ -257,7 +257,10 @@ def _read(file: Path) -> str:
     try:
         key = file.read_text("ascii").strip()
     except OSError as error:
-        raise ValueError(f"cannot read the key {file}: {error.strerror}") from error
+        raise ValueError(
+            f"cannot read the key {file}: {error.strerror}; copy the folder that "
+            "`zstrat keygen` has made, or of its secrets this one"
+        ) from error
     except UnicodeDecodeError:
         key = ""
     if len(key) != _KEY_LENGTH:

@@ -202,7 +202,7 @@ class HealthServer:
     async def _told(self, registered: RegisterEntry) -> Told | None:
         """What hangs, or has ended, tells nothing, and /healthz says so."""
         try:
-            return registered.name, await registered.statistics.ask(self._patience)
+            return registered.name, await registered.statistics(self._patience)
         except (TimeoutError, RuntimeError):
             return None
 
