@@ -9,6 +9,7 @@ from ps_copies import Copies, create, pull, push
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import (
     AttachBackup,
+    CloseSession,
     DetachBackup,
     Done,
     Job,
@@ -120,6 +121,19 @@ async def test_what_is_kept_of_a_program_before_is_kept_in_both_copies(left):
     assert await left.ask(Withdraw(left.session, [0, 1], [])) == Done()
     assert await left.ask(PromoteBackup(left.session, 4), left.backup) == Done()
     assert (await left.value(left.backup)).tolist() == [1.0] * 3
+
+
+async def test_what_a_program_without_second_copies_has_left_is_there():
+    rig = Copies("run")
+    rig.primary.handle(caller(Job.CHIEF, SESSION), CloseSession(SESSION, False))
+    for session, replicas in ((11, 0), (12, 1), (13, 1)):
+        chief = caller(Job.CHIEF, session)
+        opening = OpenSession(session, 0, 1, [], name="run", replicas=replicas)
+        await rig.ask(opening, peer=chief)
+        told = rig.primary.left_copy(0, None)
+        assert (told.view, told.is_primary, told.is_sure) == (0, True, True)
+        rig.primary.lost(chief, "killed")
+    await rig.close()
 
 
 async def test_two_copies_are_not_taken_for_one(left):

@@ -489,8 +489,8 @@ class PsService:
         self._require_alone(asked)
         if ownership.adopt(session, remote, remote.hello, now, asked.name):
             self._snapshots.clear()
-            self._standing.is_to_have_backup = asked.replicas > 0
             self._standing.adopted(self.left_at, self._settings.timeouts)
+            self._standing.is_to_have_backup = asked.replicas > 0
             owner = ownership.owner
             if self._on_adopted is not None and owner is not None:
                 self._on_adopted(owner)

@@ -85,7 +85,9 @@ class Standing:
         self._clock = clock
         self.parted_at: float | None = None
         """When the other one of two copies was lost, the last time; seconds."""
-        self._is_known_sure = False
+        self._is_known_sure = self._was_without = False
+        """What is known of the time before: nothing is missing here; and the program
+        had no second copies."""
         self._forwarding: Forwarding | None = None
         self._copying: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -123,7 +125,8 @@ class Standing:
         and never had one has acknowledged nothing."""
         if self.following is not None:
             return True
-        return not self.is_dropped and bool(self.view or not self.is_to_have_backup)
+        was_to_have = self.is_to_have_backup and not self._was_without
+        return not self.is_dropped and bool(self.view or not was_to_have)
 
     def is_sure(self, left_at: float | None, timeouts: Timeouts) -> bool:
         """Whether nobody can have acknowledged what is not here, although the other one
@@ -146,6 +149,7 @@ class Standing:
         """Another program is here. If it is lost before it gives an order, all is as it
         was: it may have waited in vain for other processes."""
         self._is_known_sure = self.is_sure(left_at, timeouts)
+        self._was_without |= not self.is_to_have_backup
 
     def require_alone(self) -> None:
         """
@@ -241,7 +245,7 @@ class Standing:
             forwarding.refuse(error)
             self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
-        self.is_to_have_backup = self._is_known_sure = False
+        self.is_to_have_backup = self._is_known_sure = self._was_without = False
 
     def step_aside(self, *, is_dropped: bool) -> None:
         """Another process may serve the store: a coordinator says whether this one does
