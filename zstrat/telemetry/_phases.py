@@ -32,7 +32,7 @@ PS_PHASES: Final = (Phase.APPLY, Phase.SEND)
 
 
 class StepUnderWay(NamedTuple):
-    """A phase that a worker is at, of a step; since when by the clock of its process."""
+    """A phase of a step that a worker is at, since when by its process's clock."""
 
     phase: Phase
     step: int
