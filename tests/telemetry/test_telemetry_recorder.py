@@ -7,6 +7,8 @@ import pytest
 from zstrat.telemetry import (
     PS_PHASES,
     WORKER_PHASES,
+    EagerNotes,
+    EagerTimes,
     Histogram,
     Phase,
     PhaseSpan,
@@ -82,6 +84,26 @@ def test_the_shares_of_a_thread_add_up_to_its_time():
     rates = recorder.plain(19.75)["rates"]
     assert rates["steps"] == pytest.approx(1.0, rel=0.15)
     assert rates["examples"] == pytest.approx(8.0, rel=0.15)
+
+
+def test_an_eager_step_computes_while_it_does_nothing_else():
+    recorder = Recorder(WORKER_PHASES)
+    recorder.begin_capture(SpanCapture(10, 100.0, lambda: (0, 0)), 0.0)
+    phases = [(Phase.DRAW, 2, 2.5), (Phase.PULL, 3, 4), (Phase.PULL, 5, 6)]
+    notes = EagerNotes([*phases, (Phase.PUSH, 6, 7.5)], 32, [(1, 3)])
+    recorder.ran(StepTimes(eager=[EagerTimes(7, 0.0, 1.0, 7.0, 8.0, notes)]), 8.0)
+    plain = recorder.plain(8.0)
+    counts = {phase: recent(plain, phase).count for phase in WORKER_PHASES}
+    assert counts == {"wait": 1, "draw": 1, "pull": 2, "compute": 1, "push": 1}
+    assert recent(plain, Phase.COMPUTE).total == 7.0
+    # Of the seven seconds of its body four and a half were spent with waiting.
+    parts = {"draw": 0.5, "pull": 2.0, "push": 1.5, "compute": 3.0}
+    assert plain["time"] == {name: part / 7 for name, part in parts.items()}
+    stale = Histogram.from_plain(plain["staleness"]["ps:1"]["total"])
+    assert stale.buckets() == [[3, 1]]
+    spans = set(recorder.end_capture(8.0).spans)
+    assert {PhaseSpan(7, *span) for span in phases} < spans
+    assert {PhaseSpan(7, Phase.COMPUTE, 1.0, 8.0)} < spans
 
 
 def test_what_took_longer_than_the_window_fills_it():

@@ -88,6 +88,7 @@ _LARGE: Final = 2**20
 """
 
 
+Capturing = AskClock | BeginCapture | EndCapture
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -185,6 +186,8 @@ class PsService:
                 view,
                 named,
                 self._promoted,
+                clock,
+                self._serving.repeated,
             )
         if inherited is not None:
             self._go_on(inherited)
@@ -300,7 +303,7 @@ class PsService:
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
 
-    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+    def _capture(self, message: Capturing) -> Message:
         now, recorder = self._clock(), self.recorder
         match message:
             case AskClock():
@@ -567,6 +570,10 @@ class PsService:
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         following = self._standing.following
+        if following is not None and isinstance(message, Capturing):
+            check_role(self._task, remote, message)
+            following.require(message.session, following.view)
+            return self._capture(message)
         if following is not None:
             return following.handle(remote, message)
         if isinstance(message, OpenSession) and remote.role is Job.CHIEF:

@@ -17,6 +17,8 @@ from ._phases import WORKER_PHASES as WORKER_PHASES
 from ._phases import Phase as Phase
 from ._phases import PhaseSpan as PhaseSpan
 from ._phases import StepUnderWay as StepUnderWay
+from ._recorder import EagerNotes as EagerNotes
+from ._recorder import EagerTimes as EagerTimes
 from ._recorder import Recorder as Recorder
 from ._recorder import StepTimes as StepTimes
 from ._recorder import resident_bytes as resident_bytes

@@ -32,7 +32,7 @@ PS_PHASES: Final = (Phase.APPLY, Phase.SEND)
 
 
 class StepUnderWay(NamedTuple):
-    """A phase of a step that a worker is at, since when by its process's clock."""
+    """A phase that a worker is at, of a step, and since when by its own clock."""
 
     phase: Phase
     step: int

@@ -43,12 +43,14 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.telemetry import Phase, StepUnderWay
+from zstrat.telemetry import EagerTimes, Phase, StepUnderWay
 
 from ._closure import ClosureStep, Do, Post, SharedPull, StepNotes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from zstrat.telemetry import EagerNotes
 
     from ._closure import Costs
 
@@ -235,13 +237,18 @@ class Pipeline:
         *,
         cost: float,
         push: Any = None,
+        eager: EagerNotes | None = None,
     ) -> None:
         """The step that `next` named is over; its ending waits for the push, if any."""
         assert self._line.popleft() is step
         self._bytes -= step.nbytes
         step.costs.run = cost
         notes = step.notes
-        if notes is None and not self.is_captured:
+        if eager is not None:
+            begun = step.received, step.prepared
+            noted = EagerTimes(step.number, *begun, cost, now, eager)
+            self._outbox.times.eager.append(noted)
+        elif notes is None and not self.is_captured:
             quick = self._quick
             quick.append(step.prepared - step.received)  # sooner than to add a tuple
             quick.append(cost)

@@ -258,7 +258,7 @@ class WorkerService:
             count=count,
             prepare=self._prepare,
             run_eager=self._run_eager,
-            home=partial(Direct, asking),
+            home=partial(Direct, asking, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
             inline=self._settings.limits.inline,
