@@ -1,44 +1,63 @@
 """What a program keeps of its run never comes in the way of the run."""
 
 import logging
-from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
-from zstrat.coordinator._seen import SeenRun
+import zstrat as zs
 
 
-@pytest.fixture
-def seen():
-    run = SeenRun()
-    run.begin()
-    yield run
-    run.end()
+@zs.function
+def good():
+    return jnp.float32(1)
 
 
-def logs_of(run):
-    return [line[1:] for line in run.metrics([], [], [])["logs"]]
+def logs_of(coordinator):
+    return [line[1:] for line in coordinator.metrics()["logs"]]
 
 
 def test_a_line_whose_arguments_do_not_fit_is_kept_and_raises_nothing(
-    seen, monkeypatch
+    make_world, monkeypatch
 ):
+    coordinator = make_world(ps=1, workers=1).coordinator()
     monkeypatch.setattr(logging, "raiseExceptions", False)
     logging.getLogger("zstrat.coordinator").warning("%d of %d", "one")
-    assert logs_of(seen) == [
-        ["program", "WARNING", "%d of %d (and arguments that do not fit: ('one',))"]
-    ]
+    words = "%d of %d (and arguments that do not fit: ('one',))"
+    assert ["program", "WARNING", words] in logs_of(coordinator)
 
 
-def test_a_task_that_came_back_was_lost():
-    run = SeenRun()
-    run.lost("/job:ps/task:0", "no answer for 10 s")
-    task = SimpleNamespace(
-        name="/job:ps/task:0", address="a:1", is_ready=False, hello=object()
-    )
-    told = run.metrics([], [task], [])["tasks"]["ps:0"]
-    assert (told["state"], told["last_error"]) == ("lost", "no answer for 10 s")
-    task.is_ready = True
-    told = run.metrics([], [task], [])["tasks"]["ps:0"]
-    assert told["state"] == "open"
-    assert told["last_error"] == "was lost, and is back: no answer for 10 s"
+def test_a_task_that_came_back_was_lost(make_world):
+    world = make_world(ps=1, workers=2)
+    coordinator = world.coordinator()
+
+    def told():
+        task = coordinator.metrics()["tasks"]["worker:0"]
+        return task["state"], task["last_error"]
+
+    coordinator.schedule(good).fetch()
+    world.on_loop(world.workers[0].kill, "the machine is gone")
+    world.until(lambda: told()[0] == "lost")
+    assert "the machine is gone" in told()[1]
+    world.on_loop(world.workers[0].come_back)
+    world.until(lambda: told()[0] == "open")
+    assert told()[1].startswith("was lost, and is back: ")
+
+
+def test_a_time_line_that_cannot_end_keeps_nothing_from_being_closed(
+    make_world, tmp_path, caplog
+):
+    world = make_world(ps=1, workers=1)
+    coordinator = world.coordinator()
+    profile = coordinator.profile(tmp_path / "line.json")
+    with pytest.raises(KeyError, match="mine"), profile:
+        timeline = world.session.cluster.timeline
+
+        async def fails(patience):
+            raise OSError("a defect")
+
+        timeline.close = fails
+        world.session.close()
+        raise KeyError("mine")
+    assert "ending the time line" in caplog.text
+    assert all(task.is_closed for task in world.session.cluster.workers)

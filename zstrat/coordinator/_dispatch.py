@@ -36,7 +36,7 @@ from zstrat.wire import (
 from ._fences import Marking
 from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
-from ._queue import Closure, Ended, Left
+from ._queue import Closure, Ended, QueueLeft
 from ._resources import Builder
 from ._seen import short
 from ._worker_channel import WorkerChannel
@@ -97,7 +97,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._stopped = False
-        self._left = Left()
+        self._left = QueueLeft()
         for task in workers:
             self.admit(task)
 
@@ -332,7 +332,7 @@ class Dispatcher:
             grants = self.members.grants(*queue.ready(now)) if runs else []
             full = queue.is_full
             work = [(grant, self._take(grant, now)) for grant in grants]
-            self._left = Left(queue.queued, full)
+            self._left = QueueLeft(queue.queued, full)
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.notify()

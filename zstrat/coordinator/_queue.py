@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ._values import RemoteValue
 
 
-class Left(NamedTuple):
+class QueueLeft(NamedTuple):
     """What is left when closures were handed out: so many wait, and before that there
     was no room for more."""
 
