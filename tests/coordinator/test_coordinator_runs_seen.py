@@ -48,16 +48,17 @@ def test_a_time_line_that_cannot_end_keeps_nothing_from_being_closed(
     make_world, tmp_path, caplog
 ):
     world = make_world(ps=1, workers=1)
-    coordinator = world.coordinator()
-    profile = coordinator.profile(tmp_path / "line.json")
-    with pytest.raises(KeyError, match="mine"), profile:
-        timeline = world.session.cluster.timeline
+    profile = world.coordinator().profile(tmp_path / "line.json")
 
-        async def fails(patience):
-            raise OSError("a defect")
+    async def fails(patience):
+        raise OSError("a defect")
 
-        timeline.close = fails
+    def ends():
+        world.session.cluster.timeline.close = fails
         world.session.close()
         raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), profile:
+        ends()
     assert "ending the time line" in caplog.text
     assert all(task.is_closed for task in world.session.cluster.workers)
