@@ -253,7 +253,10 @@ class Cluster:
             return
         self._closing = True
         if self.timeline is not None:
-            await self.timeline.close(LEAVING)
+            try:
+                await self.timeline.close(LEAVING)
+            except Exception:  # to the log: all else has to be closed
+                log.exception("ending the time line")
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")

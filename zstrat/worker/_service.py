@@ -367,6 +367,8 @@ class WorkerService:
             recorder.reach(self._sums(), now)
             values |= recorder.plain(now, session.under_way)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
+            gauges["program_waiting"] = session.program_waiting
+            gauges["program_full"] = session.program_full
             gauges["retries"] = session.client.repeats
         return {**values, "lanes": _plain_lanes(), "gauges": gauges}
 
