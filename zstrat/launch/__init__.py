@@ -34,3 +34,6 @@ from ._task import Task as Task
 from ._task import TaskPlace as TaskPlace
 from ._task import serve as serve
 from ._units import write_units as write_units
+from ._worker_join import UNNUMBERED as UNNUMBERED
+from ._worker_join import JoinPlace as JoinPlace
+from ._worker_join import WorkerJoin as WorkerJoin
