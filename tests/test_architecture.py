@@ -273,7 +273,6 @@ SMALL = {
     "zstrat.launch.fleet._beside": "a program is no task of a fleet",
     "zstrat.launch._timed_rank": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
-    "zstrat.strategy._one_device": "a file for each strategy",
     "zstrat.transport.health._document": "the page and what may run in it",
     "zstrat.transport._identity": "the door says who this process is",
     "zstrat.daemons.ps": "started by name",

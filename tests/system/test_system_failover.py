@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -77,6 +79,41 @@ class Training:
         moved = np.where(want, 0.5, 1.0)[:, None]
         np.testing.assert_allclose(self.rows, np.tile(moved, 2), rtol=1e-5)
         assert float(self.own) == owns
+
+
+def applied_in(file):
+    """The steps that each process has applied, and the arrows that lead there."""
+    events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    tasks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    applied, arrows = {}, Counter()
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "apply" and event["args"]:
+            applied.setdefault(tasks[event["pid"]], set()).add(event["args"]["step"])
+        elif event["ph"] == "f":
+            arrows[tasks[event["pid"]]] += 1
+    return applied, arrows
+
+
+def test_a_time_line_has_what_becomes_of_a_push_in_both_copies(cluster, tmp_path):
+    strategy = zs.ParameterServerStrategy(
+        cluster.resolver, replicas=1, settings=SETTINGS
+    )
+    with strategy:
+        training = Training(strategy)
+        with zs.profile(tmp_path / "line.json") as profile:
+            values = training.schedule(5)
+            training.coordinator.join()
+            cluster.local.kill("ps:0")
+            values += training.schedule(5)
+            training.check(owns=2)
+        applied, arrows = applied_in(tmp_path / "line.json")
+        # It has made again what the primary had, and has served the others.
+        assert applied["ps:0 backup"] == {value.run.step for value in values}
+        assert arrows["ps:0 backup"] >= 10
+        assert applied["ps:1"] == applied["ps:0 backup"]
+        assert "ps:0: missing" in profile.about
+        assert "ps:1 backup: missing" in profile.about  # it was in the same process
+        assert "ps:0 backup: missing" not in profile.about
 
 
 def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):

@@ -49,7 +49,7 @@ from .connecting import (
 from .membership import Membership, Turnover
 from .moving import StoreMoves
 from .recovery import Recovery
-from .replication import Replication
+from .replication import BackupTask, Replication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -213,6 +213,10 @@ class Cluster:
     def session_of(self, task: TaskSession) -> int:
         """The number that the task knows the session by."""
         return self._worker_session if task in self.workers else self.session
+
+    def backups(self) -> list[BackupTask]:
+        """A way to each second copy that has all, for who asks them."""
+        return [] if self.replication is None else self.replication.backups()
 
     def end(self) -> None:
         """The session is over when it is closed, whatever its name. From any thread."""

@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from typing import Any, Final
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from zstrat.cluster import free_ports, host_and_port
 from zstrat.config import environment, set_environment
 from zstrat.launch.fleet import write_keys
 from zstrat.transport import generate_keys
@@ -84,8 +84,8 @@ def own_address() -> str:
     (host,) = (
         each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node
     )
-    with socket.create_server((host, 0)) as found:
-        return f"{host}:{found.getsockname()[1]}"
+    (port,) = free_ports(1, host)
+    return host_and_port(host, port)
 
 
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:

@@ -52,10 +52,11 @@ class ObservedRun:
         return f"no answer from {', '.join(gone)}" if gone else ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """As of the session of a program: ``coordinator`` has its metrics."""
+        """As of the session of a program: ``coordinator`` has its metrics. From any
+        thread."""
         metrics: dict[str, PlainTree] = {
             "seconds": time.monotonic() - self._began,
-            **report(self._seen),
+            **report(dict(self._seen)),
             "logs": list(self._lines),
         }
         return {"coordinator": metrics}
@@ -77,7 +78,7 @@ class ObservedRun:
             await asyncio.sleep(began + EVERY - loop.time())
 
     def __enter__(self) -> Self:
-        register(self, "observer:0", asyncio.get_running_loop())
+        register(self, "observer:0", asyncio.get_running_loop(), anywhere=True)
         return self
 
     def __exit__(

@@ -94,6 +94,7 @@ _LARGE: Final = 2**20
 _REPORTS: Final = (ReportWorker, AnswerReport)
 """What is answered by any process that a program has, whichever stores it serves."""
 
+Capturing = AskClock | BeginCapture | EndCapture
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -192,6 +193,8 @@ class PsService:
                 view,
                 named,
                 self._promoted,
+                clock,
+                self._serving.repeated,
             )
         if inherited is not None:
             self._go_on(inherited)
@@ -313,7 +316,7 @@ class PsService:
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
 
-    def _capture(self, message: AskClock | BeginCapture | EndCapture) -> Message:
+    def _capture(self, message: Capturing) -> Message:
         now, recorder = self._clock(), self.recorder
         match message:
             case AskClock():
@@ -583,6 +586,10 @@ class PsService:
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         following = self._standing.following
+        if following is not None and isinstance(message, Capturing):
+            check_role(self._task, remote, message)
+            following.require(message.session, following.view)
+            return self._capture(message)
         if following is not None:
             return following.handle(remote, message)
         if isinstance(message, OpenSession) and remote.role is Job.CHIEF:

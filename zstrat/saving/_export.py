@@ -21,9 +21,8 @@ from zstrat.checkpoint import (
     sync_folder,
 )
 
-from ._blocking import FileThread, run_blocking
+from ._blocking import FileThread, ProgressBar, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
-from ._progress import ProgressBar
 from ._save import components_of
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph

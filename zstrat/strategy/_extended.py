@@ -22,14 +22,13 @@ from zstrat.program import drawn
 from zstrat.variables import AbstractVariable, recorder
 
 from ._frames import current, require_cross_replica, require_scope
-from ._multi_step import MultiStepContext
+from ._v1 import MultiStepContext
 from .mirrored._copy_home import reducible
 from .mirrored._updating import agreed, components_of, updated
 from .reduce._across import reduce_across
-from .reduce._cross_device import CrossDeviceOps, checked_pairs
+from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
 from .reduce._options import called_with
 from .reduce._places import for_each
-from .reduce._reductions import ReductionToOneDevice
 from .reduce._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:

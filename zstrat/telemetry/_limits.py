@@ -8,7 +8,7 @@ and what the parameter servers tell of themselves says who is behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ SMALL: Final = 64 * 1024
 """Bytes of an answer that is over sooner than its way there and back."""
 OLD: Final = 2.0
 """Median staleness, as times what so many workers make by themselves."""
+LONG: Final = 10.0
+"""Seconds after which it is said of a step that it has not ended."""
 SLOWER: Final = 0.8
 """A worker that does less than so many times what the median does is slow."""
 
@@ -84,7 +86,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     working = {
         name: worker
         for name, worker in workers.items()
-        if name not in absent and worker.get("steps_per_s")
+        if name not in absent and (worker.get("steps_per_s") or worker.get("now"))
     }
     for name, worker in absent.items():
         if worker.get("state") == "lost":
@@ -92,12 +94,10 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
             return {"task": name, "why": f"is lost: {reason}"}
     if not working:
         return None
-    rates = sorted(worker["steps_per_s"] for worker in working.values())
-    median = rates[len(rates) // 2]
-    name, worker = min(
-        working.items(), key=lambda item: (item[1]["steps_per_s"], item[0])
-    )
-    if worker["steps_per_s"] >= SLOWER * median:
+    rates = {name: worker.get("steps_per_s", 0.0) for name, worker in working.items()}
+    median = sorted(rates.values())[len(rates) // 2]
+    name, worker = min(working.items(), key=lambda item: (rates[item[0]], item[0]))
+    if rates[name] >= SLOWER * median:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
     found = sorted(_of_worker(name, worker, servers), key=lambda limit: -limit.share)
     if not found:
@@ -135,11 +135,11 @@ def _of_worker(
             continue
         match what:
             case "draw":
-                found.append(_draw(name, share, worker))
+                found.append(_long(_draw(name, share, worker), worker))
             case "compute":
-                found.append(_compute(name, share, worker))
+                found.append(_long(_compute(name, share, worker), worker))
             case "pull":
-                found.append(_pull(name, share, worker, servers))
+                found.append(_long(_pull(name, share, worker, servers), worker))
             case _:
                 found.append(_queue(name, share, worker, queued))
     return found
@@ -205,6 +205,17 @@ def _pull(
             "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
         )
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
+
+
+def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
+    """With what has not ended for long, if it is of that kind."""
+    now: Mapping[str, Any] = worker.get("now") or {}
+    seconds = now.get("seconds", 0.0)
+    if seconds < LONG or now.get("phase") != limit.what.partition(" ")[0]:
+        return limit
+    words = f"{limit.words}; step {now['step']} has been at it for {seconds:.0f} s"
+    numbers = {**limit.numbers, "so_far": seconds}
+    return replace(limit, words=words, numbers=numbers)
 
 
 def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> Limit:

@@ -35,9 +35,8 @@ from ._tracing import (
 
 if TYPE_CHECKING:
     from ._home import HomeUpdate, VariableHandle
-    from ._slices import IndexedSlices
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
-    from ._table import Table
+    from ._table import IndexedSlices, Table
     from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 

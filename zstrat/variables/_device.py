@@ -27,10 +27,9 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._aggregation import aggregated, shares_of
 from ._local import HomeHere, HomeWithSlots
 from ._spec import VariableAggregation
-from ._update_ops import apply
+from ._update_ops import aggregated, apply, shares_of
 from .gradients._slots import Beside
 
 if TYPE_CHECKING:

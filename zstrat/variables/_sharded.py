@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._home import HomeUpdate
-    from ._slices import IndexedSlices
+    from ._table import IndexedSlices
     from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 

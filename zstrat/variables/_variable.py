@@ -22,11 +22,11 @@ from ._creator import (
     check,
     create_per_worker,
     creator,
+    initialize,
     is_trainable,
     require_owner,
 )
 from ._home import Home, NamesDevices
-from ._initial import initialize
 from ._local import Detached, LocalHome
 from ._narrowing import warn_of_wide
 from ._rows import row_updates

@@ -224,7 +224,9 @@ class Captured:
     (float64 [2, n], seconds by the clock of `ClockTold`); and times, bytes that the
     process has got and has sent by then (float64 [3, m]). ``is_cut``: there were more
     spans. ``profile``: the folder that jax's profile is in; ``problem``: why there is
-    none."""
+    none. If there is one, there are three more arrays, of its events: numbers of rows
+    and names (uint32 [2, k]), begins and ends (float64 [2, k]), and a JSON text (uint8)
+    of the rows, the names, and what is to be said of it."""
 
     kind: ClassVar = 110
     phases: list[str]

@@ -262,7 +262,7 @@ class WorkerService:
             count=count,
             prepare=self._prepare,
             run_eager=self._run_eager,
-            home=partial(Direct, asking),
+            home=partial(Direct, asking, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
             inline=self._settings.limits.inline,
@@ -377,7 +377,7 @@ class WorkerService:
         if session is not None:
             recorder = session.recorder
             recorder.reach(self._sums(), now)
-            values |= recorder.plain(now)
+            values |= recorder.plain(now, session.under_way)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
             gauges["retries"] = session.client.repeats
         return {**values, "lanes": _plain_lanes(), "gauges": gauges}

@@ -158,7 +158,7 @@ class Profile:
                 "; ".join(f"{what}: {said}" for what, said in self.about.items()),
             )
             for what, said in self.about.items():
-                if what.endswith((": missing", ": cut", ": not drawn")):
+                if what.endswith((": missing", ": cut", " not drawn")):
                     log.warning("%s: %s: %s", place, what, said)
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from zstrat.coordinator._engine import ClosureEngine
     from zstrat.coordinator.connecting import TaskSession
+    from zstrat.coordinator.replication import BackupTask
 
 ANSWERING: Final = 10.0
 """Seconds for all tasks together to begin, and again to end: who takes longer hangs,
@@ -45,6 +46,15 @@ class TimedCluster(Protocol):
 
     @property
     def workers(self) -> Sequence[TaskSession]: ...
+
+    @property
+    def session(self) -> int:
+        """The number that parameter servers know the session by."""
+        ...
+
+    def backups(self) -> Sequence[BackupTask]:
+        """A way to each second copy that has all."""
+        ...
 
     def session_of(self, task: TaskSession) -> int:
         """The number that the task knows its session by."""
@@ -81,6 +91,7 @@ class TimelineRun:
     ) -> None:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
         self._tasks: list[CapturedTask] = []
+        self._backups: Sequence[BackupTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
         self._patience = PROFILING if bounds.profile else ANSWERING
@@ -105,6 +116,7 @@ class TimelineRun:
             self._engine.notes = notes = self._new_notes()
         except BaseException:  # to whoever wanted it
             self._cluster.timeline = None
+            await self._part()
             raise
         loop = asyncio.get_running_loop()
         collecting = self._collect(notes)
@@ -139,6 +151,8 @@ class TimelineRun:
         cluster, bounds = self._cluster, self._bounds
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
         self._tasks = [CapturedTask(task, cluster.session_of(task)) for task in ready]
+        self._backups = cluster.backups()
+        self._tasks += [CapturedTask(task, cluster.session) for task in self._backups]
         deadline = self._deadline()
         async with asyncio.TaskGroup() as group:
             for task in self._tasks:
@@ -157,9 +171,11 @@ class TimelineRun:
 
     @property
     def _room(self) -> int:
-        """Spans that each of the tasks, and the program, may have."""
+        """Spans that each of the tasks, and the program, may have; of jax's events a
+        task may have as many again."""
         spans = self._bounds.nbytes // BYTES_OF_SPAN
-        return max(1, spans // (len(self._tasks) + 1))
+        parts = len(self._tasks) * (2 if self._bounds.profile else 1) + 1
+        return max(1, spans // parts)
 
     def _is_enough(self, reason: str) -> None:
         self._reason = reason
@@ -182,8 +198,13 @@ class TimelineRun:
                 ]
         finally:
             self._cluster.timeline = None
+            await self._part()
         tasks = [*(each.result() for each in asking), *self._newcomers()]
         return CollectedRun(notes, tasks, ended, self._reason)
+
+    async def _part(self) -> None:
+        """From the backups, with which there is no session."""
+        await asyncio.gather(*(each.close() for each in self._backups))
 
     def _newcomers(self) -> list[TaskNotes]:
         known = {id(task.task) for task in self._tasks}

@@ -31,6 +31,7 @@ from zstrat.wire import (
     WorkerReported,
 )
 
+from ._backup_task import BackupTask
 from ._order_asking import OrderAsking
 from ._orders import (
     Attach,
@@ -361,6 +362,15 @@ class Replication:
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
         return waited or self.takeovers != since
+
+    def backups(self) -> list[BackupTask]:
+        """A way to each backup that has all, not used yet."""
+        servers, make_link = self._cluster.ps, self._make_link
+        return [
+            BackupTask(servers[store.number].name, store.number, copy, make_link)
+            for store in self.placement.stores
+            if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
+        ]
 
     @property
     def takeovers(self) -> int:

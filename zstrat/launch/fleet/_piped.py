@@ -17,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
+from zstrat.cluster import host_and_port
 from zstrat.errors import UnavailableError, VersionMismatchError
 from zstrat.launch._child import inherited, signal_name
 from zstrat.launch._copies import WATCHING_PARENT
@@ -181,7 +182,7 @@ class _Conversation:
         if report is not None:
             self._has_served = True
             port = str(report["address"]).rpartition(":")[2]
-            self._hear.bound(_address(self._engine.host(launch.task), port))
+            self._hear.bound(host_and_port(self._engine.host(launch.task), port))
 
     def _ended(self, process: subprocess.Popen[bytes]) -> End:
         code = process.wait()
@@ -236,17 +237,10 @@ def _bind(host: str, before: str) -> str:
     """What the daemon binds: all of its host, whose own network may know it by another
     address, or by a name that means loopback there. Loopback stays loopback."""
     port = before.rpartition(":")[2] or "0"
-    try:
-        number = ipaddress.ip_address(host)
-    except ValueError:
-        return _address("0.0.0.0", port)
-    if number.is_loopback:
-        return _address(host, port)
-    return _address("::" if number.version == 6 else "0.0.0.0", port)
-
-
-def _address(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with contextlib.suppress(ValueError):  # of a name
+        if ipaddress.ip_address(host).is_loopback:
+            return host_and_port(host, port)
+    return f"*:{port}"
 
 
 def _mismatch(

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.program._compile import own
+from zstrat.program._compile import is_waited_for, own, settled
 from zstrat.program._device_state import Outdated, cut_at
 from zstrat.program.trace import _refusals
 
 from ._cross import CrossKind
-from ._serialized_cpu import is_waited_for, settled
 from ._stages import stages
 
 if TYPE_CHECKING:

@@ -19,12 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zstrat.program._compile import own
+from zstrat.program._compile import own, settled
 from zstrat.program._device_state import Outdated
 from zstrat.program.trace import _refusals
 
 from ._cross import PROCESS, within_mesh
-from ._serialized_cpu import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

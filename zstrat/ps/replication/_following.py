@@ -74,6 +74,7 @@ class Following:
         named: The incarnation of its primary, as the coordinator has said.
         on_promoted: Called once, when all is done that the old primary told, with who
             asked for it.
+        on_made: Called with each change, and when it was begun to be made.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Following:
         view: int,
         named: int,
         on_promoted: Callable[[Primary, int], None],
+        clock: Callable[[], float],
+        on_made: Callable[[Message, float], None],
     ) -> None:
         self.session, self.view, self._named = session, view, named
         self.is_whole = False
@@ -93,6 +96,9 @@ class Following:
         """How it differs from its primary."""
         self._task, self._store, self._thread = task, store, thread
         self._on_promoted = on_promoted
+        self._clock, self._on_made = clock, on_made
+        self._since = 0.0
+        """When the change that is made was begun."""
         self._primary: Primary | None = None
         self._promotion: asyncio.Future[None] | None = None
         self._queue: deque[Message] = deque()
@@ -223,6 +229,7 @@ class Following:
         while self._queue and left > 0 and not self._is_busy:
             change = self._queue[0]
             left -= nbytes_of(change)
+            self._since = self._clock()
             try:
                 computation = repeat(self._store, change)
                 if computation is None:
@@ -257,7 +264,9 @@ class Following:
             self._go_on()
 
     def _made(self) -> None:
-        self._nbytes -= nbytes_of(self._queue.popleft())
+        change = self._queue.popleft()
+        self._nbytes -= nbytes_of(change)
+        self._on_made(change, self._since)
         made, whole_at = self._made_count, self._whole_at
         if made == whole_at or (whole_at is None and not self._queue):
             self._tell(LogMade(made))

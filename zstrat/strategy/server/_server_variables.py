@@ -1,7 +1,7 @@
 """Variables on parameter servers: how they are made, read and updated through handles.
 
 `ServerVariables` is the creator of the strategy's scope and the home of all that was
-created in it. Where each goes and what key it has is decided by `_variable_numbers`.
+created in it. Where each goes and what key it has is decided by `_variable_plan`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from zstrat.variables import (
     joined,
 )
 
-from ._variable_numbers import Numbers, Placement, PlacementRule
-from ._variable_plan import draft
+from ._variable_plan import Numbers, Placement, PlacementRule, draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence

@@ -9,6 +9,10 @@ from ._clock import read_clock as read_clock
 from ._file import SUFFIXES as SUFFIXES
 from ._file import check_place as check_place
 from ._file import write_timeline as write_timeline
+from ._jax_events import JaxEvent as JaxEvent
+from ._jax_events import JaxEvents as JaxEvents
+from ._jax_events import from_jax_columns as from_jax_columns
+from ._jax_events import jax_columns as jax_columns
 from ._notes import ProgramNotes as ProgramNotes
 from ._notes import TaskNotes as TaskNotes
 from ._notes import columns_of as columns_of

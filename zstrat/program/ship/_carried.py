@@ -1,26 +1,98 @@
-"""Small arrays among the arguments of a call, which travel beside it at each schedule.
+"""What travels with a step beside its code: a scope, values, and small arrays.
 
-A call with other numbers is the same call: it is traced, pickled and shipped once, with
-an `Input` where each such array stood, and each closure brings the bytes of its own. A
+The coordinator traces a step in its strategy's scope, and a worker must trace the same
+body with the same answer of ``get_strategy()``. A worker has entered no scope, so the
+body brings its own: wherever it is traced or run, at the cost of that alone.
+
+Small arrays among the arguments of a call travel beside it at each schedule. A call
+with other numbers is the same call: it is traced, pickled and shipped once, with an
+`Input` where each such array stood, and each closure brings the bytes of its own. A
 step that is given another learning rate each time costs what one without arguments
-does, but for these bytes.
-
-Inside of tuples, lists and dicts alone: what other containers do with what they hold is
-not known here, and a call with such an argument is pickled whole.
+does, but for these bytes. That is so inside of tuples, lists and dicts alone: what
+other containers do with what they hold is not known here, and a call with such an
+argument is pickled whole.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from dataclasses import dataclass
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    NamedTuple,
+    Protocol,
+    final,
+    runtime_checkable,
+)
 
 import numpy as np
+from jax.tree_util import register_dataclass
 
-from zstrat.variables import what_is_lost
+from zstrat.variables import recorder, what_is_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Mapping
+    from contextlib import AbstractContextManager
 
     Buffer = bytes | memoryview
+
+
+class Scoping(Protocol):
+    """A strategy: pickled, it arrives as what stands for it on a worker."""
+
+    def scope(self) -> AbstractContextManager[object]: ...
+
+
+@runtime_checkable
+class TakesValues(Protocol):
+    """A recorder that takes values of variables which are not where it runs."""
+
+    def take_values(self, values: Mapping[int, Any]) -> None:
+        """They are those of the variables with these keys, during the whole step."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class CarriedValues:
+    """Values of variables of the coordinator's process, as they were when the step was
+    scheduled; as the first argument they travel with it. Keys are those of the
+    variables; values are arrays, which are traced as those of any argument are."""
+
+    keys: tuple[int, ...]
+    values: tuple[Any, ...]
+
+    def give(self) -> None:
+        """Hands them to the recorder of the step that is being traced."""
+        current = recorder.get()
+        assert isinstance(current, TakesValues), current
+        current.take_values(dict(zip(self.keys, self.values, strict=True)))
+
+
+register_dataclass(CarriedValues, data_fields=["values"], meta_fields=["keys"])
+
+
+@final
+class ScopedBody:
+    """Calls ``step`` in the scope of ``strategy``, with the values that were carried to
+    it."""
+
+    __slots__ = ("step", "strategy")
+
+    def __init__(self, step: Callable[..., Any], strategy: Scoping) -> None:
+        self.step, self.strategy = step, strategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], CarriedValues):
+            args[0].give()
+            args = args[1:]
+        with self.strategy.scope():
+            return self.step(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return ScopedBody, (self.step, self.strategy)
+
 
 INPUT_BYTES: Final = 1024
 """Bytes of the inputs of one closure: what is copied into each dispatch, and kept until
