@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -21,7 +22,10 @@ def late_worker(server):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     command = [sys.executable, "-m", "zstrat.daemons.worker", "--join", server]
     started = subprocess.Popen(
-        [*command, "--bind", address], stderr=subprocess.PIPE, text=True
+        [*command, "--bind", address],
+        env={**os.environ, "ZSTRAT_CONNECT_TIMEOUT": "300"},  # where cores are busy
+        stderr=subprocess.PIPE,
+        text=True,
     )
     return started, address
 
