@@ -141,7 +141,9 @@ class Cluster:
         self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
-        self.turnover = Turnover(self, self.membership, timeouts.drain)
+        self.turnover = Turnover(
+            self, self.membership, timeouts.drain, timeouts.connect
+        )
         self.ps = [
             self._task("ps", index, index, at)
             for index, at in enumerate(self._addresses)

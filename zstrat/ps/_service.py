@@ -255,6 +255,7 @@ class PsService:
                     self._require_open()
                     return self._reports.ask(remote, message)
                 case AnswerReport():
+                    self._ownership.check(message.session)
                     self._reports.answered(message)
                     return Done()
                 case AskParts():

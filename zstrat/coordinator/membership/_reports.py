@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 MOST: Final = 1024
-"""Workers that are on their way at a time; others are told again by their server."""
+"""Workers that are on their way at a time; others wait at their server in vain."""
 
 NOT_WISHED: Final = (
     "the program takes no workers that report themselves: it does so behind "

@@ -66,15 +66,20 @@ class Turnover:
 
     Args:
         drain: Seconds that a worker which the resolver takes back has to finish.
+        arrival: Seconds that one which reports itself has to come, at most.
     """
 
     def __init__(
-        self, cluster: ChangingCluster, membership: Membership, drain: float
+        self,
+        cluster: ChangingCluster,
+        membership: Membership,
+        drain: float,
+        arrival: float,
     ) -> None:
         self.membership: Final = membership
         self.counts: Final = Counter[str]()
         self.reports: Final = AnsweredReports(self)
-        self._cluster, self._drain = cluster, drain
+        self._cluster, self._drain, self._arrival = cluster, drain, arrival
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
@@ -116,7 +121,7 @@ class Turnover:
         Cancellation: it is not taken in, unless it was there before.
         """
         check_told(address)
-        deadline = asyncio.get_running_loop().time() + patience
+        deadline = asyncio.get_running_loop().time() + min(patience, self._arrival)
         async with self._lock:
             if number < 0:
                 return self.membership.promise(address)
