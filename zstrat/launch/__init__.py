@@ -1,5 +1,6 @@
 """Starting tasks: in this process, as daemons on this machine, and looking at them."""
 
+from zstrat.launch.fleet import GPUS_BY_NODE as GPUS_BY_NODE
 from zstrat.launch.fleet import Fleet as Fleet
 from zstrat.launch.fleet import dask as dask
 from zstrat.launch.fleet import ray as ray
