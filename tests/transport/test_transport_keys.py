@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import DeadlineExceededError, PermissionDeniedError
+from zstrat.errors import DeadlineExceededError, PermissionDeniedError, ZstratError
 from zstrat.transport import Secrecy, Security, _dial, _opening, generate_keys
 from zstrat.wire import Done, Inspect, Job, Pull, Read, Statistics
 
@@ -47,6 +47,23 @@ async def test_a_role_is_that_of_the_key(net, served, folder):
     _, address, _ = served
     for job in ("chief", "worker", "observer"):
         assert await honest(net, address, folder, job) == Statistics({"role": job})
+
+
+async def test_whoever_is_expected_by_its_role_has_to_have_its_key(net, served, folder):
+    """A worker without a number yet, at a server whose number it does not know; there
+    may be several."""
+    _, address, _ = served
+    ours = Security.load(folder, "worker")
+    unnumbered = {"index": -1, "security": ours}
+    for _ in range(2):
+        link, _ = await net.open(address, expect=("ps", None), **unnumbered)
+        assert await link.request(Inspect()) == Statistics({"role": "worker"})
+    link, _ = net.link(address, expect=("worker", None), **unnumbered)
+    with pytest.raises((PermissionDeniedError, DeadlineExceededError)):
+        await link.wait_open(soon(1.0))
+    link, _ = net.link(address, job="chief", expect=("ps", None), **unnumbered)
+    with pytest.raises(ZstratError):
+        await link.wait_open(soon())
 
 
 async def test_bodies_travel_encrypted(net, served, folder):

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ._task import TaskPlace as TaskPlace
     from ._task import serve as serve
     from ._units import write_units as write_units
+    from ._worker_join import JoinPlace as JoinPlace
+    from ._worker_join import WorkerJoin as WorkerJoin
 else:
     __getattr__, __dir__ = fetched_late(
         __name__,
@@ -58,5 +60,6 @@ else:
             "_server": "Server ServerDef",
             "_task": "Task TaskPlace serve",
             "_units": "write_units",
+            "_worker_join": "JoinPlace WorkerJoin",
         },
     )
