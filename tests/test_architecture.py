@@ -74,6 +74,7 @@ DOORS = {
     "google": "zstrat.cluster._google",
     "googleapiclient": "zstrat.cluster._google",
     "http": "zstrat.cluster._google",
+    "opentelemetry": "zstrat.telemetry.timeline._sdk_spans",
     "prometheus_client": "zstrat.transport.health._exposition",
     "tomllib": "zstrat.config",
     "click": "zstrat.cli",

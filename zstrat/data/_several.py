@@ -41,25 +41,12 @@ class Several(Recipe):
     @abc.abstractmethod
     def size(self) -> int: ...
 
-    def of_all(self, change: Callable[[Recipe], Recipe]) -> Self:
-        """The same of changed sources."""
+    def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
         if all(new is old for new, old in zip(fresh, self.sources, strict=True)):
             return self
         changed: Self = replace(self, sources=fresh)  # type: ignore[type-var]
         return changed
-
-    def apart(self) -> Recipe:
-        return self.of_all(lambda source: source.apart())
-
-    def begun(self) -> Recipe:
-        return self.of_all(lambda source: source.begun())
-
-    def first(self) -> Recipe:
-        return self.of_all(lambda source: source.first())
-
-    def again(self, number: int) -> Recipe:
-        return self.of_all(lambda source: source.again(number))
 
 
 @final

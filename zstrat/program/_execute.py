@@ -308,6 +308,7 @@ def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepU
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     if not updates:
         return  # as of every step whose variables live here
+    # First: a server takes gradients of the leaves of a tree that it was told.
     for call in plan.calls:
         for home in {id(v.home): v.home for v in call.variables}.values():
             assert isinstance(home, Binds), home

@@ -25,7 +25,7 @@ import numpy as np
 from zstrat.checkpoint import CheckpointFiles, Manifest, verify
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
-from zstrat.variables import Beside, InProcess, Optimizer
+from zstrat.variables import Beside, HomeWithSlots, Optimizer
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._blocking import FileThread, ProgressBar
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
     from zstrat.checkpoint import StoredTensor, TensorReader
+    from zstrat.ps import PsClient
     from zstrat.variables import AbstractVariable, OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
-    from ._servers import AskedCluster, ServerConnection, SnapshotServers, T
+    from ._servers import AskedCluster, ServerConnection, T
     from ._tensors import StoredNode
 
 
@@ -267,7 +268,7 @@ def _load_local(
                         (*beside.rows, each.tensor.by_rows),
                     )
         home = variable.home
-        assert isinstance(home, InProcess)
+        assert isinstance(home, HomeWithSlots)
         home.put(value, slots)
 
 
@@ -318,7 +319,7 @@ class SavedServers:
         async with FileThread() as disk:
             await check(self.path, await disk(Manifest.of, self.path), disk)
 
-    async def fill(self, client: SnapshotServers) -> None:
+    async def fill(self, client: PsClient) -> None:
         files, here = CheckpointFiles(self.path), _OnLoop(client)
         async with FileThread() as disk:
             try:
@@ -334,7 +335,7 @@ class SavedServers:
 class _OnLoop:
     """Asks the servers from the very loop of their cluster."""
 
-    client: SnapshotServers
+    client: PsClient
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         del what

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import AbstractVariable, Creator
+    from zstrat.variables import Creator
 
     from .input._inputs import ProcessInputs
     from .replica._collective import Team
@@ -86,22 +86,9 @@ class LocalExtended(StrategyExtended):
         variables: MirroredVariables,
         ops: CrossDeviceOps | None = None,
     ) -> None:
-        super().__init__(strategy)
-        self._workers = task_names(workers)
-        self._parameters = task_names(parameters)
-        self._variables = variables
+        names = task_names(workers), task_names(parameters)
+        super().__init__(strategy, *names, variables)
         self._ops = ops or ReductionToOneDevice()
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        return self._workers
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return self._parameters
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        return all(self._variables.owns(part) for part in v.components)
 
     def value_container(self, value: Any) -> Any:
         """The variable that ``value`` is a copy of, or ``value``."""

@@ -66,10 +66,9 @@ class TPUExtended(StrategyExtended):
         variables: MirroredVariables,
         hosts: tuple[int, int],
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(strategy, (), (), variables)
         self._devices = devices
         self._assignment = assignment
-        self._variables = variables
         self._hosts, self._cores_per_host = hosts
 
     @property
@@ -118,9 +117,6 @@ class TPUExtended(StrategyExtended):
             yield
         finally:
             _entered.reset(before)
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        return all(self._variables.owns(part) for part in v.components)
 
     def _current(self) -> int:
         """The current logical device of this strategy."""

@@ -19,13 +19,13 @@ from ._device import DeviceHome as DeviceHome
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
-from ._home import InProcess as InProcess
 from ._home import KnowsSlots as KnowsSlots
 from ._home import VariableHandle as VariableHandle
 from ._home import read_all as read_all
 from ._home import read_parts as read_parts
 from ._home import update_all as update_all
 from ._local import Detached as Detached
+from ._local import HomeWithSlots as HomeWithSlots
 from ._local import LocalHome as LocalHome
 from ._narrowing import NarrowingWarning as NarrowingWarning
 from ._narrowing import is_cut as is_cut

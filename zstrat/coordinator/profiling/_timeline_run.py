@@ -84,12 +84,24 @@ class CollectedRun:
 
 @final
 class TimelineRun:
-    """One time line, from its begin to its end. Belongs to the loop."""
+    """One time line, from its begin to its end. Belongs to the loop.
+
+    Args:
+        yields: It ends as soon as another one is wanted.
+    """
 
     def __init__(
-        self, cluster: TimedCluster, engine: ClosureEngine, bounds: TimelineBounds
+        self,
+        cluster: TimedCluster,
+        engine: ClosureEngine,
+        bounds: TimelineBounds,
+        *,
+        yields: bool = False,
     ) -> None:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
+        self._yields = yields
+        self._over = asyncio.Event()
+        """Set when another one may begin."""
         self._tasks: list[CapturedTask] = []
         self._backups: Sequence[BackupTask] = ()
         self._enough = asyncio.Event()
@@ -105,6 +117,10 @@ class TimelineRun:
 
         Cancellation: nothing is taken.
         """
+        other = self._cluster.timeline
+        if other is not None and other._yields:
+            other.enough()
+            await other.wait_over()
         if self._cluster.timeline is not None:
             raise RuntimeError(
                 "a time line of this session is taken already: one at a time; let that "
@@ -115,7 +131,6 @@ class TimelineRun:
             await self._begin_tasks()
             self._engine.notes = notes = self._new_notes()
         except BaseException:  # to whoever wanted it
-            self._cluster.timeline = None
             await self._part()
             raise
         loop = asyncio.get_running_loop()
@@ -130,6 +145,14 @@ class TimelineRun:
         assert self._collecting is not None, "it has not begun"
         self._enough.set()
         await asyncio.shield(self._collecting)
+
+    def enough(self) -> None:
+        """It is to end; nobody waits for that here."""
+        self._enough.set()
+
+    async def wait_over(self) -> None:
+        """Waits until another one may begin. Cancellation: nothing changes."""
+        await self._over.wait()
 
     async def close(self, patience: float) -> None:
         """Ends it, as the session does; tasks have ``patience`` seconds to tell."""
@@ -197,13 +220,14 @@ class TimelineRun:
                     for task in self._tasks
                 ]
         finally:
-            self._cluster.timeline = None
             await self._part()
         tasks = [*(each.result() for each in asking), *self._newcomers()]
         return CollectedRun(notes, tasks, ended, self._reason)
 
     async def _part(self) -> None:
-        """From the backups, with which there is no session."""
+        """Another one may begin. There is no session with the backups."""
+        self._cluster.timeline = None
+        self._over.set()
         await asyncio.gather(*(each.close() for each in self._backups))
 
     def _newcomers(self) -> list[TaskNotes]:

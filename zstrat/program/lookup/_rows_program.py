@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.program._results import StepResult, StepUpdate
+    from zstrat.program.trace._discover import Traced
     from zstrat.program.trace._plan import Plan
-    from zstrat.program.trace._retrace import Traced
 
     from ._lookups import LevelRequest, LookupBlock
 

@@ -64,6 +64,7 @@ BESIDE: Final = 64 * 1024
 """Smaller arrays stay in the pickle: a frame of its own costs more than the copy."""
 
 _MAGIC: Final = b"zs1"
+# Functions travel as their instructions, which each minor version has of its own.
 _VERSION: Final = bytes(sys.version_info[:2])
 
 

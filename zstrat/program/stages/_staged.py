@@ -28,9 +28,9 @@ from ._stages import stages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zstrat.program.trace._discover import Staged
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
-    from zstrat.program.trace._retrace import Staged
     from zstrat.variables import VariableHandle
 
     from ._cross import Channel
@@ -182,11 +182,6 @@ class StagedProgram:
             not self._channels
             or all(channel.mark == mark for channel, mark in self._channels.items())
         )
-
-    @property
-    def stage_count(self) -> int:
-        """Compiled programs of one step."""
-        return len(self._stages)
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
+    from zstrat.program.trace._discover import Staged
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
-    from zstrat.program.trace._retrace import Staged
 
 # jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
@@ -62,11 +62,6 @@ class WholeProgram:
     def is_current(self) -> bool:
         """Whether variables and processes are as it was traced for."""
         return self._held.mark == self._mark
-
-    @property
-    def stage_count(self) -> int:
-        """Compiled programs of one step."""
-        return 1
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws

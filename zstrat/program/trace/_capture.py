@@ -193,6 +193,7 @@ class Capture:
         if not self._is_region and (copy := copy_home(variable)) is not None:
             return row_of(self, copy)
         value = self._current(variable)
+        # Of copies that replicas keep apart, who stands outside of them has the first.
         return value[0] if value.ndim > len(variable.shape) else value
 
     def update(self, update: VariableUpdate) -> None:

@@ -85,7 +85,7 @@ class Immediate:
         if isinstance(target, Table):
             self._update_rows(target, op, host, optimizer)
         else:
-            self._home_of(target).update(target, op, host, optimizer)
+            self._home_of(target).update_many([(target, op, host, optimizer)])
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable of which each replica has its own."""

@@ -13,7 +13,7 @@ said where replicas are brought together (`zstrat.strategy.replica._collective`)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -121,13 +121,11 @@ class MirroredVariable(ReplicatedVariable):
 
     __slots__ = ()
 
-    def _dense(
-        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> Self:
+    def _dense(self, op: UpdateOp, value: Any) -> Self:
         value = self._operand(value)
-        if optimizer is None and isinstance(value, int | float | complex):
+        if isinstance(value, int | float | complex):
             self._require_distributed(value)
-        return super()._dense(op, value, optimizer)
+        return super()._dense(op, value)
 
     def _require_distributed(self, value: complex) -> None:
         """Refuses a sum of what is the same number on several replicas.
@@ -293,7 +291,7 @@ class SyncOnReadVariable(ReplicatedVariable):
         recording: UpdateRecorder,
         op: UpdateOp,
         value: Any,
-        optimizer: OptimizerHandle | None,
+        optimizer: OptimizerHandle | None = None,
     ) -> None:
         if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
@@ -304,28 +302,14 @@ class SyncOnReadVariable(ReplicatedVariable):
         operand = jnp.asarray(value, self.dtype)
         recording.update(VariableUpdate(self, op, (operand,), optimizer))
 
-    def _record_rows(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        rows: tuple[Any, Any],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise self._no_rows(op)
-
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[HomeUpdate]:
         if not in_real_replica_context():
             value = np.asarray(self._for_each(op, value), self.dtype)
         return [(self, op, (value,), optimizer)]
 
-    def _row_updates(
-        self,
-        op: UpdateOp,
-        rows: tuple[np.ndarray, np.ndarray],
-        optimizer: OptimizerHandle | None,
-    ) -> list[HomeUpdate]:
+    def _target_of_rows(self, op: UpdateOp) -> NoReturn:
         raise self._no_rows(op)
 
     def _for_each(self, op: UpdateOp, value: Any) -> Any:

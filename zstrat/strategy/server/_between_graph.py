@@ -59,20 +59,10 @@ class BetweenGraphExtended(StrategyExtended):
         *,
         is_chief: bool,
     ) -> None:
-        super().__init__(strategy)
-        self._devices = devices
-        self._ps_count = ps_count
+        servers = [f"/job:ps/task:{n}" for n in range(ps_count)]
+        super().__init__(strategy, devices, servers, variables)
         self._variables = variables
         self._is_chief = is_chief
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of this program."""
-        return self._devices
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return tuple(f"/job:ps/task:{n}" for n in range(self._ps_count))
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -90,9 +80,6 @@ class BetweenGraphExtended(StrategyExtended):
     @property
     def should_save_summary(self) -> bool:
         return self._is_chief
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        return all(self._variables.owns(part) for part in v.components)
 
     def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
         return self._variables.colocated(variable)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         OptimizerHandle,
         VariableRequest,
     )
-    from zstrat.wire import InitialEntry, UpdateOp
+    from zstrat.wire import InitialEntry
 
     from ._variable_plan import VariablePlan
 
@@ -253,25 +253,6 @@ class ServerVariables(StrategyCreator):
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         await self._session.run_async(*self._updating(updates))
-
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self._session.run(*self._updating([(variable, op, operands, optimizer)]))
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        update = (variable, op, operands, optimizer)
-        await self._session.run_async(*self._updating([update]))
 
     def bind(self, call: GradientCall) -> None:
         """Tells the parameter servers of the tree of an optimizer, once.

@@ -89,12 +89,10 @@ class GradientTarget(Protocol):
     @property
     def table(self) -> Table: ...
 
-    def _planned(
-        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None
-    ) -> list[HomeUpdate]: ...
+    def _planned(self, op: UpdateOp, value: Any) -> list[HomeUpdate]: ...
 
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]: ...
 
     def _row_updates(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ._gradient_call import GradientTarget
     from ._slots import SlotRule
 
+# Negative: 0 stands for none, and those of parameter servers are above it.
 _local_ids = itertools.count(-1, -1)
 
 

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables._home import MovesHere, read_all, update_all, update_all_async
+from zstrat.variables._home import read_all, update_all, update_all_async
+from zstrat.variables._local import HomeWithSlots
 from zstrat.variables._rows import rows_of_component, summed
 from zstrat.wire import UpdateOp
 
@@ -98,7 +99,7 @@ def lives_here(call: GradientCall) -> bool:
         refuse = getattr(home, "not_optimized", None)
         if refuse is not None:
             raise refuse(variable)
-        here.append(isinstance(home, MovesHere))
+        here.append(isinstance(home, HomeWithSlots))
     if any(here) and not all(here):
         first, second = (call.variables[here.index(x)] for x in (True, False))
         raise ValueError(
@@ -151,7 +152,7 @@ def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
 def _move_here(call: GradientCall) -> None:
     step, run = _step_of(call)
     homes = [each.variable.home for each in step.components]
-    mine: list[Any] = [home for home in homes if isinstance(home, MovesHere)]
+    mine: list[Any] = [home for home in homes if isinstance(home, HomeWithSlots)]
     turns = {id(home.turn): home.turn for home in mine}
     with ExitStack() as stack:
         for _, turn in sorted(turns.items()):
@@ -213,7 +214,7 @@ def _homes(call: GradientCall, home: Home | None) -> list[Home]:
 def _counted(call: GradientCall) -> list[HomeUpdate]:
     """The update of TF's ``iterations``."""
     iterations = call.optimizer.iterations
-    return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1, None)
+    return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1)
 
 
 @dataclass(frozen=True, eq=False)
