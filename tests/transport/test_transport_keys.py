@@ -2,6 +2,7 @@
 
 import asyncio
 import grp
+import logging
 import os
 import pwd
 import shutil
@@ -147,6 +148,28 @@ async def test_who_has_no_keys_that_fit_is_told_soon(
     link, _ = net.link(served[1], expect=PS, security=security)
     with pytest.raises(PermissionDeniedError, match="does not let us in"):
         await link.wait_open(soon(60.0))
+
+
+async def test_a_refusal_that_nobody_waits_for_is_told_to_the_log(
+    net, served, tmp_path, brief
+):
+    """A worker with keys of another cluster, say, without which training goes on."""
+    said = asyncio.Queue()
+    hearing = logging.Handler(logging.WARNING)
+    hearing.emit = lambda record: said.put_nowait(record.getMessage())
+    generate_keys(tmp_path / "others")
+    security = Security.load(tmp_path / "others", "worker")
+    logging.getLogger("zstrat.transport").addHandler(hearing)
+    try:
+        link, _ = net.link(served[1], expect=PS, security=security)
+        async with asyncio.timeout(60):
+            while "does not let us in" not in (words := await said.get()):
+                pass  # what the server has to say of it
+    finally:
+        logging.getLogger("zstrat.transport").removeHandler(hearing)
+    assert f"at {served[1]}" in words
+    with pytest.raises(PermissionDeniedError):
+        await link.wait_open(soon())
 
 
 async def test_a_proxy_whose_daemon_is_about_to_start_is_no_refusal(

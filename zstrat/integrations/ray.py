@@ -79,13 +79,13 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         worker_group.execute(forget_keys)
 
 
-class _ProcessKeys:
-    """The keys that this process was given, and who removes them."""
+class _WorkerKeys:
+    """What this process has."""
 
     remover: subprocess.Popen[bytes] | None = None
 
 
-_keys: Final = _ProcessKeys()
+_held: Final = _WorkerKeys()
 
 
 def own_address() -> str:
@@ -108,7 +108,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
     # Each strategy that the program makes reads them: they stay until the end.
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
-    _keys.remover = subprocess.Popen(
+    _held.remover = subprocess.Popen(
         [*_REMOVING, str(folder)],
         stdin=subprocess.PIPE,
         start_new_session=True,  # who ends the worker with its group leaves this one
@@ -119,7 +119,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
 
 def forget_keys() -> None:
     """In a worker: removes the keys of its run; returns when they are gone."""
-    remover, _keys.remover = _keys.remover, None
+    remover, _held.remover = _held.remover, None
     if remover is not None:
         remover.communicate()
 

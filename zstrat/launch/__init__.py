@@ -40,13 +40,15 @@ if TYPE_CHECKING:
     from ._task import TaskPlace as TaskPlace
     from ._task import serve as serve
     from ._units import write_units as write_units
+    from ._worker_join import UNNUMBERED as UNNUMBERED
     from ._worker_join import JoinPlace as JoinPlace
     from ._worker_join import WorkerJoin as WorkerJoin
 else:
     __getattr__, __dir__ = fetched_late(
         __name__,
         {
-            "fleet": "GPUS_BY_NODE Fleet dask ray requeue run_beside slurm slurm_program ssh",
+            "fleet": "GPUS_BY_NODE Fleet dask ray requeue run_beside slurm "
+            "slurm_program ssh",
             "_calibrate": "SIZES Calibration calibrate calibrate_tasks",
             "_child": "Child",
             "_copies": "Copies run_copies",
@@ -60,6 +62,6 @@ else:
             "_server": "Server ServerDef",
             "_task": "Task TaskPlace serve",
             "_units": "write_units",
-            "_worker_join": "JoinPlace WorkerJoin",
+            "_worker_join": "UNNUMBERED JoinPlace WorkerJoin",
         },
     )
