@@ -31,6 +31,7 @@ from zstrat.wire import (
     Printed,
     SessionOpened,
     Telemetry,
+    WorkerReported,
 )
 
 from ._fences import Fences
@@ -140,7 +141,9 @@ class Cluster:
         self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
-        self.turnover = Turnover(self, self.membership, timeouts.drain)
+        self.turnover = Turnover(
+            self, self.membership, timeouts.drain, timeouts.connect
+        )
         self.ps = [
             self._task("ps", index, index, at)
             for index, at in enumerate(self._addresses)
@@ -254,7 +257,10 @@ class Cluster:
             return
         self._closing = True
         if self.timeline is not None:
-            await self.timeline.close(LEAVING)
+            try:
+                await self.timeline.close(LEAVING)
+            except Exception:  # to the log: all else has to be closed
+                log.exception("ending the time line")
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
@@ -419,6 +425,9 @@ class Cluster:
             return
         if isinstance(message, Printed):
             self.seen.printed(task.name, message.texts)
+        if isinstance(message, WorkerReported):
+            self.worker_reported(task, message)
+            return
         if id(task) in self._ps_ids:
             if self.replication is not None:
                 self.replication.heard(task, message)
@@ -432,6 +441,11 @@ class Cluster:
         return objection_to(task, hello, opened, self.workers, self._fixed)
 
     # ---- workers that come and go ----------------------------------------------------
+
+    def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
+        """A worker has reported itself at the process of a parameter server."""
+        if not self._closing:
+            self.turnover.reports.heard(task, message)
 
     def admit(self, index: int, number: int, address: str) -> TaskSession:
         """Begins to greet a worker, whose per-worker resources are built before its

@@ -79,13 +79,13 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         worker_group.execute(forget_keys)
 
 
-class _Held:
+class _WorkerKeys:
     """What this process has."""
 
     remover: subprocess.Popen[bytes] | None = None
 
 
-_held: Final = _Held()
+_held: Final = _WorkerKeys()
 
 
 def own_address() -> str:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
-    from zstrat.worker import Listen
+    from zstrat.worker import Listen, WorkerService
 
 
 def resident_bytes() -> int:
@@ -126,6 +126,8 @@ class Task:
         self._hosted: HostedStores | None = None
         """Of a ps."""
         self._ps: PsService | None = None
+        self.worker: WorkerService | None = None
+        """If it is one."""
         self._returns = 0.0
         """Seconds in which another process goes on with what was here."""
         self._handover, self._inherited = self._left()
@@ -359,6 +361,7 @@ class Task:
             listen=self._listen,
             tells=True,
         )
+        self.worker = service
         return service, service.close, None
 
     def _link_to_ps(

@@ -23,6 +23,7 @@ from zstrat.telemetry.timeline import columns_of
 from zstrat.transport import lanes, moved_bytes
 from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
+    AnswerReport,
     AppliedParts,
     AskClock,
     AskParts,
@@ -52,11 +53,13 @@ from zstrat.wire import (
     PullRows,
     Push,
     RaiseMark,
+    ReportWorker,
     SessionOpened,
     Statistics,
 )
 
 from ._joining import Joining
+from ._reports import WorkerReports
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
 from ._serving import Serving
@@ -89,6 +92,9 @@ _LARGE: Final = 2**20
 """Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
 """
 
+
+_REPORTS: Final = (ReportWorker, AnswerReport)
+"""What is answered by any process that a program has, whichever stores it serves."""
 
 Capturing = AskClock | BeginCapture | EndCapture
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
@@ -180,6 +186,7 @@ class PsService:
         )
         admit = self._standing.require_alone
         self._joining = Joining(task, self._ownership, self._store, admit)
+        self._reports = WorkerReports(task, self._ownership, self._tell_owner)
         self._is_aside = backup_of is not None
         """It does not serve its store."""
         self._host = None if backup_of is None else backup_of[0]
@@ -237,7 +244,7 @@ class PsService:
         if self._silence is not None and not isinstance(message, Inspect):
             return self._silence
         try:
-            if self._is_aside:
+            if self._is_aside and not isinstance(message, _REPORTS):
                 return self._handle_aside(remote, message)
             check_role(self._task, remote, message)
             if isinstance(message, Stored):
@@ -252,6 +259,13 @@ class PsService:
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
+                case ReportWorker():
+                    self._require_open()
+                    return self._reports.ask(remote, message)
+                case AnswerReport():
+                    self._ownership.check(message.session)
+                    self._reports.answered(message)
+                    return Done()
                 case AskParts():
                     self._ownership.check(message.session)
                     self._store.claim(message.step, message.attempt)
@@ -353,6 +367,7 @@ class PsService:
         """A connection ended. What its session has here stays until another opens, but
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
+        self._reports.lost(remote)
         following = self._standing.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
@@ -419,6 +434,7 @@ class PsService:
         self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
             self._joining.close(self._standing.parting)
+            self._reports.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -537,6 +553,7 @@ class PsService:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
+        self._reports.look()
         if self._tells and self._notices is None:
             self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)

@@ -160,11 +160,16 @@ class Security:
         socket.zap_enforce_domain = True
 
     def arm_client(
-        self, socket: zmq.Socket[bytes], server: Job, index: int, failed: int = 0
+        self,
+        socket: zmq.Socket[bytes],
+        server: Job,
+        index: int | None,
+        failed: int = 0,
     ) -> None:
         """Lets ``socket`` talk only to a task with a key of that server.
 
         Args:
+            index: None: any that has the key of the role.
             failed: Handshakes that failed with the keys tried before. While keys change
                 a server has one of several; each has its turn.
 

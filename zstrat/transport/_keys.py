@@ -54,7 +54,7 @@ class Keys:
     owners: Mapping[str, Owner]
     stamp: object
 
-    def of(self, job: Job, index: int) -> list[str]:
+    def of(self, job: Job, index: int | None) -> list[str]:
         """The public keys that a task may have: its own, else those of its role."""
         own = [key for key, owner in self.owners.items() if owner == (job, index)]
         return own or [k for k, owner in self.owners.items() if owner == (job, None)]

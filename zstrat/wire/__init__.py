@@ -14,6 +14,7 @@ from ._codec import encode as encode
 from ._messages import PROTOCOL as PROTOCOL
 from ._messages import AbortCall as AbortCall
 from ._messages import Again as Again
+from ._messages import AnswerReport as AnswerReport
 from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
@@ -115,6 +116,7 @@ from ._messages import Read as Read
 from ._messages import ReadSnapshot as ReadSnapshot
 from ._messages import Released as Released
 from ._messages import ReleaseSnapshot as ReleaseSnapshot
+from ._messages import ReportWorker as ReportWorker
 from ._messages import ResourceBuilt as ResourceBuilt
 from ._messages import SessionOpened as SessionOpened
 from ._messages import SnapshotPart as SnapshotPart
@@ -131,6 +133,7 @@ from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp
 from ._messages import VariableEntry as VariableEntry
 from ._messages import Withdraw as Withdraw
+from ._messages import WorkerReported as WorkerReported
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership

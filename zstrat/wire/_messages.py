@@ -93,6 +93,7 @@ from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._task_messages import AnswerReport as AnswerReport
 from ._task_messages import AskClock as AskClock
 from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
@@ -106,9 +107,11 @@ from ._task_messages import Failure as Failure
 from ._task_messages import Inspect as Inspect
 from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
+from ._task_messages import ReportWorker as ReportWorker
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
 from ._task_messages import Telemetry as Telemetry
+from ._task_messages import WorkerReported as WorkerReported
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
@@ -156,6 +159,9 @@ Message = (
     | SessionOpened
     | JoinSession
     | CloseSession
+    | ReportWorker
+    | WorkerReported
+    | AnswerReport
     | CreateVariables
     | InitializeVariables
     | DeleteVariables

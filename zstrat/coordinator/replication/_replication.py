@@ -31,6 +31,7 @@ from zstrat.wire import (
     Message,
     OpenSession,
     StoreHosted,
+    WorkerReported,
 )
 
 from ._backup_task import BackupTask
@@ -82,6 +83,10 @@ class ReplicatedCluster(Protocol):
     @property
     def broken(self) -> PSUnavailableError | None:
         """The parameter server that is not there, and no other in its place."""
+        ...
+
+    def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
+        """A worker has reported itself at the process."""
         ...
 
     def store_moved(self, store: int, view: int, address: str) -> None:
@@ -485,6 +490,8 @@ class Replication:
             log.warning("%s has lost its backup: %s", task.name, message.reason)
             store, view = task.index, message.view
             self._carry_out(self.placement.backup_lost(store, view, message.reason))
+        elif isinstance(message, WorkerReported):
+            self._cluster.worker_reported(task, message)
 
     def _take_back(self, task: TaskSession) -> None:
         """What it held is gone, and it is as good as any for a new copy."""
