@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "zstrat.errors": 0,
     "zstrat.config": 0,
+    "zstrat.doors": 0,
     "zstrat.rows": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
@@ -74,6 +75,7 @@ DOORS = {
     "google": "zstrat.cluster._google",
     "googleapiclient": "zstrat.cluster._google",
     "http": "zstrat.cluster._google",
+    "opentelemetry": "zstrat.telemetry.timeline._sdk_spans",
     "prometheus_client": "zstrat.transport.health._exposition",
     "tomllib": "zstrat.config",
     "click": "zstrat.cli",
@@ -273,7 +275,6 @@ SMALL = {
     "zstrat.launch.fleet._beside": "a program is no task of a fleet",
     "zstrat.launch._timed_rank": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
-    "zstrat.strategy._one_device": "a file for each strategy",
     "zstrat.transport.health._document": "the page and what may run in it",
     "zstrat.transport._identity": "the door says who this process is",
     "zstrat.daemons.ps": "started by name",

@@ -57,6 +57,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "AsyncRemoteValue",
             "RemoteValue",
             "RemoteValueStatus",
+            "OpenTelemetryExport",
             "log_scalar",
             "profile",
         ),

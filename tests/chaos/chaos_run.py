@@ -2,6 +2,7 @@
 
     make chaos                              ten minutes
     make chaos ARGS="--seconds 60 --seed 7"
+    make chaos ARGS="--rounds 50"           so many rounds, however long they take
     make chaos ARGS="--only network"        rounds of one kind alone
 
 Rounds follow each other, of four kinds in turn; in each, a new cluster trains while
@@ -21,6 +22,7 @@ faults come.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import subprocess
@@ -206,6 +208,7 @@ def played_inside(name, seed, faults):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--rounds", type=int, help="so many, and no limit of time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
@@ -213,12 +216,13 @@ def main():
     asked = parser.parse_args()
     if asked.inside:
         sys.exit(played_inside(asked.inside, asked.seed, asked.faults).are_bad)
-    rng, totals, number = random.Random(asked.seed), Totals(), 0
+    rng, totals = random.Random(asked.seed), Totals()
     end = time.monotonic() + asked.seconds
-    while time.monotonic() < end:
+    for number in range(asked.rounds) if asked.rounds else itertools.count():
+        if asked.rounds is None and time.monotonic() >= end:
+            break
         kind = asked.only or KINDS[number % len(KINDS)]
-        number += 1
-        print(f"round {number}: {kind}", flush=True)
+        print(f"round {number + 1}: {kind}", flush=True)
         play(kind, rng, totals)
         print(f"  so far: {totals}", flush=True)
     sys.exit(totals.are_bad)

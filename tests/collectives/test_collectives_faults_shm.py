@@ -257,6 +257,24 @@ def test_fences_of_machines_that_order_weakly(pair, monkeypatch) -> None:
     same(sources, np.full(count, 3.5, np.float32))
 
 
+def test_it_knows_for_whom_it_has_waited(pair) -> None:
+
+    def late():
+        while pair[0]._shared.barrier._asleep is None:
+            continue
+        pair[1].run(barrier())
+
+    assert dict(pair[0].waited()) == {1: 0.0}
+    thread = threading.Thread(target=late)
+    thread.start()
+    pair[0].run(barrier())
+    thread.join()
+    waited = pair[0].waited()[1]
+    assert waited > 0.0
+    pair[0].close()
+    assert pair[0].waited() == {1: waited}
+
+
 def test_a_closed_engine_waits_for_nobody(pair) -> None:
     pair[0].close()
     assert pair[0].waits() == ()

@@ -477,3 +477,16 @@ def test_each_rank_knows_for_whom_it_has_waited(trio, on_all):
         others = [name for name in names if name != names[rank]]
         assert set(found) <= set(others)
         assert sum(found.values()) > 0
+
+
+def test_waits_in_the_memory_of_one_host_are_counted_as_those_by_message():
+    def waited(group):
+        return dict(group._runtime.node.statistics()["waited"])
+
+    with ranks_of(2) as ranks:
+        groups = ranks.groups(lane="shm")
+        before = [waited(group) for group in groups]  # forming goes by messages
+        while [waited(group) for group in groups] == before:
+            ranks.each(lambda group: group.all_reduce(np.ones(4)), groups)
+        for rank, group in enumerate(groups):
+            assert set(waited(group)) <= {f"/job:worker/task:{1 - rank}"}

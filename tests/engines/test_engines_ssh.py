@@ -115,7 +115,10 @@ def test_up_and_down(ssh_config, folder):
     ("host", "words"),
     [
         ("port = 1", "Connection refused"),
-        ('options = ["HostName=no.such.host.invalid"]', "no.such.host.invalid"),
+        (
+            'options = ["HostName=no.such.host.invalid"]\naddress = "127.0.1.2"',
+            "no.such.host.invalid",
+        ),
         ('user = "nobody-of-that-name"', "Permission denied"),
         ('python = "/nowhere/python"', "there is no /nowhere/python"),
         ('python = "/bin/false"', "exit code 1"),

@@ -83,9 +83,9 @@ def test_a_pod_is_the_task_whose_name_it_has(engine, monkeypatch):
                 told = order(parsed, DAEMONS[program])
                 assert (told.place.task, told.place.bind) == (
                     f"{job}:{index}",
-                    "0.0.0.0:2222",
+                    "*:2222",
                 )
-                assert told.settings.http == "0.0.0.0:9100"
+                assert told.settings.http == "*:9100"
             else:
                 assert container["command"] == ["python", "train.py"]
 
@@ -209,7 +209,7 @@ def test_what_is_asked_for_is_there():
     assert len(container["volumeMounts"]) == 1
     (container,) = program["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python", "t.py", "--ps", "7", "a: b"]
-    assert {"name": "ZSTRAT_HTTP", "value": "0.0.0.0:8000"} in container["env"]
+    assert {"name": "ZSTRAT_HTTP", "value": "*:8000"} in container["env"]
     assert "run1-worker-15.run1:3000" in ran.output
 
 

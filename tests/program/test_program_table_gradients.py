@@ -292,7 +292,7 @@ def test_training(home, eager):
 def test_replicas(home, inside, devices):
     """Each looks its own rows up; their gradients are summed."""
     from zstrat.strategy.replica import Spread, mesh_of
-    from zstrat.strategy.replica._replicas import replicate
+    from zstrat.strategy.replica._one_program import replicate
 
     table, w = home.sharded(TABLE, 3), home.variable(W)
     chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())

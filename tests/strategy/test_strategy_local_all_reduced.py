@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.strategy.mirrored._mirrored_strategy import _usual
+from zstrat.strategy._local_strategy import _usual
 from zstrat.strategy.reduce import _all_reduced
 
 D = jax.devices()

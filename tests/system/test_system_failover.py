@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -79,6 +81,28 @@ class Training:
         assert float(self.own) == owns
 
 
+def applied_in(file):
+    """The steps that each process has applied, and the arrows that lead there."""
+    events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    tasks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    applied, arrows = {}, Counter()
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "apply" and event["args"]:
+            applied.setdefault(tasks[event["pid"]], set()).add(event["args"]["step"])
+        elif event["ph"] == "f":
+            arrows[tasks[event["pid"]]] += 1
+    return applied, arrows
+
+
+def shows_both_copies(profile, steps):
+    """The backup has made again what its primary had, and has served the others."""
+    applied, arrows = applied_in(profile.path)
+    assert applied["ps:0 backup"] == applied["ps:1"] == steps
+    assert arrows["ps:0 backup"] >= len(steps)
+    missing = {key for key in profile.about if key.endswith(": missing")}
+    assert missing == {"ps:0: missing", "ps:1 backup: missing"}  # of one process
+
+
 def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
     strategy = zs.ParameterServerStrategy(
         cluster.resolver, replicas=1, settings=SETTINGS
@@ -86,11 +110,13 @@ def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
     with strategy, ThreadPoolExecutor(1) as pool:
         training = Training(strategy)
         metrics = training.coordinator.metrics
-        values = training.schedule(20)
-        saving = pool.submit(training.checkpoint.save, tmp_path / "ckpt")
-        cluster.local.kill("ps:0")
-        values += training.schedule(20)
-        training.check(owns=2)
+        with zs.profile(tmp_path / "line.json") as profile:
+            values = training.schedule(20)
+            saving = pool.submit(training.checkpoint.save, tmp_path / "ckpt")
+            cluster.local.kill("ps:0")
+            values += training.schedule(20)
+            training.check(owns=2)
+        shows_both_copies(profile, {value.run.step for value in values})
         assert metrics()["failovers"] == 1
         assert metrics()["stores_without_backup"] == 2
         saved = saving.result()

@@ -1,6 +1,7 @@
 """The time line of a run of real daemons: each step is in it, where it was, on one
 clock, which on one machine is known to be the same for all."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -44,6 +45,22 @@ def spans_in(trace):
             span = event["args"]["step"], event["ts"] / 1e3, end / 1e3
             found.setdefault((tasks[event["pid"]], event["name"]), []).append(span)
     return found
+
+
+def jax_events_in(trace, task):
+    """``(name, begin, end)`` in milliseconds."""
+    tasks, rows = {}, {}
+    for event in trace["traceEvents"]:
+        if event["name"] == "process_name":
+            tasks[event["pid"]] = event["args"]["name"]
+        elif event["name"] == "thread_name":
+            rows[event["pid"], event["tid"]] = event["args"]["name"]
+    return [
+        (event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and tasks[event["pid"]] == task
+        if rows[event["pid"], event["tid"]].startswith("jax ")
+    ]
 
 
 def clock_of(profile, task):
@@ -127,3 +144,19 @@ def test_jax_profiles_each_worker_beside_it(world, trained, tmp_path):
     finally:
         for folder in folders:
             shutil.rmtree(folder)
+    trace = json.loads(gzip.decompress((tmp_path / "line.json.gz").read_bytes()))
+    computed = spans_in(trace)
+    for number in range(2):
+        worker, seen = f"worker:{number}", 0
+        words = profile.about[f"{worker}: jax events"].split()
+        error = float(words[words.index("by") + 1]) + 1e-3
+        events = jax_events_in(trace, worker)
+        for _, begin, end in computed.get((worker, "compute"), []):
+            inside = [
+                name
+                for name, began, ended in events
+                if begin - error <= began and ended <= end + error
+            ]
+            assert any("Execute" in name for name in inside)
+            seen += 1
+        assert seen or number  # one of them may have had none of the four

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zstrat.telemetry import Histogram, TaskTold, Unit, limits, over, report
+from zstrat.telemetry import Histogram, TaskTold, Unit, limits, over, report, slowest
 
 
 def worker(draw=0.0, compute=0.0, pull=0.0, idle=0.0, **more):
@@ -42,6 +42,19 @@ def test_compute():
     assert (found.task, found.what, found.share) == ("worker:0", "compute", 0.97)
     assert "97 % of its time" in found.words
     assert "add workers" in found.advice
+
+
+def test_a_step_that_takes_long():
+    now = {"phase": "compute", "step": 17, "seconds": 14.2}
+    long = worker(compute=1.0, now=now) | {"steps_per_s": 0.0}
+    found = worst(worker_0=long, worker_1=worker(compute=0.9))
+    assert (found.task, found.what) == ("worker:0", "compute")
+    assert found.words.endswith("; step 17 has been at it for 14 s")
+    assert found.numbers["so_far"] == 14.2
+    metrics = {"tasks": {"worker:0": long, "worker:1": worker(compute=0.9)}}
+    assert slowest(metrics) == {"task": "worker:0", "why": found.words}
+    soon = worker(compute=1.0, now=now | {"seconds": 3.0})
+    assert "step 17" not in worst(worker_0=soon).words
 
 
 def test_the_network_of_one_of_two_parameter_servers():
@@ -101,6 +114,26 @@ def test_workers_that_get_too_little_of_what_waits():
     assert found.what == "queue"
     assert "500 closures wait in the program" in found.words
     assert "closures_in_flight" in found.advice
+
+
+def test_a_full_queue_is_a_remark_while_workers_are_busy():
+    metrics = {
+        "tasks": {"worker:0": worker(compute=0.9)},
+        "queued_closures": 500,
+        "queue_full": True,
+    }
+    compute, full = limits(metrics)
+    assert compute.what == "compute"
+    assert (full.task, full.what, full.share) == ("program", "full queue", 0.0)
+    assert "500 closures are left" in full.words
+
+
+def test_a_queue_that_is_too_short_keeps_workers_waiting():
+    metrics = {"tasks": {"worker:0": worker(idle=0.8)}, "queue_full": True}
+    queue, _ = limits(metrics)
+    assert queue.what == "queue"
+    assert "the program may not schedule more" in queue.words
+    assert "max_queued" in queue.advice
 
 
 def test_steps_that_compute_from_old_values():

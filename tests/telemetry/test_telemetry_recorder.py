@@ -7,6 +7,8 @@ import pytest
 from zstrat.telemetry import (
     PS_PHASES,
     WORKER_PHASES,
+    EagerNotes,
+    EagerTimes,
     Histogram,
     Phase,
     PhaseSpan,
@@ -14,6 +16,7 @@ from zstrat.telemetry import (
     Recorder,
     SpanCapture,
     StepTimes,
+    StepUnderWay,
     TimeShares,
 )
 
@@ -43,8 +46,8 @@ def test_each_phase_is_what_the_times_say():
 
 def test_steps_that_were_prepared_together_neither_draw_nor_pull():
     recorder = Recorder(WORKER_PHASES)
-    # Received at 1, prepared at 2; each of the two runs for three seconds.
-    recorder.ran(StepTimes(quick=[1.0, 2.0, 3.0, 1.0, 2.0, 3.0]), 8.0)
+    # Each of the two waits for a second, and runs for three.
+    recorder.ran(StepTimes(quick=[1.0, 3.0, 1.0, 3.0]), 8.0)
     plain = recorder.plain(8.0)
     counted = {phase: recent(plain, phase).count for phase in WORKER_PHASES}
     assert counted == {"wait": 2, "draw": 0, "pull": 0, "compute": 2, "push": 0}
@@ -55,9 +58,9 @@ def test_steps_that_were_prepared_together_neither_draw_nor_pull():
 def test_what_is_noted_is_digested_in_bulk_and_never_lost():
     recorder = Recorder(WORKER_PHASES)
     for number in range(10_000):
-        times = StepTimes(quick=[0.0, 1.0, 0.5])
+        times = StepTimes(quick=[1.0, 0.5])
         recorder.ran(times, 2.0)
-        assert len(recorder._steps.quick) <= 4097 * 3
+        assert len(recorder._steps.quick) <= 4097 * 2
         recorder.spent(Phase.PUSH, number, 2.0, 3.0)
         recorder.stale("ps:0", number % 4)
     plain = recorder.plain(3.0)
@@ -83,6 +86,26 @@ def test_the_shares_of_a_thread_add_up_to_its_time():
     assert rates["examples"] == pytest.approx(8.0, rel=0.15)
 
 
+def test_an_eager_step_computes_while_it_does_nothing_else():
+    recorder = Recorder(WORKER_PHASES)
+    recorder.begin_capture(SpanCapture(10, 100.0, lambda: (0, 0)), 0.0)
+    phases = [(Phase.DRAW, 2, 2.5), (Phase.PULL, 3, 4), (Phase.PULL, 5, 6)]
+    notes = EagerNotes([*phases, (Phase.PUSH, 6, 7.5)], 32, [(1, 3)])
+    recorder.ran(StepTimes(eager=[EagerTimes(7, 0.0, 1.0, 7.0, 8.0, notes)]), 8.0)
+    plain = recorder.plain(8.0)
+    counts = {phase: recent(plain, phase).count for phase in WORKER_PHASES}
+    assert counts == {"wait": 1, "draw": 1, "pull": 2, "compute": 1, "push": 1}
+    assert recent(plain, Phase.COMPUTE).total == 7.0
+    # Of the seven seconds of its body four and a half were spent with waiting.
+    parts = {"draw": 0.5, "pull": 2.0, "push": 1.5, "compute": 3.0}
+    assert plain["time"] == {name: part / 7 for name, part in parts.items()}
+    stale = Histogram.from_plain(plain["staleness"]["ps:1"]["total"])
+    assert stale.buckets() == [[3, 1]]
+    spans = set(recorder.end_capture(8.0).spans)
+    assert {PhaseSpan(7, *span) for span in phases} < spans
+    assert {PhaseSpan(7, Phase.COMPUTE, 1.0, 8.0)} < spans
+
+
 def test_what_took_longer_than_the_window_fills_it():
     shares = TimeShares()
     shares.add("compute", 60.0, 100.0)
@@ -99,6 +122,54 @@ def test_a_rate_is_that_of_the_last_ten_seconds():
     assert 0 < rate.per_second(28.0) < 10
     assert rate.per_second(40.0) == 0.0
     assert rate.total == 3 * 199
+
+
+@pytest.mark.parametrize("seconds", [3.0, 15.0, 600.0])
+def test_steps_of_any_length_have_a_rate_while_they_run(seconds):
+    recorder = Recorder(WORKER_PHASES)
+    recorder.start({"pulls": 0.0}, 0.0)
+    for number in range(1, 5):
+        ended = number * seconds
+        recorder.ran(StepTimes(full=[*full(number, ended - 10)]), ended)
+        recorder.reach({"pulls": number}, ended)
+        if number < 2:
+            continue
+        for part in (0.0, 0.3, 0.6, 0.9):
+            told = recorder.plain(ended + part * seconds)
+            assert told["rates"]["steps"] == pytest.approx(1 / seconds)
+            assert told["rates"]["pulls"] == pytest.approx(1 / seconds)
+            assert told["rates"]["examples"] == pytest.approx(32 / seconds)
+            assert number < 3 or recent(told, Phase.COMPUTE).count >= 2
+    assert recorder.plain(ended + 5 * seconds)["rates"]["steps"] == 0.0
+
+
+def test_steps_that_end_together_on_eight_workers_are_a_steady_rate():
+    rate = Rate(0.0)
+    for round_ in range(1, 6):
+        for worker in range(8):
+            rate.add(1, 20.0 * round_ + 0.5 * worker)
+    for moment in (104.0, 109.0, 115.0, 119.0):
+        assert rate.per_second(moment) == pytest.approx(8 / 20, rel=0.2)
+    assert rate.per_second(200.0) == 0.0
+
+
+def test_a_pause_is_no_long_step():
+    rate = Rate(0.0)
+    for second in (*range(1, 20), *range(1000, 1006)):
+        rate.add(100, float(second))
+    assert rate.per_second(1005.0) == pytest.approx(60.0)  # of ten seconds
+    assert rate.per_second(1016.0) == 0.0
+
+
+def test_what_is_under_way_has_its_share():
+    recorder = Recorder(WORKER_PHASES)
+    recorder.ran(StepTimes(full=[*full(1)]), 10.0)  # drawn in 2, ran for 4
+    under_way = StepUnderWay(Phase.COMPUTE, 2, 10.0)
+    told = recorder.plain(16.0, under_way)
+    assert told["time"] == pytest.approx({"draw": 2 / 12, "compute": 10 / 12})
+    assert told["now"] == {"phase": "compute", "step": 2, "seconds": 6.0}
+    assert recorder.plain(60.0, under_way)["time"] == {"compute": 1.0}
+    assert recorder.plain(60.0)["now"] == {}
 
 
 def test_a_capture_has_each_phase_of_the_steps_behind_its_begin():

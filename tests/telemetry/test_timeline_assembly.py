@@ -9,11 +9,15 @@ from zstrat.telemetry import Phase, PhaseSpan, Recorder, SpanCapture, TrafficPoi
 from zstrat.telemetry.timeline import (
     ClockLine,
     ClockReading,
+    JaxEvent,
+    JaxEvents,
     ProgramNotes,
     TaskNotes,
     assemble,
     columns_of,
     from_columns,
+    from_jax_columns,
+    jax_columns,
 )
 
 AHEAD = ClockLine(ClockReading(1100.0, 1000.0, 0.001))
@@ -64,6 +68,36 @@ def test_spans_of_a_task_are_moved_to_the_clock_of_the_program():
     assert timeline.about["ps:0: clock"] == (
         "+1000000.000 ms against the program's, wrong by 1.000 ms at most"
     )
+
+
+def test_what_jax_notes_of_a_worker_lies_in_rows_of_its_own_on_the_same_clock():
+    events = [
+        JaxEvent("python", "Execute", 1101.0, 1103.0),
+        JaxEvent("python", "inside", 1101.5, 1102.0),
+        JaxEvent("GPU:0 Stream", "dot", 1104.0, 1105.0),
+        JaxEvent("python", "before", 1000.0, 1001.0),
+    ]
+    sent = jax_columns(JaxEvents(events, "wrong by 0.001 ms at most"))
+    task = TaskNotes("worker:0", AHEAD, jax=from_jax_columns(sent))
+    timeline = assemble(notes(), [task], 110.0, {})
+    assert drawn(timeline, "worker:0") == {
+        "jax python": [(101.0, 103.0, {})],
+        "jax python 2": [(101.5, 102.0, {})],
+        "jax GPU:0 Stream": [(104.0, 105.0, {})],
+    }
+    names = [s.name for row in timeline.tasks[1].rows for s in row.spans]
+    assert names == ["Execute", "inside", "dot"]
+    assert timeline.about["worker:0: jax events"] == "wrong by 0.001 ms at most"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lambda c: c[:2], lambda c: [c[0] + 1, *c[1:]], lambda c: [*c[:2], c[2][:-1]]],
+)
+def test_columns_of_jax_that_are_none_are_refused(broken):
+    columns = jax_columns(JaxEvents([JaxEvent("python", "dot", 1.0, 2.0)], ""))
+    with pytest.raises(ValueError, match="no columns of jax's events"):
+        from_jax_columns(broken(columns))
 
 
 def test_what_lies_outside_is_left_out_and_what_reaches_over_an_end_is_whole():

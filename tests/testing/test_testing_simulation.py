@@ -71,6 +71,7 @@ CAUGHT = {
     "steps of lost workers are forgotten": 2,
     "a checkpoint does not wait for steps": 0,
     "answers leave before the backup has it": 75,
+    "a view that is over is not heeded": 19,
     "the ledger is not in the log": 3,  # or one of the next
     "versions do not jump at a promotion": 203,
 }
@@ -153,6 +154,13 @@ def test_any_one_server_may_be_lost_where_each_has_a_second_copy(kind):
     verdict = run_scenario(scenario(2, lost, replicas=1, is_guarded=True))
     assert verdict.failure is None
     assert verdict.steps >= 17
+
+
+def test_a_server_that_is_told_to_stop_loses_nothing():
+    retired = Fault(1.5, "retire", "ps0", "chief0", 1.0)
+    verdict = run_scenario(scenario(1, retired, hands_over=True))
+    assert verdict.failure is None
+    assert verdict.steps == 17
 
 
 def test_many_seeds_from_a_shell(capsys):

@@ -10,6 +10,7 @@ import logging
 import re
 import socket
 import struct
+import threading
 
 import pytest
 
@@ -20,6 +21,7 @@ from zstrat.transport.health import (
     HttpServer,
     HttpStream,
     register,
+    serve_http,
     unregister,
 )
 
@@ -32,19 +34,22 @@ class Session:
     def __init__(self, metrics):
         self.metrics = metrics
         self.asked = 0
+        self.asked_by = set()
 
     def readiness(self):
         return ""
 
     def statistics(self):
         self.asked += 1
+        self.asked_by.add(threading.current_thread().name)
         return {"coordinator": self.metrics} if self.metrics is not None else {}
 
 
 @contextlib.contextmanager
-def running(metrics, name="chief:0"):
+def running(metrics, name="chief:0", **how):
     portal, session = Portal("zstrat run of a test"), Session(metrics)
-    register(session, name, portal.loop)
+    register(session, name, portal.loop, **how)
+    session.loop = portal.loop
     try:
         yield session
     finally:
@@ -116,6 +121,33 @@ def test_the_numbers_of_the_page_are_those_of_the_run():
             assert change["metrics"]["logs"] == []
             server.close()
             assert [name for name, _ in second][-1] == "end"
+
+
+@pytest.mark.parametrize("anywhere", [True, False])
+def test_what_takes_long_is_put_together_where_the_page_is(anywhere):
+    with (
+        running({"steps_per_s": 1.0}, anywhere=anywhere) as session,
+        zs.dashboard() as server,
+        events(server) as seen,
+    ):
+        assert first_of(seen, "runs")["metrics"] == {"steps_per_s": 1.0}
+    where = "http" if anywhere else "run of a test"
+    assert session.asked_by == {f"zstrat {where}"}
+
+
+def test_a_run_whose_loop_hangs_is_not_asked_from_elsewhere():
+    hangs = threading.Event()
+    with (
+        running({}, anywhere=True) as session,
+        serve_http(0, patience=0.05) as server,
+    ):
+        session.loop.call_soon_threadsafe(hangs.wait)
+        server.open_page(None)
+        with events(server) as seen:
+            frame = first_of(seen, "hangs")
+        hangs.set()
+    assert frame["words"] == "its event loop has not turned for 0.05 s"
+    assert not session.asked
 
 
 def test_the_document_runs_nothing_but_its_own_and_loads_nothing():

@@ -1,12 +1,15 @@
 """jax's profile of a worker ends, whoever has begun it, and is of its capture."""
 
 import asyncio
+import shutil
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from zstrat.telemetry import WORKER_PHASES, Recorder
+from zstrat.telemetry.timeline import from_jax_columns
 from zstrat.wire import BeginCapture, EndCapture
 from zstrat.worker import SessionCapture
 
@@ -34,7 +37,7 @@ def profiled(monkeypatch):
     """The folders of profiles that are under way; there can be one."""
     running = []
 
-    def start(folder):
+    def start(folder, profiler_options):
         if running:
             raise RuntimeError("one at a time")
         running.append(folder)
@@ -90,3 +93,57 @@ async def test_each_capture_tells_of_its_own_profile(profiled):
     capture.serve(begin(profile=False))
     told = capture.serve(EndCapture(SESSION))
     assert (told.profile, told.problem) == ("", "")
+
+
+async def profiled_while(work, spans=10_000):
+    """What jax noted while it was done, by a clock that is a thousand seconds ahead."""
+
+    def clock():
+        return time.monotonic() + 1000.0
+
+    capture = SessionCapture(Recorder(WORKER_PHASES), Thread(), clock)
+    await capture.serve(BeginCapture(SESSION, spans, 60.0, True))
+    began = clock()
+    work()
+    ended = clock()
+    told = await capture.serve(EndCapture(SESSION))
+    if told.profile:
+        shutil.rmtree(told.profile)
+    return told, began, ended
+
+
+async def test_what_jax_notes_is_told_by_the_clock_of_the_worker():
+    def work():
+        with jax.profiler.TraceAnnotation("mine"):
+            jnp.ones(3).block_until_ready()
+
+    told, began, ended = await profiled_while(work)
+    assert told.problem == ""
+    noted = from_jax_columns(told.arrays[4:])
+    words = noted.words.split()
+    assert float(words[0]) == len(noted.events)
+    error = float(words[words.index("by") + 1]) / 1e3 + 1e-6  # as it is written
+    (mine,) = [event for event in noted.events if event.name == "mine"]
+    assert began - error <= mine.began < mine.ended <= ended + error
+    assert not any(event.name.startswith("zstrat") for event in noted.events)
+
+
+async def test_of_what_jax_notes_the_last_is_kept():
+    def work():
+        for number in range(500):
+            with jax.profiler.TraceAnnotation(f"mine {number}"):
+                pass
+
+    told, *_ = await profiled_while(work, spans=20)
+    noted = from_jax_columns(told.arrays[4:])
+    assert len(noted.events) == 20
+    assert "mine 499" in [event.name for event in noted.events]
+    assert "mine 0" not in [event.name for event in noted.events]
+
+
+async def test_a_process_that_is_profiled_already_says_so(tmp_path):
+    with jax.profiler.trace(tmp_path):
+        told, *_ = await profiled_while(lambda: None)
+    assert len(told.arrays) == 4
+    assert "one profile at a time in a process: end the other one" in told.problem
+    assert list(tmp_path.rglob("*.xplane.pb"))  # and the other one goes on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import jax
@@ -11,8 +12,9 @@ import pytest
 
 from zstrat.errors import RetryDiffersError, StaleSessionError
 from zstrat.program import function, get_worker_context
+from zstrat.telemetry import Histogram
 from zstrat.variables import IndexedSlices, ShardedVariable
-from zstrat.wire import AskParts, PushPart
+from zstrat.wire import AskParts, Push, PushPart, Update, UpdateOp
 
 
 class Stopped(Exception):
@@ -279,3 +281,55 @@ async def test_another_update_in_the_place_of_no_rows_is_told(
     assert isinstance(error, RetryDiffersError)
     assert "SCATTER_ADD of 'table'" in error.before
     assert world.value(other) == 1.0
+
+
+async def test_it_tells_what_it_draws_reads_and_pushes(world):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step(iterator):
+        for row in next(iterator):
+            v.assign_add(row)  # pushed with the read
+            v.value()
+        v.value()
+
+    resource, _ = await world.build(lambda: iter(np.ones((2, 3), np.float32)))
+    arguments = world.arguments(world.it(resource))
+    await world.run(await world.ship(step), [1, 2], arguments)
+    told = world.worker.telemetry()
+    counts = {
+        phase: Histogram.from_plain(each["total"]).count
+        for phase, each in told["phases"].items()
+    }
+    assert counts == {"wait": 2, "draw": 2, "pull": 8, "compute": 2, "push": 6}
+    assert told["rates"]["examples"] == 6.0
+    assert set(told["time"]) - {"idle"} == {"draw", "pull", "push", "compute"}
+
+
+async def test_what_it_pushes_is_as_old_as_the_pushes_of_others_since_its_read(world):
+    v, number = world.variable(np.float32(0)), itertools.count(100)
+
+    def others(count):
+        for _ in range(count):
+            update = Update(v.spec.key, UpdateOp.ADD, 0, 1)
+            push = Push(1000, next(number), 0, 0, [update], (np.float32(1),), 0)
+            asyncio.run_coroutine_threadsafe(served(push), loop).result(30)
+
+    async def served(push):
+        answer = world.services[0].handle(world.remote, push)
+        return await answer if asyncio.isfuture(answer) else answer
+
+    @function(eager=True)
+    def step():
+        others(5)  # before it has read
+        v.value()
+        others(2)
+        v.assign_add(1.0)
+        v.value()  # pushed: two of others behind the first read
+        others(1)
+        v.assign_add(1.0)  # three, and its own does not count
+
+    loop = asyncio.get_running_loop()
+    await world.run(await world.ship(step), [1])
+    told = world.worker.telemetry()["staleness"]["ps:0"]["total"]
+    assert Histogram.from_plain(told).buckets() == [[2, 1], [3, 1]]

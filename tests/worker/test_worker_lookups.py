@@ -369,7 +369,7 @@ async def test_steps_that_add_see_every_row_that_was_written_before(ahead):
 async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
     homes = []
 
-    def run_eager(fn, args, kwargs, home):
+    def run_eager(fn, args, kwargs, home, draw):
         homes.append(home)
         found = home.read_rows([(there, np.array([2])), (here, np.array([0, 5]))])
         one = np.array([1]), np.ones((1, 2), np.float32)

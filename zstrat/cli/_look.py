@@ -156,7 +156,8 @@ def _of_run(found: RunFindings) -> Iterator[str]:
     for name, problem in found.problems.items():
         yield f"WRONG {name}: {problem}"
     if not found.metrics["steps_per_s"]:
-        yield "no step has ended in this time: is it trained on this cluster?"
+        asks = "" if found.limits else ": is it trained on this cluster?"
+        yield f"no step has ended in this time{asks}"
     elif not found.limits:
         yield "nothing in particular holds it up"
     alike: dict[str, list[Limit]] = {}

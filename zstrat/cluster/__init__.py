@@ -1,18 +1,23 @@
 """Who is in a cluster, and where a process learns it."""
 
+from ._detect import Launch as Launch
 from ._detect import detect as detect
+from ._detect import launch_in as launch_in
+from ._detect import launched_together as launched_together
 from ._detect import resolver_of as resolver_of
-from ._gce import GCEClusterResolver as GCEClusterResolver
+from ._google import GCEClusterResolver as GCEClusterResolver
+from ._gpus import GPUS_VARIABLE as GPUS_VARIABLE
+from ._gpus import parts_of as parts_of
+from ._gpus import take_part as take_part
+from ._gpus import visible_gpus as visible_gpus
 from ._hostlist import expand_hostlist as expand_hostlist
 from ._hostlist import expand_tasks_per_node as expand_tasks_per_node
 from ._kubernetes import ExecutableLocation as ExecutableLocation
 from ._kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
-from ._launched import Launch as Launch
-from ._launched import launch_in as launch_in
-from ._launched import launched_together as launched_together
 from ._ports import free_ports as free_ports
 from ._resolver import ClusterResolver as ClusterResolver
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver
+from ._resolver import UnionResolver as UnionResolver
 from ._resolver import cluster_spec_of as cluster_spec_of
 from ._roles import collective_leader as collective_leader
 from ._roles import coordination_leader as coordination_leader
@@ -27,6 +32,7 @@ from ._sagemaker import SageMakerClusterResolver as SageMakerClusterResolver
 from ._slurm import SlurmClusterResolver as SlurmClusterResolver
 from ._spec import TASK_TYPES as TASK_TYPES
 from ._spec import ClusterSpec as ClusterSpec
+from ._spec import host_and_port as host_and_port
 from ._spec import normalize_cluster_spec as normalize_cluster_spec
 from ._spec import task_count as task_count
 from ._spec import validate_cluster_spec as validate_cluster_spec
@@ -34,6 +40,5 @@ from ._tf_config import TFConfigClusterResolver as TFConfigClusterResolver
 from ._toml import TomlClusterResolver as TomlClusterResolver
 from ._tpu import TPUClusterResolver as TPUClusterResolver
 from ._tpu import TPUSystemMetadata as TPUSystemMetadata
-from ._union import UnionResolver as UnionResolver
 
 KubernetesExecutableLocation = ExecutableLocation

@@ -13,7 +13,7 @@ from zstrat import config
 
 from ._hostlist import natural_order
 from ._resolver import SourceResolver
-from ._spec import ClusterSpec
+from ._spec import ClusterSpec, host_and_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,8 +115,7 @@ class KubernetesClusterResolver(SourceResolver):
                 f'Pod "{pod.metadata.name}" is not running; phase: '
                 f'"{pod.status.phase}". Ask again when it runs, or narrow the labels'
             )
-        host = str(getattr(pod.status, self._address))
-        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        return host_and_port(str(getattr(pod.status, self._address)), self._port)
 
     def _found_task_type(self) -> str | None:
         return self._own_task()[0]

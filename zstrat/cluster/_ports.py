@@ -23,6 +23,8 @@ _USUAL: Final = 32_768
 _TRIES: Final = 1000
 _ANOTHER: Final = (errno.EADDRINUSE, errno.EACCES)
 """What is wrong with one port; another one may do."""
+_IPV6_ALONE: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
+"""The name is known, and has no address of IPv4."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -71,16 +73,25 @@ def agreed_port(run: str, tasks: int) -> int:
 
 
 def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probe = socket.socket(family)
     try:
-        probe.bind((host, port))
-    except OSError:
-        probe.close()
-        raise
+        probe = _probe(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
+    except socket.gaierror as error:
+        if error.errno not in _IPV6_ALONE:
+            raise
+        probe = _probe(socket.AF_INET6, host, port)
     held.enter_context(probe)
     given: int = probe.getsockname()[1]
     return given
+
+
+def _probe(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    made = socket.socket(family)
+    try:
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def _refusal(error: OSError, host: str) -> OSError:

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat import config
 
 from ._gpus import before_shares, count_gpus, share_of, take_share
-from ._hostlist import (
-    MAX_HOSTS,
-    expand_hostlist,
-    expand_tasks_per_node,
-    natural_order,
-)
+from ._hostlist import MAX_HOSTS, expand_hostlist, expand_tasks_per_node, natural_order
 from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 

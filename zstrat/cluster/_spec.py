@@ -279,6 +279,11 @@ def _addresses(tasks: object, where: str) -> Tasks:
     }
 
 
+def host_and_port(host: str, port: int | str) -> str:
+    """The address of a port of a host: one of IPv6 goes into brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _address(address: object, where: str) -> str:
     if not isinstance(address, str):
         raise ValueError(f'{where}: expected "host:port", got {address!r:.80}')

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from ._terms import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
@@ -130,6 +130,10 @@ class CollectiveEngine(Protocol):
 
     def waits(self) -> Sequence[int]:
         """Ranks that `run` waits for just now; from any thread, takes no lock."""
+
+    def waited(self) -> Mapping[int, float]:
+        """Seconds that `run` has waited in memory so far, by the rank for which; from
+        any thread. What an engine has by messages is counted there."""
 
     def abort(self, error: Exception) -> None:
         """`run`, the one under way and all later ones, raises this error at once.

@@ -20,6 +20,7 @@ from .membership._workers import Workers as Workers
 from .moving._store_servers import StoreServers as StoreServers
 from .profiling._profile import Profile as Profile
 from .profiling._profile import profile as profile
+from .profiling._span_export import OpenTelemetryExport as OpenTelemetryExport
 from .recovery._inventory import RestorePoint as RestorePoint
 from .recovery._recovery import PS_WAIT as PS_WAIT
 

@@ -31,6 +31,7 @@ from zstrat.wire import (
     Printed,
     SessionOpened,
     Telemetry,
+    WorkerReported,
 )
 
 from ._fences import Fences
@@ -48,7 +49,7 @@ from .connecting import (
 from .membership import Membership, Turnover
 from .moving import StoreMoves
 from .recovery import Recovery
-from .replication import Replication
+from .replication import BackupTask, Replication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,9 @@ class Cluster:
         self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
-        self.turnover = Turnover(self, self.membership, timeouts.drain)
+        self.turnover = Turnover(
+            self, self.membership, timeouts.drain, timeouts.connect
+        )
         self.ps = [
             self._task("ps", index, index, at)
             for index, at in enumerate(self._addresses)
@@ -213,6 +216,10 @@ class Cluster:
         """The number that the task knows the session by."""
         return self._worker_session if task in self.workers else self.session
 
+    def backups(self) -> list[BackupTask]:
+        """A way to each second copy that has all, for who asks them."""
+        return [] if self.replication is None else self.replication.backups()
+
     def end(self) -> None:
         """The session is over when it is closed, whatever its name. From any thread."""
         self._ends = not self.is_shared
@@ -234,7 +241,8 @@ class Cluster:
             for task in self.ps[len(self._home) :]:
                 task.park()
             await self.replication.found(deadline)
-        await arrive(self.ps, self.workers, deadline)
+        if self.replication is None or not self.name:
+            await arrive(self.ps, self.workers, deadline)
         if self.name:
             await self._adopt(deadline)
         await all_joined(self.workers, min(deadline, loop.time() + SETTLING))
@@ -249,7 +257,10 @@ class Cluster:
             return
         self._closing = True
         if self.timeline is not None:
-            await self.timeline.close(LEAVING)
+            try:
+                await self.timeline.close(LEAVING)
+            except Exception:  # to the log: all else has to be closed
+                log.exception("ending the time line")
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
@@ -399,6 +410,7 @@ class Cluster:
                 self._make_link,
                 self._replicas,
                 self._stores_per_ps,
+                self.name,
             )
         return self.replication
 
@@ -413,6 +425,9 @@ class Cluster:
             return
         if isinstance(message, Printed):
             self.seen.printed(task.name, message.texts)
+        if isinstance(message, WorkerReported):
+            self.worker_reported(task, message)
+            return
         if id(task) in self._ps_ids:
             if self.replication is not None:
                 self.replication.heard(task, message)
@@ -426,6 +441,11 @@ class Cluster:
         return objection_to(task, hello, opened, self.workers, self._fixed)
 
     # ---- workers that come and go ----------------------------------------------------
+
+    def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
+        """A worker has reported itself at the process of a parameter server."""
+        if not self._closing:
+            self.turnover.reports.heard(task, message)
 
     def admit(self, index: int, number: int, address: str) -> TaskSession:
         """Begins to greet a worker, whose per-worker resources are built before its
@@ -550,7 +570,10 @@ class Cluster:
     async def _adopt(self, deadline: float) -> None:
         """Goes on with what is there under the name, or begins anew."""
         try:
-            found = adopted(self.name, self.session, self.ps)
+            if self.replication is None:
+                found = adopted(self.name, self.session, self.ps)
+            else:
+                found = await self.replication.take_over(deadline)
         except PSUnavailableError as error:
             if not self._begins_anew:
                 raise
@@ -558,13 +581,14 @@ class Cluster:
             self.begin_anew()
             self.origin, found = self.session, None
             self.follow()
-            await asyncio.gather(*(task.wait_ready(deadline) for task in self.ps))
+            await arrive(self.ps, self.workers, deadline)
             await all_joined(self.workers, deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", self.name)
         for task in self.ps:
             task.keep_origin(self.origin)
+        await arrive(self.ps, self.workers, deadline)
 
 
 def _heed(doing: str, answer: asyncio.Future[Message]) -> None:

@@ -333,6 +333,8 @@ class Members:
         member.alone = alone
         if not member.in_flight:
             member._measured_at = now
+        if self._throughput.next_mark < 0:  # the first of all begins
+            self._throughput.mark(now, 0, 0)
         for closure in closures:
             member.in_flight[closure.step] = closure
 
@@ -344,9 +346,10 @@ class Members:
             member.alone = False
         if count == 0:
             return
-        if now >= self._throughput.next_mark:
-            self._throughput.mark(now, self.completed)
         member.completed += count
+        if now >= self._throughput.next_mark:
+            completed = self.completed
+            self._throughput.mark(now, completed - count, completed)
         elapsed = max(now - member._measured_at, 1e-6)
         kept = math.exp(-elapsed / HORIZON)
         member._count = member._count * kept + count

@@ -436,7 +436,7 @@ class ClusterSession:
         return "" if broken is None else str(broken)
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What its coordinator counts, if it has one."""
+        """What its coordinator counts, if it has one. From any thread."""
         core = self.coordinators.get("core")
         return {} if core is None else {"coordinator": core.metrics()}
 
@@ -496,5 +496,5 @@ def _opened(
     claim.opened(session)
     job, index, _ = next(iter(claim.places))
     name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
-    register(session, name, session.portal.loop)
+    register(session, name, session.portal.loop, anywhere=True)
     return session

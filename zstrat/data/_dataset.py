@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from . import _passes as passes
+from ._batches import PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._folded import folded, looked_at
-from ._interleave import Interleaved
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
-from ._padded import PaddedBatches
 from ._parallel import threads_of
-from ._recut import Rebatched, Unbatched
-from ._several import Concatenated
+from ._several import Concatenated, Interleaved
 from ._shuffle import Shuffled
 from ._sources import Sources
 from ._spec import common_spec, unknown

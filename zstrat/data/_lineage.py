@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
+from ._batches import Rebatched, Unbatched
 from ._cached import Cached
 from ._foreign import Foreign
 from ._options import AutoShardPolicy, Options
@@ -30,7 +31,6 @@ from ._passes import (
     Reordered,
     Rows,
 )
-from ._recut import Rebatched, Unbatched
 from ._several import Concatenated, Several
 from ._shuffle import Shuffled
 from ._spec import unknown

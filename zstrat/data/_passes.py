@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._leaves import Element
     from ._spec import Look, Spec
 
+# The numbers that `tf.data` has for the same.
 INFINITE: Final = -1
 UNKNOWN: Final = -2
 
@@ -60,23 +61,27 @@ class Recipe(abc.ABC):
         unless the source says what else is better read apart."""
         return SlicedPass(self, start=index, step=parts)
 
+    def of_each(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+        """The same of changed sources; itself, if it has none."""
+        del change
+        return self
+
     def apart(self) -> Recipe:
         """Itself with a count of passes of its own, however often others pass over it:
         for those who have to agree about the numbers of their passes."""
-        return self
+        return self.of_each(lambda source: source.apart())
 
     def first(self) -> Recipe:
         """Itself, begun, as if nobody had passed over it before."""
-        return self
+        return self.of_each(lambda source: source.first())
 
     def begun(self) -> Recipe:
         """Itself as a pass that begins now: it has its number among the passes."""
-        return self
+        return self.of_each(lambda source: source.begun())
 
     def again(self, number: int) -> Recipe:
         """Itself, begun, as the repeat of this number within its pass."""
-        del number
-        return self
+        return self.of_each(lambda source: source.again(number))
 
     def one(self, item: Any) -> Element:
         return item
@@ -109,17 +114,8 @@ class Derived(Recipe):
         changed: Self = replace(self, source=source)  # type: ignore[type-var]
         return changed
 
-    def apart(self) -> Recipe:
-        return self.of(self.source.apart())
-
-    def first(self) -> Recipe:
-        return self.of(self.source.first())
-
-    def begun(self) -> Recipe:
-        return self.of(self.source.begun())
-
-    def again(self, number: int) -> Recipe:
-        return self.of(self.source.again(number))
+    def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
+        return self.of(change(self.source))
 
 
 class Reordered(Derived):

@@ -1,18 +1,26 @@
-"""Datasets made of several others: side by side, and one after the other.
+"""Datasets made of several others: side by side, one after the other, and in turn.
 
-Law of the file: sources are passed over together. They are begun in one moment, in the
-order in which they were given, and closed whichever of them ends first.
+The order of `Interleaved` is TF's. There are ``cycle_length`` places; the next place
+gives up to ``block_length`` elements, and then the one after it is next. A place whose
+dataset has ended is passed over, and filled when its turn comes again, while there is
+input.
+
+Law of the others: sources are passed over together. They are begun in one moment, in
+the order in which they were given, and closed whichever of them ends first.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
-from ._passes import INFINITE, UNKNOWN, Recipe
+from ._parallel import numbered
+from ._passes import INFINITE, UNKNOWN, Derived, Recipe, arguments
+from ._prefetch import Prefetcher
 from ._spec import common_spec
 from ._tree import mapped, stacked
 
@@ -33,25 +41,12 @@ class Several(Recipe):
     @abc.abstractmethod
     def size(self) -> int: ...
 
-    def of_all(self, change: Callable[[Recipe], Recipe]) -> Self:
-        """The same of changed sources."""
+    def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
         if all(new is old for new, old in zip(fresh, self.sources, strict=True)):
             return self
         changed: Self = replace(self, sources=fresh)  # type: ignore[type-var]
         return changed
-
-    def apart(self) -> Recipe:
-        return self.of_all(lambda source: source.apart())
-
-    def begun(self) -> Recipe:
-        return self.of_all(lambda source: source.begun())
-
-    def first(self) -> Recipe:
-        return self.of_all(lambda source: source.first())
-
-    def again(self, number: int) -> Recipe:
-        return self.of_all(lambda source: source.again(number))
 
 
 @final
@@ -148,3 +143,75 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
     if not sources:
         raise TypeError("Must pass at least one dataset to `zip`.")
     return Zipped(tuple(sources), structure)
+
+
+@runtime_checkable
+class Made(Protocol):
+    """A dataset."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Interleaved(Derived):
+    """Elements of the datasets that a function makes.
+
+    Args:
+        threads: So many places read their datasets ahead, a block each; the order
+            stays the same.
+    """
+
+    source: Recipe
+    function: Callable[..., Any]
+    cycle_length: int
+    block_length: int
+    threads: int = 0
+
+    def items(self) -> Iterator[Element]:
+        opened = numbered(self._opened, "interleave", self.function)
+        with contextlib.ExitStack() as stack, ending(self.source.elements()) as inputs:
+            places = [contextlib.ExitStack() for _ in range(self.cycle_length)]
+            for place in places:
+                stack.enter_context(place)
+            reading: list[Iterator[Element] | None] = [None] * self.cycle_length
+            numbered_inputs = enumerate(inputs)
+            for at in itertools.cycle(range(self.cycle_length)):
+                current = reading[at]
+                if current is None:
+                    number, element = next(numbered_inputs, (None, None))
+                    if number is None:
+                        if all(each is None for each in reading):
+                            return
+                        continue
+                    # Its number tells the orders of shuffles apart: a count that this
+                    # advanced would make them depend on how far other passes are.
+                    inner = opened(number, element).again(number)
+                    current = self._ahead(inner.elements(), at)
+                    reading[at] = current
+                    places[at].enter_context(ending(current))
+                given = 0
+                for element in itertools.islice(current, self.block_length):
+                    given += 1
+                    yield element
+                if given < self.block_length:
+                    reading[at] = None
+                    places[at].close()
+
+    def size(self) -> int:
+        return UNKNOWN
+
+    def _ahead(self, elements: Iterator[Element], place: int) -> Iterator[Element]:
+        if place >= self.threads:
+            return elements
+        return Prefetcher(elements, self.block_length)
+
+    def _opened(self, element: Element) -> Recipe:
+        made = self.function(*arguments(element))
+        if not isinstance(made, Made):
+            raise TypeError(
+                "`map_func` must return a zs.data.Dataset; it returned a "
+                f"{type(made).__name__}"
+            )
+        return made.recipe.first()

@@ -1,6 +1,7 @@
 """Step functions: captured once, planned, compiled, run."""
 
 from ._execute import Prepared as Prepared
+from ._execute import examples_in as examples_in
 from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
 from ._function import Function as Function
@@ -13,25 +14,27 @@ from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
 from .gradients._gradients import grad as grad
 from .gradients._gradients import value_and_grad as value_and_grad
-from .gradients._substitution import Substitution as Substitution
+from .gradients._survey import Substitution as Substitution
+from .lookup._embedding import RaggedIds as RaggedIds
 from .lookup._embedding import embedding_lookup as embedding_lookup
+from .lookup._embedding import embedding_lookup_sparse as embedding_lookup_sparse
+from .lookup._embedding import (
+    safe_embedding_lookup_sparse as safe_embedding_lookup_sparse,
+)
 from .lookup._lookups import Wanted as Wanted
 from .lookup._lookups import WantedRows as WantedRows
-from .lookup._ragged import RaggedIds as RaggedIds
-from .lookup._ragged import embedding_lookup_sparse as embedding_lookup_sparse
-from .lookup._ragged import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
+from .ship._carried import INPUT_BYTES as INPUT_BYTES
+from .ship._carried import CarriedValues as CarriedValues
+from .ship._carried import bytes_of_inputs as bytes_of_inputs
+from .ship._carried import cut_inputs as cut_inputs
+from .ship._carried import fill_inputs as fill_inputs
+from .ship._carried import input_key as input_key
+from .ship._carried import loses_bits as loses_bits
 from .ship._code import Resource as Resource
 from .ship._code import digest as digest
 from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
-from .ship._inputs import INPUT_BYTES as INPUT_BYTES
-from .ship._inputs import bytes_of_inputs as bytes_of_inputs
-from .ship._inputs import cut_inputs as cut_inputs
-from .ship._inputs import fill_inputs as fill_inputs
-from .ship._inputs import input_key as input_key
-from .ship._inputs import loses_bits as loses_bits
-from .ship._scoped import CarriedValues as CarriedValues
 from .trace._capture import Capture as Capture
 from .trace._context import WorkerContext as WorkerContext
 from .trace._context import building as building
@@ -56,7 +59,7 @@ from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure
 from .trace._structure import name_node as name_node
 from .trace._structure import rebuild as rebuild
-from .trace._tracebacks import hide_frames as hide_frames
-from .trace._tracebacks import trim as trim
 from .trace._updates import Recorded as Recorded
 from .trace._where import here as here
+from .trace._where import hide_frames as hide_frames
+from .trace._where import trim as trim

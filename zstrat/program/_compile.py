@@ -1,23 +1,32 @@
 """A plan as one compiled program: inputs and values in, result and operands out.
 
 Law of the file: what a program returns never shares memory with what it was given.
+
+Programs over several parts of one CPU are run one at a time (`settled`). XLA gives each
+device of a CPU program a thread of one pool, and a device that waits for the others in
+a collective keeps its thread. Where two programs are under way, each may hold threads
+that the other needs, and neither ends: XLA then ends the process. Nothing is lost by
+waiting: both would compute on the same cores.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from .stages._serialized_cpu import settled
 from .trace import _refusals
 from .trace._capture import Capture
 from .trace._context import tracing_again, worker_context
 from .trace._feeds import Replay
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax.sharding import Sharding
+
     from ._results import StepResult
     from .trace._context import WorkerContext
     from .trace._plan import Plan, Template
@@ -97,3 +106,31 @@ def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> 
 def own(array: jax.Array, given: set[int]) -> jax.Array:
     """An input that is handed out as it came may be memory of the caller's."""
     return jnp.copy(array) if id(array) in given else array
+
+
+# jax's stubs leave it untyped.
+_wait: Final[Any] = jax.block_until_ready
+
+Outputs = TypeVar("Outputs")
+
+
+def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
+    """What a program returned; ready, if it is one over several parts of the CPU.
+
+    Args:
+        outputs: All that it returned, a pytree.
+        arrays: Some of it: the first of them says where the program runs.
+    """
+    if arrays and _is_real(arrays[0]) and is_waited_for(arrays[0].sharding):
+        _wait(arrays[0])  # the program ends with all that it returns
+    return outputs
+
+
+def is_waited_for(sharding: Sharding) -> bool:
+    """Whether a program over these devices is."""
+    devices: set[Any] = sharding.device_set  # untyped
+    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
+
+
+def _is_real(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)

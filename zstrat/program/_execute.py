@@ -27,13 +27,13 @@ from zstrat.variables import (
 from ._compile import CompiledProgram
 from ._device_state import Outdated
 from ._programs import HereProgram
-from ._results import Computed, StepResult, StepUpdate
+from ._results import Computed, StepResult, StepUpdate, outgoing
 from .lookup._lookups import Wanted
-from .lookup._row_updates import outgoing
 from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
 from .trace._eager import Immediate
 from .trace._int32_checks import require_fitting, tell_of_arguments
+from .trace._iterator import StepIterator
 from .trace._refusals import not_shared, variables_in_our_words
 from .trace._signature import cut
 from .trace._structure import ResultLayout, split
@@ -121,10 +121,7 @@ class Prepared:
     @property
     def examples(self) -> int:
         """How many it has drawn: rows of the first array of each element."""
-        first = [
-            element.leaves[0] for element in self._draws.elements if element.leaves
-        ]
-        return sum([leaf.shape[0] if leaf.ndim else 1 for leaf in first])
+        return sum([_examples(element.leaves) for element in self._draws.elements])
 
     def unread(self) -> None:
         """Gives the drawn elements back, because the step will not run. Of several
@@ -183,6 +180,7 @@ def run_eager(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     home: Home | None = None,
+    draw: Callable[[StepIterator], Any] = StepIterator.draw,
 ) -> StepResult:
     """Runs the Python body at once: reads and updates go to ``home`` as they occur.
 
@@ -191,12 +189,14 @@ def run_eager(
 
     Args:
         home: Of all variables; None for each variable's own.
+        draw: Gives the next element of an iterator.
 
     Raises:
         TypeError: The result is no pytree that can be rebuilt without a trace.
         Exception: Whatever the body raises.
     """
-    with variables_in_our_words(function.name), Immediate(home).recording() as eager:
+    words = variables_in_our_words(function.name)
+    with words, Immediate(home, draw).recording() as eager:
         structure, arrays = split(_called(function, args, kwargs), eager.read)
     plain = structure.plain
     if isinstance(plain, list) and plain[:1] == ["*"]:
@@ -212,6 +212,15 @@ def run_eager(
         plain,
     )
     return StepResult(leaves, layout, [])
+
+
+def examples_in(element: Any) -> int:
+    """How many an element has: rows of its first array."""
+    return _examples(joined.leaves(element))
+
+
+def _examples(leaves: Sequence[Any]) -> int:
+    return 0 if not leaves else np.shape(leaves[0])[0] if np.ndim(leaves[0]) else 1
 
 
 def run_here(
@@ -299,6 +308,7 @@ def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepU
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     if not updates:
         return  # as of every step whose variables live here
+    # First: a server takes gradients of the leaves of a tree that it was told.
     for call in plan.calls:
         for home in {id(v.home): v.home for v in call.variables}.values():
             assert isinstance(home, Binds), home

@@ -21,16 +21,16 @@ from zstrat.variables import is_staging, recorder
 from ._execute import run_here
 from ._programs import CompiledPrograms
 from .ship import _code
-from .ship._scoped import ScopedBody
+from .ship._carried import ScopedBody
 from .trace import _refusals
 from .trace._context import building
 from .trace._signature import cut
-from .trace._tracebacks import hide_frames
+from .trace._where import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .ship._scoped import Scoping
+    from .ship._carried import Scoping
     from .trace._plan import Plan
 
 _ENTRY: Final = "_zstrat_bound_functions"

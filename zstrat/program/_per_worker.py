@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         OptimizerHandle,
         Table,
         TraceRecorder,
-        UpdateRecorder,
         VariableHandle,
     )
     from zstrat.wire import UpdateOp
@@ -123,39 +122,16 @@ class PerWorkerVariable(AbstractVariable):
     async def _read_now_async(self) -> np.ndarray:
         self._refuse()
 
-    def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
-    ) -> list[HomeUpdate]:
-        self._refuse()
-
-    def _row_updates(
-        self,
-        op: UpdateOp,
-        rows: tuple[np.ndarray, np.ndarray],
-        optimizer: OptimizerHandle | None,
-    ) -> list[HomeUpdate]:
-        self._refuse()
-
     def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self._own())
 
-    def _record(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        value: Any,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self._own()._record(recording, op, value, optimizer)
+    def _updates(
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
+    ) -> list[HomeUpdate]:
+        return self._own()._updates(op, value, optimizer)
 
-    def _record_rows(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        rows: tuple[Any, Any],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self._own()._record_rows(recording, op, rows, optimizer)
+    def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
+        return self._own()._target_of_rows(op)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse()

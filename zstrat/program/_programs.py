@@ -31,10 +31,9 @@ from .trace._alike import (
     with_others,
 )
 from .trace._context import surrounding, worker_context
-from .trace._discover import discover
+from .trace._discover import Staged, Traced, discover
 from .trace._int32_checks import watch
 from .trace._iterator import Draws, Element
-from .trace._retrace import Staged, Traced
 from .trace._signature import describe, plain_numbers, require_traceable
 
 if TYPE_CHECKING:

@@ -268,6 +268,12 @@ class Serving:
         step = UNNAMED if isinstance(pushed, Push) and pushed.writer else pushed.step
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
+    def repeated(self, change: Message, began: float) -> None:
+        """A change of the primary was made again here since then."""
+        if isinstance(change, Push):
+            step = UNNAMED if change.writer else change.step
+            self.recorder.spent(Phase.APPLY, step, began, self._clock())
+
     def _begin(self, message: Request) -> Message | PendingRequest:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold

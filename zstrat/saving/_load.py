@@ -3,38 +3,47 @@
 A parameter server that sees the folder reads what it needs by itself. For one that does
 not, and for variables of this process, the rows are read here; no more of them at a
 time than a bounded piece.
+
+What a checkpoint holds for parameter servers is remembered as data, for when one is
+lost (`SavedServers`). That is made while the program's objects are at hand, and
+outlives them: it names no handle, and what it was made of may be dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from zstrat.checkpoint import CheckpointFiles, verify
+from zstrat.checkpoint import CheckpointFiles, Manifest, verify
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
-from zstrat.variables import Beside, InProcess
+from zstrat.variables import Beside, HomeWithSlots, Optimizer
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
-from ._progress import ProgressBar
+from ._blocking import FileThread, ProgressBar
+from ._match import Matching
 from ._servers import ClusterMoment, cluster_of
+from ._tensors import stored_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
-    from zstrat.checkpoint import Manifest, TensorReader
-    from zstrat.variables import OptimizerHandle, VariableHandle
+    from zstrat.checkpoint import StoredTensor, TensorReader
+    from zstrat.ps import PsClient
+    from zstrat.variables import AbstractVariable, OptimizerHandle, VariableHandle
 
-    from ._blocking import FileThread
-    from ._match import Load
-    from ._servers import AskedCluster, ServerConnection
+    from ._match import Found, Load
+    from ._servers import AskedCluster, ServerConnection, T
+    from ._tensors import StoredNode
+
 
 PIECE: Final = 4 * 2**20
 """Bytes sent to a server in one message, or one row if that is larger."""
@@ -259,7 +268,7 @@ def _load_local(
                         (*beside.rows, each.tensor.by_rows),
                     )
         home = variable.home
-        assert isinstance(home, InProcess)
+        assert isinstance(home, HomeWithSlots)
         home.put(value, slots)
 
 
@@ -290,3 +299,112 @@ def _slot(
         out[...] = np.asarray(dict(initial)[load.leaf])
     files.fill(out, tensor, start)
     return out
+
+
+log = logging.getLogger("zstrat.saving")
+
+
+@final
+@dataclass(frozen=True)
+class SavedServers:
+    """Of one cluster."""
+
+    path: str
+    variables: frozenset[int]
+    optimizers: frozenset[int]
+    lacks: Sequence[str]
+    servers: Sequence[LoadingServer] = field(repr=False)
+
+    async def check(self) -> None:
+        async with FileThread() as disk:
+            await check(self.path, await disk(Manifest.of, self.path), disk)
+
+    async def fill(self, client: PsClient) -> None:
+        files, here = CheckpointFiles(self.path), _OnLoop(client)
+        async with FileThread() as disk:
+            try:
+                works = [load_server(here, each, files, disk) for each in self.servers]
+                for outcome in await asyncio.gather(*works, return_exceptions=True):
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+            finally:
+                await disk(files.close)
+
+
+@dataclass(frozen=True)
+class _OnLoop:
+    """Asks the servers from the very loop of their cluster."""
+
+    client: PsClient
+
+    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        del what
+        return await work
+
+
+async def remember_saved(
+    root: Any,
+    path: str,
+    manifest: Manifest,
+    moments: Sequence[ClusterMoment],
+) -> None:
+    """Tells clusters that may lose a server what they can be filled from.
+
+    Cancellation: some may not have been told.
+    """
+    watched = [moment for moment in moments if moment.cluster.recovers]
+    if watched:
+        nodes: list[StoredNode] = list(stored_graph(manifest, path))
+        tensors: dict[str, StoredTensor] = dict(manifest.tensors)
+        found = Matching(nodes, tensors).find(root, 0)
+        if lacks := await remember(path, found, watched):
+            log.warning(
+                "on_ps_loss='restore': a lost parameter server could not be filled "
+                "from checkpoint %s, as it lacks %s",
+                path,
+                ", ".join(lacks),
+            )
+
+
+async def remember(
+    path: str, found: Found, moments: Sequence[ClusterMoment]
+) -> list[str]:
+    """As `remember_saved`, what a restore has found; returns what it lacks."""
+    lacks: list[str] = []
+    for cluster, cut, restores in moments:
+        if cluster.recovers and cut is not None:
+            point = _point(path, found, cluster)
+            lacks += await cluster.remember(point, cut, restores)
+    return lacks
+
+
+def _point(path: str, found: Found, cluster: ServerConnection) -> SavedServers:
+    mine = [each for each in found.loads if _lives_on(cluster, each.variable)]
+    _, servers = sorted_loads(path, mine)
+    optimizers = {
+        value.id
+        for value, _ in found.pairs
+        if isinstance(value, Optimizer) and not value.is_local
+    }
+    lacks = [words.strip() for words in (*found.missing, *found.wrong)]
+    return SavedServers(
+        path,
+        frozenset(_keys(mine)),
+        frozenset(optimizers),
+        lacks,
+        [server for _, server in servers],
+    )
+
+
+def _lives_on(cluster: ServerConnection, variable: AbstractVariable) -> bool:
+    return any(cluster_of(part) is cluster for part in variable.components)
+
+
+def _keys(loads: Sequence[Load]) -> set[int]:
+    """Of the variables whose values are loaded."""
+    return {
+        part.spec.key
+        for each in loads
+        if each.optimizer is None
+        for part in each.variable.components
+    }

@@ -15,9 +15,8 @@ from zstrat.variables import unwatch, watch
 
 from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, is_trackable
-from ._load import check, load
+from ._load import check, load, remember
 from ._match import Found, Matching
-from ._restore_point import remember
 from ._servers import steadily
 from ._tensors import stored_graph
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat import __version__
 from zstrat.checkpoint import CheckpointFolder, Manifest
 
-from ._blocking import FileThread
-from ._progress import ProgressBar
-from ._restore_point import remember_saved
+from ._blocking import FileThread, ProgressBar
+from ._load import remember_saved
 from ._servers import steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import WrittenPlace, logical_tensors, plain_graph

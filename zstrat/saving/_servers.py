@@ -2,79 +2,21 @@
 
 from __future__ import annotations
 
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from zstrat.errors import ZstratError
 from zstrat.strategy import ServerVariables
-from zstrat.variables import InProcess
+from zstrat.variables import HomeWithSlots
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    import numpy as np
-
     from zstrat.coordinator import RestorePoint
-    from zstrat.ps import PinnedTensor, Ref
+    from zstrat.ps import PsClient
     from zstrat.variables import VariableHandle
-    from zstrat.wire import LoadEntry, SnapshotWritten, StoreEntry
 
 T = TypeVar("T")
-
-
-class SnapshotServers(Protocol):
-    """`zstrat.ps.PsClient`, as far as snapshots go; on the loop of the cluster.
-
-    Raises, all of them: PSUnavailableError, if a server that the call needs is gone.
-    """
-
-    async def pin(
-        self, snapshot: int, refs: Sequence[Ref], optimizers: Sequence[int]
-    ) -> list[PinnedTensor]:
-        """Keeps values and slots as they are now, under the number ``snapshot``."""
-        ...
-
-    async def release(self, snapshot: int) -> None:
-        """Lets go of what was pinned; a write that is under way ends with an error."""
-        ...
-
-    async def write_snapshot(
-        self,
-        ps: int,
-        snapshot: int,
-        path: str,
-        places: Sequence[int],
-        names: Sequence[str],
-    ) -> SnapshotWritten:
-        """Has a server write some of its tensors to a new file that it can reach."""
-        ...
-
-    async def read_snapshot(
-        self, ps: int, snapshot: int, place: int, offset: int, size: int
-    ) -> np.ndarray:
-        """Bytes ``[offset, offset + size)`` of a pinned tensor: uint8 [size]."""
-        ...
-
-    async def load(self, ps: int, entries: Sequence[LoadEntry]) -> None:
-        """Has a server read tensors from files that it can reach."""
-        ...
-
-    async def store(
-        self, ps: int, entries: Sequence[StoreEntry], arrays: Sequence[np.ndarray]
-    ) -> None:
-        """Gives a server what was read here."""
-        ...
-
-    async def sees(self, path: str) -> list[bool]:
-        """Which servers find this file on their machine, in task order."""
-        ...
 
 
 class SessionCut(Protocol):
@@ -91,7 +33,7 @@ class AskedCluster(Protocol):
     """Whoever asks parameter servers."""
 
     @property
-    def client(self) -> SnapshotServers:
+    def client(self) -> PsClient:
         """For coroutines that `run_async` runs."""
         ...
 
@@ -159,7 +101,7 @@ def cluster_of(variable: VariableHandle) -> ServerConnection | None:
         RuntimeError: It lives elsewhere: the handle came from another task.
     """
     home = variable.home
-    if isinstance(home, InProcess):
+    if isinstance(home, HomeWithSlots):
         return None
     if isinstance(home, ServerVariables) and isinstance(home.session, ServerConnection):
         return home.session

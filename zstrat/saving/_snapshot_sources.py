@@ -17,7 +17,7 @@ from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
 from zstrat.strategy import SyncOnReadVariable
-from zstrat.variables import InProcess
+from zstrat.variables import HomeWithSlots
 from zstrat.wire import TensorEntry, raw
 
 from ._servers import ClusterMoment, cluster_of
@@ -96,7 +96,7 @@ class LocalSnapshotSource:
         found = []
         for variable in variables:
             home = variable.home
-            assert isinstance(home, InProcess)
+            assert isinstance(home, HomeWithSlots)
             key = variable.spec.key
             value, slots = home.taken(variable.name)
             if isinstance(variable, SyncOnReadVariable):

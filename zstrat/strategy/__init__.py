@@ -1,6 +1,5 @@
 """The strategies: where variables live, where steps run, how results meet."""
 
-from ._central_storage import CentralStorageStrategy as CentralStorageStrategy
 from ._context import ReplicaContext as ReplicaContext
 from ._default import experimental_set_strategy as experimental_set_strategy
 from ._default import get_cross_replica_context as get_cross_replica_context
@@ -13,10 +12,12 @@ from ._default import in_cross_replica_context as in_cross_replica_context
 from ._extended import StrategyExtended as StrategyExtended
 from ._frames import require_cross_replica as require_cross_replica
 from ._keras import KerasWarning as KerasWarning
-from ._multi_step import MultiStepContext as MultiStepContext
-from ._one_device import OneDeviceStrategy as OneDeviceStrategy
+from ._local_strategy import CentralStorageStrategy as CentralStorageStrategy
+from ._local_strategy import MirroredStrategy as MirroredStrategy
+from ._local_strategy import OneDeviceStrategy as OneDeviceStrategy
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
+from ._v1 import MultiStepContext as MultiStepContext
 from .input._distributed_dataset import DistributedDataset as DistributedDataset
 from .input._distributed_dataset import DistributedIterator as DistributedIterator
 from .input._input_options import InputOptions as InputOptions
@@ -24,18 +25,17 @@ from .input._input_options import InputReplicationMode as InputReplicationMode
 from .input._inputs import ProcessInputs as ProcessInputs
 from .input._replica_batches import Share as Share
 from .input._replica_batches import per_replica as per_replica
-from .mirrored._mirrored_strategy import MirroredStrategy as MirroredStrategy
 from .mirrored._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
-from .mirrored._on_read import SyncOnReadVariable as SyncOnReadVariable
+from .mirrored._replicated_variable import SyncOnReadVariable as SyncOnReadVariable
 from .reduce._cross_device import CrossDeviceOps as CrossDeviceOps
+from .reduce._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from .reduce._cross_device import NcclAllReduce as NcclAllReduce
+from .reduce._cross_device import ReductionToOneDevice as ReductionToOneDevice
 from .reduce._options import CommunicationImplementation as CommunicationImplementation
 from .reduce._options import CommunicationOptions as CommunicationOptions
 from .reduce._options import RunOptions as RunOptions
-from .reduce._reductions import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-from .reduce._reductions import NcclAllReduce as NcclAllReduce
-from .reduce._reductions import ReductionToOneDevice as ReductionToOneDevice
 from .reduce._values import ValueContext as ValueContext
 from .replica._per_replica import DistributedValues as DistributedValues
 from .replica._per_replica import Mirrored as Mirrored

@@ -27,13 +27,8 @@ _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 class DefaultExtended(StrategyExtended):
     """Everything is here."""
 
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        return (_DEVICE,)
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return (_DEVICE,)
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy, (_DEVICE,), (_DEVICE,), None)
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(part.device == _DEVICE for part in v.components)

@@ -1,8 +1,8 @@
 """The other face of a strategy: what algorithms need that know of replicas.
 
 ``strategy.extended`` has the methods of both versions of TF's class. What they do is
-the same for all strategies; a subclass, which is final, says which devices there are
-and where variables go.
+the same for all strategies; a subclass, which is final, gives the devices and who owns
+variables, and says what its strategy does otherwise.
 
 Law of the file: these methods are for the cross-replica context. A variable that is one
 array for all replicas is one component, so what is done to every copy is done once; of
@@ -11,10 +11,9 @@ one of which each replica has its own copy, each copy is a component.
 
 from __future__ import annotations
 
-import abc
 import functools
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 
@@ -22,14 +21,13 @@ from zstrat.program import drawn
 from zstrat.variables import AbstractVariable, recorder
 
 from ._frames import current, require_cross_replica, require_scope
-from ._multi_step import MultiStepContext
+from ._v1 import MultiStepContext
 from .mirrored._copy_home import reducible
 from .mirrored._updating import agreed, components_of, updated
 from .reduce._across import reduce_across
-from .reduce._cross_device import CrossDeviceOps, checked_pairs
+from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
 from .reduce._options import called_with
 from .reduce._places import for_each
-from .reduce._reductions import ReductionToOneDevice
 from .reduce._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
@@ -37,37 +35,60 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from zstrat.collectives import ReduceOp
+    from zstrat.variables import VariableHandle
 
     from ._abstract import AbstractStrategy
 
     Pairs = Sequence[tuple[Any, Any]]
 
 
-class StrategyExtended(abc.ABC):
-    """The less common methods of a strategy, as TF has them."""
+class OwnsVariables(Protocol):
+    """Who creates the variables of a strategy."""
+
+    def owns(self, variable: VariableHandle) -> bool:
+        """Whether the variable was created here."""
+        ...
+
+
+class StrategyExtended:
+    """The less common methods of a strategy, as TF has them.
+
+    Args:
+        workers, parameters: Names of `worker_devices` and `parameter_devices`.
+        owner: Who creates the variables; None: nobody here does.
+    """
 
     experimental_require_static_shapes: bool = False
     """Whether the data end before a step in which a replica has none. If not, it gets
     batches of no rows there."""
 
-    def __init__(self, strategy: AbstractStrategy) -> None:
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        workers: Sequence[str],
+        parameters: Sequence[str],
+        owner: OwnsVariables | None,
+    ) -> None:
         self._strategy = strategy
+        self._workers, self._parameters = tuple(workers), tuple(parameters)
+        self._owner = owner
 
     # ---- what a strategy says ------------------------------------------------------
 
     @property
-    @abc.abstractmethod
     def worker_devices(self) -> tuple[str, ...]:
         """TF's names of the devices that the replicas of one worker run on."""
+        return self._workers
 
     @property
-    @abc.abstractmethod
     def parameter_devices(self) -> tuple[str, ...]:
         """TF's names of the places where variables are created."""
+        return self._parameters
 
-    @abc.abstractmethod
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         """Whether ``v`` was created in the scope of this very strategy."""
+        owner = self._owner
+        return owner is not None and all(owner.owns(part) for part in v.components)
 
     def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
         """New variables go where that one is, which was created in this scope."""

@@ -1,12 +1,24 @@
-"""What strategies have in common whose replicas run on devices of this process alone,
-as one `LocalMesh`: whoever makes the variables, and wherever they are."""
+"""Strategies whose replicas run on devices of this process alone, as one `LocalMesh`:
+what they have in common, and those that are no more than that.
+
+Variables are on one device (`OneDeviceStrategy`, `CentralStorageStrategy`) or have a
+copy on each (`MirroredStrategy`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
+from zstrat.variables import Variable
+
+from ._devices import device_named, devices_named, local_devices, task_names
 from ._extended import StrategyExtended
 from ._strategy import Strategy
+from .mirrored._copy_home import container_of
+from .mirrored._mirrored_store import MirroredVariables
+from .reduce._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
+from .replica._local_run import LocalMesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,8 +27,9 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Creator
 
+    from .input._inputs import ProcessInputs
     from .replica._collective import Team
-    from .replica._local_run import LocalMesh
+
 
 _Face = TypeVar("_Face", bound=StrategyExtended)
 
@@ -52,3 +65,176 @@ class LocalStrategy(Strategy, Generic[_Face]):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         return self._mesh.run(fn, args, kwargs)
+
+
+@final
+class LocalExtended(StrategyExtended):
+    """Where replicas run and variables live.
+
+    Args:
+        workers: The device of each replica.
+        parameters: Those that variables are on.
+        variables: Who creates them.
+        ops: What brings values together outside of steps.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        workers: Sequence[jax.Device],
+        parameters: Sequence[jax.Device],
+        variables: MirroredVariables,
+        ops: CrossDeviceOps | None = None,
+    ) -> None:
+        names = task_names(workers), task_names(parameters)
+        super().__init__(strategy, *names, variables)
+        self._ops = ops or ReductionToOneDevice()
+
+    def value_container(self, value: Any) -> Any:
+        """The variable that ``value`` is a copy of, or ``value``."""
+        return container_of(value) if isinstance(value, Variable) else value
+
+    def _cross_device_ops(self) -> CrossDeviceOps:
+        return self._ops
+
+
+@final
+class OneDeviceStrategy(LocalStrategy[LocalExtended]):
+    """Variables and replica functions on one device.
+
+    Args:
+        device: TF's name of it, as ``"GPU:0"`` or ``"/cpu:0"``, or a device of jax.
+
+    Raises:
+        ValueError: There is no such device.
+    """
+
+    def __init__(self, device: str | jax.Device) -> None:
+        found = [device_named(device)]
+        self._mesh = LocalMesh(self, found)
+        self._variables = MirroredVariables(found, self._mesh.team)
+        self._extended = LocalExtended(self, found, found, self._variables)
+
+    def _inputs(self) -> ProcessInputs:
+        return replace(super()._inputs(), place=self._mesh.layout.place_share)
+
+    def __repr__(self) -> str:
+        return f"<zstrat.OneDeviceStrategy: {self._extended.worker_devices[0]}>"
+
+
+@final
+class CentralStorageStrategy(LocalStrategy[LocalExtended]):
+    """Synchronous training on several devices that share one copy of the variables.
+
+    Variables are on the only device if there is one, and else on the CPU of the host. A
+    step brings them to the replicas and their next values back.
+
+    Args:
+        compute_devices: Those of the replicas, by TF's names or as devices of jax. Left
+            out: all accelerators of this process, or its CPU.
+        parameter_device: That of the variables; given together with
+            ``compute_devices``.
+
+    Raises:
+        ValueError: One of the two is given alone, a device is not there, or named
+            twice.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | jax.Device] | None = None,
+        parameter_device: str | jax.Device | None = None,
+    ) -> None:
+        replicas = _computing(compute_devices)
+        if parameter_device is not None:
+            store = device_named(parameter_device)
+        elif len(replicas) == 1:
+            store = replicas[0]
+        else:
+            store = _host()
+        self._mesh = LocalMesh(self, replicas)
+        self._variables = MirroredVariables(
+            self._mesh.devices, self._mesh.team, store=store
+        )
+        self._extended = LocalExtended(self, replicas, [store], self._variables)
+
+    def _inputs(self) -> ProcessInputs:
+        return replace(super()._inputs(), place=self._mesh.layout.place_share)
+
+    def __repr__(self) -> str:
+        workers = ", ".join(self._extended.worker_devices)
+        store = self._extended.parameter_devices[0]
+        return f"<zstrat.CentralStorageStrategy: {workers}; variables on {store}>"
+
+
+def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
+    if devices is None:
+        there = local_devices()
+        kind = there[0].platform
+        return [x for x in there if x.platform == kind][: 1 if kind == "cpu" else None]
+    return devices_named("compute_devices", devices)
+
+
+def _host() -> jax.Device:
+    """The CPU of this process, or its first device where jax has none."""
+    there = local_devices()
+    return next((x for x in there if x.platform == "cpu"), there[0])
+
+
+@final
+class MirroredStrategy(LocalStrategy[LocalExtended]):
+    """Synchronous training on several devices of one process.
+
+    Each device has a replica, and a copy of every variable; gradients are summed over
+    the replicas, and each copy gets the same update.
+
+    Args:
+        devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or devices of jax. Left
+            out: all of this process, accelerators if there are any.
+        cross_device_ops: What brings values together outside of steps
+            (``extended.reduce_to``); in steps it is XLA. Left out: `NcclAllReduce`, or
+            `ReductionToOneDevice` if there is a CPU among the devices.
+
+    Raises:
+        ValueError: There is no such device, one is named twice, or none at all.
+        TypeError: ``cross_device_ops`` is none.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        found = _chosen(devices)
+        if not isinstance(cross_device_ops, CrossDeviceOps | None):
+            raise TypeError(
+                "cross_device_ops must be a zs.CrossDeviceOps, such as "
+                f"zs.ReductionToOneDevice(), got {cross_device_ops!r:.80}"
+            )
+        self._mesh = LocalMesh(self, found)
+        self._variables = MirroredVariables(found, self._mesh.team)
+        ops = cross_device_ops or _usual(found)
+        self._extended = LocalExtended(self, found, found, self._variables, ops)
+
+    def _inputs(self) -> ProcessInputs:
+        return replace(
+            super()._inputs(), place=self._mesh.layout.place_share, per_replica=True
+        )
+
+    def __repr__(self) -> str:
+        return f"<zstrat.MirroredStrategy: {', '.join(self._extended.worker_devices)}>"
+
+
+def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
+    if devices is None:
+        there = local_devices()
+        return [device for device in there if device.platform == there[0].platform]
+    return devices_named("devices", devices)
+
+
+def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
+    """What TF takes: one device if there is a CPU among them, else an all-reduce, which
+    XLA carries out on whatever accelerators they are."""
+    if any(device.platform == "cpu" for device in devices):
+        return ReductionToOneDevice()
+    return NcclAllReduce()

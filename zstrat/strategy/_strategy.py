@@ -2,7 +2,7 @@
 
 The methods are the same for all strategies; a subclass, which is final, says how many
 replicas there are, on which devices, and who creates variables. Replica functions run
-in one program over the local devices (`zstrat.strategy.replica._replicas`). Of a
+in one program over the local devices (`zstrat.strategy.replica._one_program`). Of a
 strategy that holds a connection, ``with`` closes it at its end.
 """
 

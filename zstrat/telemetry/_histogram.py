@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from ._window import RECENT, window
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -28,9 +30,6 @@ _PER_OCTAVE: Final = 4
 _MANTISSA: Final = 50
 """Bits of a float64 behind its exponent and the two that tell quarters apart."""
 _BIAS: Final = 1023
-
-RECENT: Final = 10
-"""Seconds that a window is long, and how many histograms it consists of."""
 
 
 class Unit(enum.StrEnum):
@@ -91,18 +90,9 @@ class Histogram:
 
     def add_many(self, values: ArrayLike) -> None:
         """Counts values ([n], in the unit)."""
-        array = np.ascontiguousarray(values, np.float64)
-        if not array.size:
-            return
-        array = np.where(array > 0, array, 0.0)
-        first, _ = _OCTAVES[self.unit]
-        places = (array.view(np.int64) >> _MANTISSA) - (
-            (first + _BIAS) * _PER_OCTAVE - 1
-        )
-        np.clip(places, 0, len(self._counts) - 1, out=places)
-        self._counts += np.bincount(places, minlength=len(self._counts))
-        self.total += float(array.sum())
-        self.max = max(self.max, float(array.max()))
+        array = np.asarray(values, np.float64)
+        if array.size:
+            self.take(*_counted(array, self.unit))
 
     def merge(self, other: Histogram) -> None:
         """Adds all that the other one has counted.
@@ -112,41 +102,27 @@ class Histogram:
         """
         if other.unit is not self.unit:
             raise ValueError(f"a histogram of {other.unit} and one of {self.unit}")
-        self._counts += other._counts
-        self.total += other.total
-        self.max = max(self.max, other.max)
+        self.take(other._counts, other.total, other.max)
+
+    def take(self, counts: np.ndarray, total: float, largest: float) -> None:
+        """Adds what was counted elsewhere: counts as of `counts`, the sum of the values
+        and the largest."""
+        self._counts += counts
+        self.total += total
+        self.max = max(self.max, float(largest))
 
     def quantile(self, q: float) -> float:
         """What a part ``q`` (0 to 1) of all do not exceed; 0 if there is none.
 
         Values of one bucket are taken to lie evenly; counts and bytes are whole.
         """
-        count = self.count
-        if not count:
-            return 0.0
-        rank = min(max(1, math.ceil(q * count)), count)
-        sums = np.cumsum(self._counts)
-        place = int(np.searchsorted(sums, rank))
-        inside = int(self._counts[place])
-        before = int(sums[place]) - inside
-        lower = EDGES[self.unit][place - 1] if place else 0.0
-        upper = min(EDGES[self.unit][place], max(self.max, lower))
-        value = lower + (upper - lower) * (rank - before - 0.5) / inside
-        if self.unit is Unit.SECONDS:
-            return value
-        return float(math.floor(value)) if place else 0.0
+        counts, largest = self._counts[None], np.array([self.max])
+        return float(_quantiles(counts, largest, q, self.unit)[0])
 
     def summary(self) -> dict[str, Plain]:
         """``count``, ``mean``, ``p50``, ``p90``, ``p99`` and ``max``."""
-        count = self.count
-        return {
-            "count": count,
-            "mean": self.total / count if count else 0.0,
-            "p50": self.quantile(0.5),
-            "p90": self.quantile(0.9),
-            "p99": self.quantile(0.99),
-            "max": self.max,
-        }
+        total, largest = np.array([self.total]), np.array([self.max])
+        return summaries(self._counts[None], total, largest, self.unit)[0]
 
     def buckets(self) -> list[list[float]]:
         """Pairs of the largest value that a bucket has room for and its count, of those
@@ -195,7 +171,7 @@ class Histogram:
 
 @final
 class Windowed:
-    """A histogram of all since the start, and one of the last `RECENT` seconds: a ring
+    """A histogram of all since the start, and one of those of late (`window`): a ring
     of one for each second in which something came."""
 
     __slots__ = ("_ring", "total")
@@ -211,12 +187,16 @@ class Windowed:
         second = math.floor(now)
         if not self._ring or self._ring[-1][0] != second:
             self._ring.append((second, Histogram(self.total.unit)))
-        self._ring[-1][1].add_many(values)
-        self.total.add_many(values)
+        array = np.asarray(values, np.float64)
+        if array.size:
+            counted = _counted(array, self.total.unit)
+            self._ring[-1][1].take(*counted)
+            self.total.take(*counted)
 
     def recent(self, now: float) -> Histogram:
-        """Of those that came in the last `RECENT` seconds, and in the present one."""
-        since = math.floor(now) - RECENT
+        """Of those that came in the last `RECENT` seconds, and in the present one, or
+        in more where they come less often."""
+        since = math.floor(now) - window([second for second, _ in self._ring])
         return merged(
             (each for second, each in self._ring if second >= since), self.total.unit
         )
@@ -226,9 +206,59 @@ class Windowed:
         return {"total": self.total.plain(), "recent": self.recent(now).plain()}
 
 
+def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
+    """Counts by bucket of values ([n] float64, n > 0), their sum and the largest."""
+    values = np.maximum(values, 0.0)
+    np.copyto(values, 0.0, where=np.isnan(values))
+    first, _ = _OCTAVES[unit]
+    places = (values.view(np.int64) >> _MANTISSA) - ((first + _BIAS) * _PER_OCTAVE - 1)
+    width = len(EDGES[unit])
+    np.clip(places, 0, width - 1, out=places)
+    counts = np.bincount(places, minlength=width)
+    return counts, float(values.sum()), float(values.max())
+
+
 def merged(histograms: Iterable[Histogram], unit: Unit = Unit.SECONDS) -> Histogram:
     """One of all that these have counted, all of ``unit``."""
     whole = Histogram(unit)
     for each in histograms:
         whole.merge(each)
     return whole
+
+
+def summaries(
+    counts: np.ndarray, totals: np.ndarray, maxima: np.ndarray, unit: Unit
+) -> list[dict[str, Plain]]:
+    """`Histogram.summary` of many.
+
+    Args:
+        counts: [n, buckets] int64.
+        totals: [n], the sums of their values.
+        maxima: [n], the largest ones.
+    """
+    numbers = counts.sum(1)
+    columns = {
+        "count": numbers,
+        "mean": totals / np.maximum(numbers, 1),
+        **{f"p{q}": _quantiles(counts, maxima, q / 100, unit) for q in (50, 90, 99)},
+        "max": maxima,
+    }
+    rows = zip(*[column.tolist() for column in columns.values()], strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _quantiles(
+    counts: np.ndarray, maxima: np.ndarray, q: float, unit: Unit
+) -> np.ndarray:
+    """`Histogram.quantile` of many: [n] of [n, buckets] and the largest values, [n]."""
+    sums, edges, rows = counts.cumsum(1), np.array(EDGES[unit]), np.arange(len(counts))
+    ranks = np.maximum(1, np.ceil(q * counts.sum(1))).astype(np.int64)
+    places = np.minimum((sums < ranks[:, None]).sum(1), len(edges) - 1)
+    inside = np.maximum(counts[rows, places], 1)
+    before = sums[rows, places] - inside
+    lower = np.where(places > 0, edges[places - 1], 0.0)
+    upper = np.minimum(edges[places], np.maximum(maxima, lower))
+    values = lower + (upper - lower) * (ranks - before - 0.5) / inside
+    if unit is not Unit.SECONDS:
+        values = np.where(places > 0, np.floor(values), 0.0)
+    return np.where(counts.sum(1) > 0, values, 0.0)

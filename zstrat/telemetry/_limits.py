@@ -8,7 +8,7 @@ and what the parameter servers tell of themselves says who is behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ SMALL: Final = 64 * 1024
 """Bytes of an answer that is over sooner than its way there and back."""
 OLD: Final = 2.0
 """Median staleness, as times what so many workers make by themselves."""
+LONG: Final = 10.0
+"""Seconds after which it is said of a step that it has not ended."""
 SLOWER: Final = 0.8
 """A worker that does less than so many times what the median does is slow."""
 
@@ -42,7 +44,7 @@ class Limit:
     task: str
     what: str
     """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``push``,
-    ``draw``, ``queue``, ``stale``, ``imbalance``."""
+    ``draw``, ``queue``, ``full queue``, ``stale``, ``imbalance``."""
     share: float
     words: str
     advice: str
@@ -59,8 +61,11 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     workers = _of_job(tasks, "worker")
     servers = _of_job(tasks, "ps")
     found: list[Limit] = []
+    queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     for name, worker in workers.items():
-        found += _of_worker(name, worker, servers, metrics.get("queued_closures", 0))
+        found += _of_worker(name, worker, servers, queued, full)
+    if full:
+        found.append(_full(queued))
     for name, server in servers.items():
         found += _of_server(name, server)
     found += _imbalance(servers, workers)
@@ -84,7 +89,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     working = {
         name: worker
         for name, worker in workers.items()
-        if name not in absent and worker.get("steps_per_s")
+        if name not in absent and (worker.get("steps_per_s") or worker.get("now"))
     }
     for name, worker in absent.items():
         if worker.get("state") == "lost":
@@ -92,12 +97,10 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
             return {"task": name, "why": f"is lost: {reason}"}
     if not working:
         return None
-    rates = sorted(worker["steps_per_s"] for worker in working.values())
-    median = rates[len(rates) // 2]
-    name, worker = min(
-        working.items(), key=lambda item: (item[1]["steps_per_s"], item[0])
-    )
-    if worker["steps_per_s"] >= SLOWER * median:
+    rates = {name: worker.get("steps_per_s", 0.0) for name, worker in working.items()}
+    median = sorted(rates.values())[len(rates) // 2]
+    name, worker = min(working.items(), key=lambda item: (rates[item[0]], item[0]))
+    if rates[name] >= SLOWER * median:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
     found = sorted(_of_worker(name, worker, servers), key=lambda limit: -limit.share)
     if not found:
@@ -123,6 +126,7 @@ def _of_worker(
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
     queued: int = 0,
+    full: bool = False,
 ) -> list[Limit]:
     time: Mapping[str, float] = worker.get("time", {})
     shares = {
@@ -135,13 +139,13 @@ def _of_worker(
             continue
         match what:
             case "draw":
-                found.append(_draw(name, share, worker))
+                found.append(_long(_draw(name, share, worker), worker))
             case "compute":
-                found.append(_compute(name, share, worker))
+                found.append(_long(_compute(name, share, worker), worker))
             case "pull":
-                found.append(_pull(name, share, worker, servers))
+                found.append(_long(_pull(name, share, worker, servers), worker))
             case _:
-                found.append(_queue(name, share, worker, queued))
+                found.append(_queue(name, share, worker, queued, full))
     return found
 
 
@@ -207,7 +211,20 @@ def _pull(
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
 
 
-def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> Limit:
+def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
+    """With what has not ended for long, if it is of that kind."""
+    now: Mapping[str, Any] = worker.get("now") or {}
+    seconds = now.get("seconds", 0.0)
+    if seconds < LONG or now.get("phase") != limit.what.partition(" ")[0]:
+        return limit
+    words = f"{limit.words}; step {now['step']} has been at it for {seconds:.0f} s"
+    numbers = {**limit.numbers, "so_far": seconds}
+    return replace(limit, words=words, numbers=numbers)
+
+
+def _queue(
+    name: str, share: float, worker: Mapping[str, Any], queued: int, full: bool
+) -> Limit:
     words = f"has nothing to do for {_percent(share)} of its time"
     advice = "schedule more steps before you join or fetch; fewer workers would do"
     if queued:
@@ -216,11 +233,26 @@ def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> L
             "let workers hold more: ClusterCoordinator(closures_in_flight=...) is too "
             "low, or left out better; or the program's process is short of a core"
         )
+    elif full:
+        words += ", and the program may not schedule more"
+        advice = "its queue is short: leave out ClusterCoordinator(max_queued=...)"
     numbers = _numbers("wait", worker) | {
         "waiting": float(worker.get("waiting", 0)),
         "queued_closures": float(queued),
     }
     return Limit(name, "queue", share, words, advice, numbers)
+
+
+def _full(queued: int) -> Limit:
+    """No worker waits for it, so it is a remark."""
+    return Limit(
+        "program",
+        "full queue",
+        0.0,
+        f"waits in schedule(): its queue is full, and {queued} closures are left in it",
+        "workers are slower than the program: see what they are at, or add some",
+        {"queued_closures": float(queued)},
+    )
 
 
 def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:

@@ -31,6 +31,14 @@ WORKER_PHASES: Final = (Phase.WAIT, Phase.DRAW, Phase.PULL, Phase.COMPUTE, Phase
 PS_PHASES: Final = (Phase.APPLY, Phase.SEND)
 
 
+class StepUnderWay(NamedTuple):
+    """A phase that a worker is at, of a step, and since when by its own clock."""
+
+    phase: Phase
+    step: int
+    began: float
+
+
 class PhaseSpan(NamedTuple):
     """One phase of one step: ``began`` and ``ended`` by the clock of its process, in
     seconds. ``step`` is -1 for what no step has asked for."""

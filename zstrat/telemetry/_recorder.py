@@ -14,14 +14,14 @@ import os
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed
-from ._phases import Phase
+from ._phases import WORKER_PHASES, Phase
 from ._throughput import Rate, TimeShares
 
 if TYPE_CHECKING:
@@ -29,19 +29,55 @@ if TYPE_CHECKING:
 
     from ._capture import SpanCapture
     from ._histogram import Plain
+    from ._phases import StepUnderWay
 
 EVERY: Final = 0.25
 """Seconds between two digests."""
 PENDING: Final = 4096
 """Entries after which there is one earlier."""
 
-QUICK: Final = 3
-"""Numbers of a step that has neither drawn nor pulled: when it was received and when
-its preparation had ended; the seconds that it ran."""
+EAGER: Final = 256
+"""The same of eager steps, each of which may have noted hundreds of spans."""
+
+QUICK: Final = 2
+"""Numbers of a step that has neither drawn nor pulled: the seconds that it waited, and
+that it ran."""
 FULL: Final = 10
-"""Numbers of any other, and of all in a capture: its number; those; when it ended; the
-seconds that its preparation took; when its values were asked for first and were there
-last, and the seconds in between that they were awaited; how many examples it drew."""
+"""Numbers of any other, and of all in a capture: its number; when it was received, and
+when its preparation had ended; the seconds that it ran; when it ended; the seconds that
+its preparation took; when its values were asked for first and were there last, and the
+seconds in between that they were awaited; how many examples it drew."""
+
+
+@final
+@dataclass(slots=True)
+class EagerNotes:
+    """What an eager step has done while it ran: it draws, reads and pushes as it goes,
+    and its thread waits for that. Any thread may note."""
+
+    spans: list[tuple[Phase, float, float]] = field(default_factory=list)
+    """Phase, begin and end of each draw, read and push, of the first `PENDING`."""
+    examples: int = 0
+    """That it has drawn."""
+    stale: list[tuple[int, int]] = field(default_factory=list)
+    """Servers, and how old what was pushed to them was, in versions."""
+
+    def spent(self, phase: Phase, began: float, ended: float) -> None:
+        """It has waited for that; what there is no room for counts as computing."""
+        if len(self.spans) < PENDING:
+            self.spans.append((phase, began, ended))
+
+
+class EagerTimes(NamedTuple):
+    """An eager step that ran: its number, when it was received, when its preparation
+    had ended, the seconds that it ran, when it ended, and what it noted."""
+
+    step: int
+    received: float
+    prepared: float
+    ran: float
+    ended: float
+    notes: EagerNotes
 
 
 @final
@@ -59,6 +95,8 @@ class StepTimes:
     """and in which all waited for values;"""
     stalls: dict[int, float] = field(default_factory=dict)
     """by the server that answered last."""
+    eager: list[EagerTimes] = field(default_factory=list)
+    """Eager ones, which are in none of the others."""
 
 
 @final
@@ -94,6 +132,7 @@ class Recorder:
         steps = self._steps
         steps.quick += times.quick
         steps.full += times.full
+        steps.eager += times.eager
         steps.idle += times.idle
         steps.stalled += times.stalled
         for server, seconds in times.stalls.items():
@@ -102,6 +141,7 @@ class Recorder:
         if self._capture is not None:
             self._capture.sample(now)
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
+        many |= len(steps.eager) > EAGER
         if many or now - self._digested > EVERY:
             self.digest(now)
 
@@ -133,6 +173,7 @@ class Recorder:
     def start(self, totals: Mapping[str, float], now: float) -> None:
         """The session begins when the sums that somebody else keeps, for longer than
         it, are these."""
+        self._began = now
         for name, total in totals.items():
             self._rates[name] = Rate(now, total)
 
@@ -149,12 +190,23 @@ class Recorder:
 
     # ---- what is told ------------------------------------------------------------
 
-    def plain(self, now: float) -> dict[str, Plain]:
+    def plain(
+        self, now: float, under_way: StepUnderWay | None = None
+    ) -> dict[str, Plain]:
         """All of it, as plain data: ``phases`` and ``staleness`` as `Windowed.plain`
         by phase and store, ``rates`` per second, ``time``, the shares of the time of
         the thread that runs steps (or of the loop that applies pushes), and ``stalls``:
-        those in which it waited for each server."""
+        those in which it waited for each server; ``now``: ``phase``, ``step`` and
+        ``seconds`` of what is under way."""
         self.digest(now)
+        present: dict[str, Plain] = {}
+        if under_way is not None:
+            seconds = max(0.0, now - under_way.began)
+            present = {
+                "phase": str(under_way.phase),
+                "step": under_way.step,
+                "seconds": seconds,
+            }
         return {
             "phases": {
                 str(phase): each.plain(now) for phase, each in self._phases.items()
@@ -163,8 +215,9 @@ class Recorder:
                 store: each.plain(now) for store, each in self._staleness.items()
             },
             "rates": {name: rate.per_second(now) for name, rate in self._rates.items()},
-            "time": self._shares.shares(now),
+            "time": self._shares.shares(now, under_way),
             "stalls": self._stalls.shares(now),
+            "now": present,
         }
 
     # ---- a capture ---------------------------------------------------------------
@@ -206,6 +259,9 @@ class Recorder:
         if steps.full:
             self._digest_full(_rows(steps.full, FULL), now)
             steps.full.clear()
+        if steps.eager:
+            eager, steps.eager = steps.eager, []
+            self._digest_eager(eager, now)
         self._shares.add("pull", steps.stalled, now)
         self._shares.add("idle", steps.idle, now)
         steps.stalled = steps.idle = 0.0
@@ -233,10 +289,10 @@ class Recorder:
         return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
-        received, prepared, ran = rows.T
+        waited, ran = rows.T
         self.count("steps", len(rows), now)
         self._shares.add("compute", float(ran.sum()), now)
-        self._phases[Phase.WAIT].add_many(prepared - received, now)
+        self._phases[Phase.WAIT].add_many(waited, now)
         self._phases[Phase.COMPUTE].add_many(ran, now)
 
     def _digest_full(self, rows: np.ndarray, now: float) -> None:
@@ -252,6 +308,31 @@ class Recorder:
         pulls = pulled > 0
         self._captures(Phase.PULL, number, asked, arrived, pulls)
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
+
+    def _digest_eager(self, times: list[EagerTimes], now: float) -> None:
+        """All of them together: to sort one number costs as much as to sort many."""
+        found: dict[Phase, list[float]] = {phase: [] for phase in WORKER_PHASES}
+        for step, received, prepared, ran, ended, notes in times:
+            found[Phase.WAIT] += (step, received, prepared)
+            found[Phase.COMPUTE] += (step, ended - ran, ended)
+            for phase, *span in notes.spans:
+                found[phase] += (step, *span)
+            for server, versions in notes.stale:
+                self.stale(f"ps:{server}", versions)
+        self.count("steps", len(times), now)
+        self.count("examples", sum(each.notes.examples for each in times), now)
+        computed = 0.0
+        for phase, numbers in found.items():
+            if numbers:
+                step, began, end = _rows(numbers, 3).T
+                self._took(phase, step, began, end, now)
+                if phase is Phase.COMPUTE:
+                    computed += float((end - began).sum())
+                elif phase is not Phase.WAIT:
+                    waited = float((end - began).sum())
+                    self._shares.add(str(phase), waited, now)
+                    computed -= waited
+        self._shares.add("compute", max(0.0, computed), now)
 
     def _took(
         self,

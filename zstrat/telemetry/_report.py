@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ._histogram import Histogram, Unit, merged
+from ._histogram import Unit
+from ._histogram_table import HistogramTable
 from ._limits import slowest
 from ._phases import PS_PHASES, WORKER_PHASES, Phase
 
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 WORKER: Final = "worker"
 PS: Final = "ps"
 
+Window = tuple[str, str]
+"""A task, and one of its phases, or a store that it pushes to."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskTold:
     """One task as the program, or an observer, knows it.
 
     ``told`` is what it has last said of itself: ``phases``, ``staleness``, ``rates``,
-    ``time``, ``lanes`` and ``gauges``; empty if nothing, or nothing of late.
+    ``time``, ``now``, ``lanes`` and ``gauges``; empty if nothing, or nothing of late.
     """
 
     state: str
@@ -44,25 +48,36 @@ def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
     Args:
         tasks: By name: "worker:0", "ps:1".
     """
-    workers = [each.told for name, each in tasks.items() if _job(name) == WORKER]
-    stale = merged((each for told in workers for each in _staleness(told)), Unit.COUNTS)
-    examples = sum(_rate(told, "examples") for told in workers)
+    phases = HistogramTable(_windows(tasks, "phases"))
+    stale = HistogramTable(_windows(tasks, "staleness"), Unit.COUNTS)
+    workers = {n: each.told for n, each in tasks.items() if _job(n) == WORKER}
+    ages = stale.merged(
+        (name, store) for name in workers for store in _part(workers[name], "staleness")
+    )
+    examples = sum(_rate(told, "examples") for told in workers.values())
     made: dict[str, Plain] = {
-        "steps_per_s": sum(_rate(told, "steps") for told in workers),
+        "steps_per_s": sum(_rate(told, "steps") for told in workers.values()),
         "examples_per_s": examples or None,
+        "queued_closures": max(_gauge(workers, "program_waiting"), default=0),
+        "queue_full": any(_gauge(workers, "program_full")),
         "phases": {
-            str(phase): merged(_of_phase(workers, phase)).summary()
+            str(phase): phases.merged((name, phase) for name in workers).summary()
             for phase in WORKER_PHASES
         },
-        "staleness": {**stale.summary(), "buckets": stale.buckets()},
-        "tasks": {name: _task(_job(name), each) for name, each in tasks.items()},
+        "staleness": {**ages.summary(), "buckets": ages.buckets()},
+        "tasks": {n: _task(n, each, phases, stale) for n, each in tasks.items()},
     }
     made["slowest"] = slowest(made)
     return made
 
 
-def _task(job: str, task: TaskTold) -> dict[str, Plain]:
-    told = task.told
+def _task(
+    name: str,
+    task: TaskTold,
+    phases: HistogramTable[Window],
+    stale: HistogramTable[Window],
+) -> dict[str, Plain]:
+    told, job = task.told, _job(name)
     made: dict[str, Plain] = {
         "state": task.state,
         "address": task.address,
@@ -81,13 +96,14 @@ def _task(job: str, task: TaskTold) -> dict[str, Plain]:
             "examples_per_s": examples or None,
             "pulls_per_s": _rate(told, "pulls"),
             "pushes_per_s": _rate(told, "pushes"),
-            "phases": _summaries(told, WORKER_PHASES),
+            "phases": _summaries(name, WORKER_PHASES, phases),
             "time": {
                 name: _number(share) for name, share in _part(told, "time").items()
             },
+            "now": _part(told, "now") or None,
             "staleness": {
-                store: _recent(each, Unit.COUNTS).summary()
-                for store, each in _part(told, "staleness").items()
+                store: stale.summary((name, store))
+                for store in _part(told, "staleness")
             },
             "slow_pulls": {
                 name: _number(share) for name, share in _part(told, "stalls").items()
@@ -98,12 +114,18 @@ def _task(job: str, task: TaskTold) -> dict[str, Plain]:
         }
     if job == PS:
         made |= {
-            **_summaries(told, PS_PHASES),
+            **_summaries(name, PS_PHASES, phases),
             "busy": _number(_part(told, "time").get("apply")),
             "pulls_per_s": _rate(told, "pulls"),
             "pushes_per_s": _rate(told, "pushes"),
         }
     return made
+
+
+def _gauge(tasks: Mapping[str, Mapping[str, Plain]], name: str) -> Iterable[int]:
+    """Of each task; 0 of one that does not tell."""
+    for told in tasks.values():
+        yield int(_number(_part(told, "gauges").get(name)))
 
 
 def _job(name: str) -> str:
@@ -123,29 +145,17 @@ def _rate(told: Mapping[str, Plain], name: str) -> float:
     return _number(_part(told, "rates").get(name))
 
 
-def _recent(plain: Plain, unit: Unit) -> Histogram:
-    """The window of a `Windowed.plain`; an empty one if it is none."""
-    try:
-        found = Histogram.from_plain(plain["recent"])
-    except (KeyError, TypeError, ValueError):  # a task of another version, or nothing
-        return Histogram(unit)
-    return found if found.unit is unit else Histogram(unit)
-
-
-def _staleness(told: Mapping[str, Plain]) -> Iterable[Histogram]:
-    return [_recent(each, Unit.COUNTS) for each in _part(told, "staleness").values()]
-
-
-def _of_phase(
-    tasks: Iterable[Mapping[str, Plain]], phase: Phase
-) -> Iterable[Histogram]:
-    return [_recent(_part(told, "phases").get(phase), Unit.SECONDS) for told in tasks]
+def _windows(tasks: Mapping[str, TaskTold], part: str) -> dict[Window, Plain]:
+    """The windows of each `Windowed.plain` in that part of what the tasks told."""
+    return {
+        (name, key): windowed["recent"]
+        for name, each in tasks.items()
+        for key, windowed in _part(each.told, part).items()
+        if isinstance(windowed, dict) and "recent" in windowed
+    }
 
 
 def _summaries(
-    told: Mapping[str, Plain], phases: Iterable[Phase]
+    name: str, phases: Iterable[Phase], windows: HistogramTable[Window]
 ) -> dict[str, dict[str, Plain]]:
-    return {
-        str(phase): _recent(_part(told, "phases").get(phase), Unit.SECONDS).summary()
-        for phase in phases
-    }
+    return {str(phase): windows.summary((name, phase)) for phase in phases}

@@ -3,46 +3,60 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from ._histogram import RECENT
+from ._window import RECENT, usual_gap, window
+
+if TYPE_CHECKING:
+    from ._phases import StepUnderWay
 
 MARK: Final = 1.0
 """Seconds between two marks."""
+MARKS: Final = 32
+"""Where eight workers end a step of a minute within some seconds, four times."""
+
+
+class _Mark(NamedTuple):
+    at: float
+    before: float
+    """How much there was before what came then,"""
+    after: float
+    """and with it."""
 
 
 @final
 class Throughput:
-    """What was counted per second in the last `RECENT` seconds. Keeps no timer: whoever
-    counts says what time it is, and leaves a mark about once in `MARK` seconds."""
+    """What was counted per second of late. Keeps no timer: whoever counts says what
+    time it is, and leaves a mark about once in `MARK` seconds."""
 
     __slots__ = ("_marks", "next_mark")
 
     def __init__(self) -> None:
-        self._marks: deque[tuple[float, float]] = deque(maxlen=round(RECENT / MARK) + 2)
-        """Times, and how much there was before."""
+        self._marks: deque[_Mark] = deque(maxlen=MARKS)
         self.next_mark = -math.inf
-        """From now on a count is to be preceded by a `mark`."""
+        """From now on what is counted is to be followed by a `mark`."""
 
-    def mark(self, now: float, total: float) -> None:
-        """There is so much so far, and more comes now."""
-        self._marks.append((now, total))
+    def mark(self, now: float, before: float, after: float) -> None:
+        """Just now it has become more."""
+        self._marks.append(_Mark(now, before, after))
         self.next_mark = now + MARK
 
     def rate(self, now: float, total: float) -> float:
-        """Per second, when there is so much so far; 0 if nothing came of late."""
-        since = now - RECENT
+        """Per second, when there is so much by now, in a `window`; 0 if nothing came
+        for longer than that."""
         marks = list(self._marks)
-        recent = [mark for mark in marks if mark[0] > since]
-        before = marks[: len(marks) - len(recent)]
-        if before and before[-1][0] > since - MARK:  # some came behind it, before
-            recent.insert(0, before[-1])
-        elif before and recent:  # a pause: between the two there was none
-            recent.insert(0, (since, recent[0][1]))
-        if not recent:
+        times = [mark.at for mark in marks]
+        patience, gap = window(times), usual_gap(times)
+        if not marks or now - times[-1] > patience:
             return 0.0
-        began, had = recent[0]
+        if now - times[-1] <= 1.5 * gap and gap > 1.5 * MARK:
+            now, _, total = marks[-1]  # the next one is under way, and has not ended
+        first = max(0, bisect_right(times, now - patience) - 1)
+        began, had = times[first], marks[first].after if first else marks[0].before
+        if now - patience - began > 1.5 * max(gap, MARK):  # it begins in a pause
+            began, had = now - patience, marks[first + 1].before
         return (total - had) / max(now - began, MARK)
 
 
@@ -60,7 +74,7 @@ class Rate:
     def __init__(self, since: float, total: float = 0.0) -> None:
         self.total = total
         self._throughput = Throughput()
-        self._throughput.mark(since, total)
+        self._throughput.mark(since, total, total)
 
     def add(self, amount: float, now: float) -> None:
         """So much came just now."""
@@ -71,18 +85,19 @@ class Rate:
         """Somebody else counts, and has come to ``total`` by now."""
         if total == self.total:
             return
+        before, self.total = self.total, total
         if now >= self._throughput.next_mark:
-            self._throughput.mark(now, self.total)
-        self.total = total
+            self._throughput.mark(now, before, total)
 
     def per_second(self, now: float) -> float:
-        """Of the last ten seconds, or of all if that is less, but at least of one."""
+        """Of the last ten seconds, or of all if that is less, but at least of one; of
+        more where it comes less often (`window`)."""
         return self._throughput.rate(now, self.total)
 
 
 @final
 class TimeShares:
-    """What a thread, or a loop, spends the last `RECENT` seconds with."""
+    """What a thread, or a loop, spends its time with of late (`window`)."""
 
     __slots__ = ("_ring",)
 
@@ -99,16 +114,27 @@ class TimeShares:
             self._ring.append((second, Counter()))
         self._ring[-1][1][name] += seconds  # type: ignore[assignment]
 
-    def shares(self, now: float) -> dict[str, float]:
+    def shares(
+        self, now: float, under_way: StepUnderWay | None = None
+    ) -> dict[str, float]:
         """The parts of the time by name, together one at the most: what is not told is
         not spent with any of them. What took long is told when it ends, and may fill
-        more than the window."""
-        since = math.floor(now) - RECENT
-        recent = [each for each in self._ring if each[0] >= since]
-        if not recent:
-            return {}
+        more than the window.
+
+        Args:
+            under_way: What has not ended, and is told when it does.
+        """
+        ring = list(self._ring)
+        since = math.floor(now) - window([second for second, _ in ring])
+        recent = [each for each in ring if each[0] >= since]
         spent: Counter[str] = Counter()
         for _, some in recent:
             spent.update(some)
-        whole = max(now - recent[0][0], sum(spent.values()))
+        if under_way is not None:
+            seconds = max(0.0, now - under_way.began)
+            spent[str(under_way.phase)] += seconds  # type: ignore[assignment]
+        if not spent:
+            return {}
+        began = recent[0][0] if recent else now
+        whole = max(now - began, sum(spent.values()))
         return {name: seconds / whole for name, seconds in spent.items()}

@@ -17,11 +17,17 @@ _IPC_LONGEST: Final = 107  # sun_path of Linux, less the final zero
 
 
 class Address(NamedTuple):
-    """``scheme`` is "tcp" or "ipc"; ``port`` is 0 for ipc and for "any free port"."""
+    """``scheme`` is "tcp" or "ipc"; ``port`` is 0 for ipc and for "any free port".
+
+    ``is_ipv6``: a socket for it is one of IPv6. One that is bound to all interfaces
+    ("*") takes IPv4, too, and is one of IPv4 where the system has nothing else. A name
+    is looked up among the addresses of IPv4, unless it is known to have none.
+    """
 
     scheme: str
     host: str
     port: int
+    is_ipv6: bool = False
 
     @property
     def endpoint(self) -> str:
@@ -52,7 +58,7 @@ def parse(text: str) -> Address:
     )
     if not 0 <= number < 65536:
         raise _wrong(text)
-    return Address("tcp", host, number)
+    return Address("tcp", host, number, ":" in host or host == "*")
 
 
 def check_address(text: str) -> None:
@@ -64,6 +70,17 @@ def check_address(text: str) -> None:
     address = parse(text)
     if address.scheme == "tcp" and not address.port:
         raise ValueError(f"address {text!r}: expected a port above 0")
+
+
+def check_told(text: str) -> None:
+    """Whether others may be told to reach a task at that.
+
+    Raises:
+        ValueError: As `check_address`; or it stands for all interfaces.
+    """
+    check_address(text)
+    if _is_any(parse(text).host):
+        raise ValueError(f"address {text!r}: expected the one that others reach it at")
 
 
 def reached_as(bound: str, known: str) -> str:
@@ -88,26 +105,48 @@ def _is_any(host: str) -> bool:
     )
 
 
-async def check_known(address: Address, task: str) -> None:
-    """Whether the host is one that can be bound at all: a number, an interface, or a
-    name that is known.
+def is_name(address: Address) -> bool:
+    """Whether the host has to be looked up."""
+    return not (
+        address.scheme == "ipc" or address.host == "*" or _is_number(address.host)
+    )
+
+
+async def looked_up(address: Address) -> Address:
+    """The address of a name, with what is known of it now: whether it has addresses of
+    IPv6 alone.
+
+    Raises:
+        OSError: Nobody knows the name, so far.
+
+    Cancellation: nothing has happened.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+    return address._replace(is_ipv6=all(each[0] == socket.AF_INET6 for each in found))
+
+
+async def bindable(address: Address, task: str) -> Address:
+    """The address, if its host is one that can be bound at all: a number, an interface,
+    or a name that is known.
 
     Raises:
         OSError: EADDRNOTAVAIL: nobody knows the name, so far.
+
+    Cancellation: nothing has happened.
     """
-    if address.scheme == "ipc" or address.host == "*" or _is_number(address.host):
-        return
-    loop = asyncio.get_running_loop()
+    if not is_name(address):
+        return address
     try:
-        await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+        return await looked_up(address)
     except OSError as error:
         if address.host in (name for _, name in socket.if_nameindex()):
-            return
+            return address
         raise OSError(
             errno.EADDRNOTAVAIL,
             f"{task} cannot bind {address.host}:{address.port}: nobody knows the name "
             f"{address.host!r} ({error.strerror}): it may not be in DNS yet, then try "
-            "again; or bind 0.0.0.0, with --bind, if peers reach this machine by a "
+            "again; or bind '*', with --bind, if peers reach this machine by a "
             "name that it does not know itself",
         ) from error
 

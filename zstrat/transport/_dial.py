@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
+from ._address import is_name, looked_up
 from ._socket import ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Dial:
         self._loop = asyncio.get_running_loop()
         self._pause = _FIRST_PAUSE
         self._retry: asyncio.TimerHandle | None = None
+        self._look_up: asyncio.Task[None] | None = None
         self.pump: Pump | None = None
         """Of the socket that there is."""
         self._question: Pump | None = None
@@ -92,6 +94,24 @@ class Dial:
         except ValueError as error:  # to who dials: a key was there, and has gone
             self._failed(error)
             self.later()
+
+    def look_up(self, has_changed: Callable[[], None]) -> None:
+        """An attempt failed: finds out beside, until somebody knows its name, whether
+        the task has addresses of IPv6 alone. Then the next socket is one of IPv6, and
+        ``has_changed`` is called."""
+        if self._look_up is None and is_name(self._where):
+            look_up = self._looked_up(has_changed)
+            self._look_up = self._loop.create_task(look_up, name="looks up a name")
+
+    async def _looked_up(self, has_changed: Callable[[], None]) -> None:
+        try:
+            found = await looked_up(self._where)
+        except OSError:  # nobody knows it so far: asked again at the next failure
+            self._look_up = None
+            return
+        if found != self._where:
+            self._where = found
+            has_changed()
 
     def ask(self) -> None:
         """Has it greet once, without a handshake; `is_task` says what came of it."""
@@ -130,8 +150,9 @@ class Dial:
 
     def close(self, linger: float) -> None:
         """`drop`, and no other attempt."""
-        if self._retry is not None:
-            self._retry.cancel()
+        for waits in (self._retry, self._look_up):
+            if waits is not None:
+                waits.cancel()
         self.end_question()
         self.drop(linger)
 

@@ -33,7 +33,7 @@ from zstrat.wire.connection import (
     task_name,
 )
 
-from ._address import check_known, parse
+from ._address import bindable, parse
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
 from ._bound_socket import BoundSocket
@@ -132,8 +132,7 @@ class Endpoint:
         """
         if self._closed or self._pump is not None:
             raise ClosedError(f"{task_name(self._me)}: bind an endpoint once")
-        where = parse(address)
-        await check_known(where, task_name(self._me))
+        where = await bindable(parse(address), task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
         self._loop = asyncio.get_running_loop()
         sockets = self._sockets
@@ -215,7 +214,7 @@ class Endpoint:
         if security is None:
             return False
         if security.role_of(key) is None:
-            security.refresh()  # it may have come with new keys, before our next tick
+            security.look_again()  # it may have come with new keys before our next tick
         return security.role_of(key) is not None
 
     @property

@@ -127,8 +127,7 @@ def new_socket(
     socket.tcp_keepalive_idle = min(patience + 2, _HOUR)
     socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 2, 3
     socket.setsockopt(zmq.TCP_MAXRT, 1000 * min(patience + 10, _HOUR))
-    if ":" in address.host:
-        socket.ipv6 = True
+    socket.ipv6 = address.is_ipv6
     if address.scheme == "ipc":
         socket.sndbuf = socket.rcvbuf = _LOCAL_BUFFER
     if kind == zmq.ROUTER:

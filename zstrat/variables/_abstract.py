@@ -23,7 +23,8 @@ from zstrat.wire import UpdateOp
 from . import _convert
 from ._home import update_all, update_all_async
 from ._operators import ArrayOperators
-from ._rows import read_rows, read_rows_async
+from ._rows import read_rows, read_rows_async, row_updates
+from ._table import Table
 from ._tracing import (
     Creating,
     TraceRecorder,
@@ -32,12 +33,12 @@ from ._tracing import (
     refuse_read,
     refuse_update,
 )
+from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
     from ._home import HomeUpdate, VariableHandle
-    from ._slices import IndexedSlices
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
-    from ._table import Table
+    from ._table import IndexedSlices
     from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 
@@ -79,39 +80,15 @@ class AbstractVariable(ArrayOperators):
         """The value in the step that is being traced."""
 
     @abc.abstractmethod
-    def _record(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        value: Any,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Notes an update by a traced operand of the whole shape."""
-
-    @abc.abstractmethod
-    def _record_rows(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        rows: tuple[Any, Any],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Notes an update by traced indices and rows."""
-
-    @abc.abstractmethod
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[HomeUpdate]:
-        """What an operand of the whole shape does to each component."""
+        """What an operand of the whole shape, traced or not, does to each component."""
 
     @abc.abstractmethod
-    def _row_updates(
-        self,
-        op: UpdateOp,
-        rows: tuple[np.ndarray, np.ndarray],
-        optimizer: OptimizerHandle | None,
-    ) -> list[HomeUpdate]:
-        """What indices and rows do to the components that have some of them."""
+    def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
+        """What an update by indices and rows is told to be of: a table, if it may be of
+        several components, or is one for all of them."""
 
     # ---- what it is ----------------------------------------------------------------
 
@@ -404,7 +381,7 @@ class AbstractVariable(ArrayOperators):
 
         Cancellation: the update may or may not have been applied.
         """
-        await update_all_async(self._planned_rows(op, sparse_delta, None))
+        await update_all_async(self._planned_rows(op, sparse_delta))
         return self
 
     # ---- the one way of every update -----------------------------------------------
@@ -418,53 +395,76 @@ class AbstractVariable(ArrayOperators):
         """
         return value
 
-    def _dense(
-        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
-    ) -> Self:
+    def _dense(self, op: UpdateOp, value: Any) -> Self:
         recording = recorder.get()
         if recording is None:
-            update_all(self._planned(op, value, optimizer))
+            update_all(self._planned(op, value))
         else:
             given = self._operand(value)
             traced = _convert.traced_operand(self._spec, given, WORDS[op])
-            self._record(recording, op, traced, optimizer)
+            self._record(recording, op, traced)
         return self
 
     async def _dense_async(self, op: UpdateOp, value: Any) -> Self:
-        await update_all_async(self._planned(op, value, None))
+        await update_all_async(self._planned(op, value))
         return self
 
-    def _sparse(
-        self,
-        op: UpdateOp,
-        delta: IndexedSlices,
-        optimizer: OptimizerHandle | None = None,
-    ) -> Self:
+    def _sparse(self, op: UpdateOp, delta: IndexedSlices) -> Self:
         recording = recorder.get()
         if recording is None:
-            update_all(self._planned_rows(op, delta, optimizer))
+            update_all(self._planned_rows(op, delta))
         else:
             traced = _convert.traced_rows(
                 self._spec, delta.indices, delta.values, WORDS[op]
             )
-            self._record_rows(recording, op, traced, optimizer)
+            self._record_rows(recording, op, traced)
         return self
 
-    def _planned(
-        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None
-    ) -> list[HomeUpdate]:
+    def _planned(self, op: UpdateOp, value: Any) -> list[HomeUpdate]:
         """A checked update outside of steps, split over the components."""
         refuse_update(self._spec, WORDS[op])
         given = self._operand(value)
         operand = _convert.plain_operand(self._spec, given, WORDS[op])
-        return self._updates(op, operand, optimizer)
+        return self._updates(op, operand)
 
-    def _planned_rows(
-        self, op: UpdateOp, delta: IndexedSlices, optimizer: OptimizerHandle | None
-    ) -> list[HomeUpdate]:
+    def _planned_rows(self, op: UpdateOp, delta: IndexedSlices) -> list[HomeUpdate]:
         refuse_update(self._spec, WORDS[op])
         rows = _convert.plain_rows(self._spec, delta.indices, delta.values, WORDS[op])
-        return self._row_updates(op, rows, optimizer)
+        return self._row_updates(op, rows)
+
+    def _record(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None = None,
+    ) -> None:
+        """Notes an update by a traced operand of the whole shape."""
+        for update in self._updates(op, value, optimizer):
+            recording.update(VariableUpdate(*update))
+
+    def _record_rows(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: OptimizerHandle | None = None,
+    ) -> None:
+        """Notes an update by traced indices and rows."""
+        target = self._target_of_rows(op)
+        recording.update(VariableUpdate(target, op, rows, optimizer))
+
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: OptimizerHandle | None = None,
+    ) -> list[HomeUpdate]:
+        """What indices and rows do to the components that have some of them."""
+        target = self._target_of_rows(op)
+        if isinstance(target, Table):
+            return row_updates(target, op, rows, optimizer)
+        return [(target, op, rows, optimizer)]
 
 
 WORDS: Final = {

@@ -216,9 +216,10 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
     array = np.asarray(value)
     strict = isinstance(value, jax.Array) and not jax.typeof(value).weak_type
     wanted = spec.numpy_dtype
-    if array.dtype != wanted and (strict or not _same_kind(array.dtype, wanted)):
-        raise ValueError(_wrong_dtype(spec, array.dtype, what))
-    _check_integers(array, wanted, f"cannot {what} {spec}: the value")
+    if array.dtype != wanted:
+        if strict or not _same_kind(array.dtype, wanted):
+            raise ValueError(_wrong_dtype(spec, array.dtype, what))
+        _check_integers(array, wanted, f"cannot {what} {spec}: the value")
     return np.asarray(array, wanted, order="C")
 
 

@@ -27,10 +27,9 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._aggregation import aggregated, shares_of
 from ._local import HomeHere, HomeWithSlots
 from ._spec import VariableAggregation
-from ._update_ops import apply
+from ._update_ops import aggregated, apply, shares_of
 from .gradients._slots import Beside
 
 if TYPE_CHECKING:
@@ -245,15 +244,6 @@ class DeviceHome(HomeWithSlots):
         return here.sent(self._value, self.sharding) if here.travels else self._value
 
     def slots_before(self, rule: SlotRule, name: str = "") -> list[Any]:
-        """What an optimizer keeps beside it, made if it is not there yet. The list is
-        not to be changed.
-
-        Args:
-            name: The variable's, for errors.
-
-        Raises:
-            ValueError: What is there is not what it keeps.
-        """
         beside = self._slots.get(rule.id)
         if beside is None:
             made = rule.beside(rule.initial(self._first()))
@@ -299,11 +289,6 @@ class DeviceHome(HomeWithSlots):
         self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
-        """Value and slots of one moment, these by optimizer.
-
-        Raises:
-            DataLossError: A step failed while it was computing the next ones.
-        """
         with self.residence.turn:
             self._settle()
             self.require_kept(name)
@@ -314,11 +299,6 @@ class DeviceHome(HomeWithSlots):
         return self.residence.turn
 
     def value_before(self, name: str) -> np.ndarray:
-        """The value, or copies ``[count, ...]``.
-
-        Raises:
-            DataLossError: They are gone.
-        """
         self._settle()  # first: slots may come with the value
         self.require_kept(name)
         return np.asarray(self._value)
@@ -326,7 +306,6 @@ class DeviceHome(HomeWithSlots):
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        """Value and slots from now on."""
         # First what may fail, so that value and slots are those of one moment.
         placed = self._placed(np.asarray(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = self._kept(rule.beside(leaves))

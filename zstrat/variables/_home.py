@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
-    from ._spec import (
-        VariableAggregation,
-        VariableSpec,
-        VariableSynchronization,
-    )
-    from .gradients._slots import Beside, SlotRule
+    from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
+    from .gradients._slots import SlotRule
 
 Operands = tuple[np.ndarray, ...]
 HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
@@ -33,7 +29,7 @@ HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
 HomeUpdate: TypeAlias = (
     "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
 )
-"""What `Home.update` takes."""
+"""What is to be done to a variable, for its home."""
 
 
 class VariableHandle(Protocol):
@@ -96,24 +92,6 @@ class Home(Protocol):
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray: ...
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Applies one update; returns when it is visible to every reader."""
-        ...
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None: ...
-
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of variables, in order. One request to each ps."""
         ...
@@ -121,68 +99,11 @@ class Home(Protocol):
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]: ...
 
     def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        """Applies updates of different variables. One request to each ps."""
+        """Applies updates of different variables; returns when they are visible to
+        every reader. One request to each ps."""
         ...
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None: ...
-
-
-@runtime_checkable
-class InProcess(Protocol):
-    """A home in this process, which can be saved and restored as it is."""
-
-    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
-        """Value and slots of one moment, these by optimizer.
-
-        Args:
-            name: The variable's, for errors.
-
-        Raises:
-            DataLossError: They are gone.
-        """
-        ...
-
-    def put(
-        self,
-        value: np.ndarray | None,
-        slots: Mapping[OptimizerHandle, Beside | None],
-    ) -> None:
-        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew."""
-        ...
-
-
-@runtime_checkable
-class MovesHere(Protocol):
-    """A home whose variable an optimizer moves in this process. From the first of these
-    calls to the last one the caller has the ``turn``."""
-
-    @property
-    def turn(self) -> Any:
-        """A lock that may be taken again by who has it."""
-        ...
-
-    def value_before(self, name: str) -> np.ndarray:
-        """The value, or copies ``[count, ...]`` of several replicas.
-
-        Raises:
-            DataLossError: It is gone; ``name`` is the variable's.
-        """
-        ...
-
-    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """What the optimizer keeps beside it, made if it is not there yet.
-
-        Raises:
-            ValueError: What is there is not what it keeps.
-        """
-        ...
-
-    def put_moved(
-        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
-    ) -> None:
-        """Value and slots from now on."""
-        ...
 
 
 class KnowsSlots(OptimizerHandle, Protocol):
@@ -301,10 +222,7 @@ async def read_parts_async(parts: Sequence[HomeRows]) -> list[np.ndarray]:
 def update_all(updates: Sequence[HomeUpdate]) -> None:
     """Applies updates. Cost: one request to each home."""
     for home, places in _homes([update[0] for update in updates]):
-        if len(places) == 1:
-            home.update(*updates[places[0]])
-        else:
-            home.update_many([updates[place] for place in places])
+        home.update_many([updates[place] for place in places])
 
 
 async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
@@ -313,10 +231,7 @@ async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
     Cancellation: some of the updates may have been applied.
     """
     for home, places in _homes([update[0] for update in updates]):
-        if len(places) == 1:
-            await home.update_async(*updates[places[0]])
-        else:
-            await home.update_many_async([updates[place] for place in places])
+        await home.update_many_async([updates[place] for place in places])
 
 
 def _homes(variables: Sequence[VariableHandle]) -> list[tuple[Home, list[int]]]:

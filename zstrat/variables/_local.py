@@ -46,7 +46,7 @@ class HomeHere:
         operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        """See `Home.update`."""
+        """Applies one update; returns when it is visible to every reader."""
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
@@ -58,15 +58,6 @@ class HomeHere:
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return self.read(variable)
 
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self.update(variable, op, operands, optimizer)
-
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return self.read_rows(parts)
 
@@ -75,8 +66,9 @@ class HomeHere:
 
 
 class HomeWithSlots(HomeHere):
-    """A home of one variable, whose value and slots are in this process: `InProcess`,
-    `MovesHere` and `KeepsSlots` at once."""
+    """A home of one variable, whose value and slots are in this process: it can be
+    saved and restored as it is, and an optimizer may move it here. Whoever does has the
+    ``turn`` from the first call to the last one."""
 
     _slots: dict[int, Beside]
     """By the number of the optimizer."""
@@ -84,25 +76,42 @@ class HomeWithSlots(HomeHere):
     @property
     @abc.abstractmethod
     def turn(self) -> Any:
-        """A lock for who makes the next value of the present one."""
+        """A lock for who makes the next value of the present one; it may be taken again
+        by who has it."""
 
     @abc.abstractmethod
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
-        """See `InProcess.taken`."""
+        """Value and slots of one moment, these by optimizer.
+
+        Args:
+            name: The variable's, for errors.
+
+        Raises:
+            DataLossError: They are gone.
+        """
 
     @abc.abstractmethod
     def value_before(self, name: str) -> np.ndarray:
-        """See `MovesHere.value_before`."""
+        """The value, or copies ``[count, ...]`` of several replicas.
+
+        Raises:
+            DataLossError: It is gone; ``name`` is the variable's.
+        """
 
     @abc.abstractmethod
     def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """See `MovesHere.slots_before`."""
+        """What the optimizer keeps beside it, made if it is not there yet. The list is
+        not to be changed.
+
+        Raises:
+            ValueError: What is there is not what it keeps.
+        """
 
     @abc.abstractmethod
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        """See `MovesHere.put_moved`."""
+        """Value and slots from now on."""
 
     @abc.abstractmethod
     def take_over_shown(self, value: np.ndarray) -> None:
@@ -190,7 +199,6 @@ class LocalHome(HomeWithSlots):
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
-        """Value and slots of one moment, these by optimizer."""
         del name  # nothing is ever gone
         with self._lock:
             value, slots = self._value, dict(self._slots)
@@ -201,12 +209,10 @@ class LocalHome(HomeWithSlots):
         return self._lock
 
     def value_before(self, name: str) -> np.ndarray:
-        """The value."""
         del name  # nothing is ever gone
         return self._value
 
     def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """What an optimizer keeps beside it."""
         beside = self._slots.get(rule.id)
         if beside is None:
             return rule.initial(self._value)
@@ -215,7 +221,6 @@ class LocalHome(HomeWithSlots):
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        """Value and slots from now on."""
         self._value = _frozen(np.array(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = rule.beside(leaves)
 

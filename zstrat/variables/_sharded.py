@@ -10,6 +10,7 @@ Law of the file: the components never change, and each of them knows which rows 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -21,12 +22,10 @@ from . import _convert
 from ._abstract import AbstractVariable
 from ._home import read_all, read_all_async, read_parts
 from ._indexing import select
-from ._rows import row_updates
 from ._spec import ComponentRows, VariableSpec
 from ._table import Table
 from ._tracing import TraceRecorder, recorder, refuse_read
 from ._variable import Variable, create, like
-from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._home import HomeUpdate
-    from ._slices import IndexedSlices
-    from .gradients._gradient_call import UpdateRecorder
+    from ._table import IndexedSlices
     from .gradients._slots import OptimizerHandle
 
 
@@ -96,42 +94,17 @@ class ShardedVariable(AbstractVariable):
         parts = [recording.read(component) for component in self.components]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-    def _record(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        value: Any,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        for component, part in self._cut(value):
-            recording.update(VariableUpdate(component, op, (part,), optimizer))
-
-    def _record_rows(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        rows: tuple[Any, Any],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        recording.update(VariableUpdate(self._table, op, rows, optimizer))
-
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[HomeUpdate]:
-        return [(part, op, (rows,), optimizer) for part, rows in self._cut(value)]
+        bounds = itertools.pairwise(self._table.offsets.tolist())
+        return [
+            (component, op, (value[start:stop],), optimizer)
+            for component, (start, stop) in zip(self.components, bounds, strict=True)
+        ]
 
-    def _row_updates(
-        self,
-        op: UpdateOp,
-        rows: tuple[np.ndarray, np.ndarray],
-        optimizer: OptimizerHandle | None,
-    ) -> list[HomeUpdate]:
-        return row_updates(self._table, op, rows, optimizer)
-
-    def _cut(self, value: Any) -> Iterator[tuple[Variable, Any]]:
-        offsets = self._table.offsets.tolist()
-        for index, component in enumerate(self.components):
-            yield component, value[offsets[index] : offsets[index + 1]]
+    def _target_of_rows(self, op: UpdateOp) -> Table:
+        return self._table
 
     # ---- in parts ------------------------------------------------------------------
 

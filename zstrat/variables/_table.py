@@ -1,9 +1,9 @@
-"""Rows that live in one or several variables, and which of them has a row.
+"""Rows of a larger array: as a value (`IndexedSlices`), and which variable has them.
 
-Two layouts, as in TF: *div* gives each component a range of neighbouring rows, the
-first ones one more than the rest (what a partitioner makes); *mod* deals the rows out
-in turn (only for lists that are given to an `embedding_lookup` of the v1 API). Decides
-without I/O: ids in, pieces out.
+A `Table` is one or several variables, in one of two layouts, as in TF: *div* gives each
+component a range of neighbouring rows, the first ones one more than the rest (what a
+partitioner makes); *mod* deals the rows out in turn (only for lists that are given to
+an `embedding_lookup` of the v1 API). Decides without I/O: ids in, pieces out.
 """
 
 from __future__ import annotations
@@ -11,14 +11,68 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._home import VariableHandle
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedSlices:
+    """``values[i]`` belongs to row ``indices[i]`` of an array of ``dense_shape``.
+
+    A pytree node whose leaves are ``values`` [n, ...] and ``indices`` [n] (integers).
+    ``jax.tree.map`` computes with the indices, too: what is to be done with a gradient
+    (a mean over micro-batches) is done with the loss, with ``values`` alone, or with
+    `to_dense()`. An index may occur several times: adding accumulates. In gradients of
+    padded lookups some are of no row at all (a negative number): their values count
+    nowhere. ``dense_shape`` is None if the receiver knows it (a variable does).
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the array that these are rows of."""
+        return self.dense_shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    def to_dense(self) -> jax.Array:
+        """The whole array, zero where there is no row.
+
+        Raises:
+            ValueError: ``dense_shape`` is not known.
+        """
+        if self.dense_shape is None:
+            raise ValueError("these IndexedSlices do not say their dense_shape")
+        values = jnp.asarray(self.values)
+        zeros = jnp.zeros(self.dense_shape, values.dtype)
+        return zeros.at[jnp.asarray(self.indices)].add(values)
+
+
+def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
+    return (slices.values, slices.indices), slices.dense_shape
+
+
+def _unflatten(
+    dense_shape: tuple[int, ...] | None, leaves: tuple[Any, Any]
+) -> IndexedSlices:
+    return IndexedSlices(leaves[0], leaves[1], dense_shape)
+
+
+jax.tree_util.register_pytree_node(IndexedSlices, _flatten, _unflatten)
 
 
 ABSENT: Final = 1 - 2**31

@@ -22,18 +22,16 @@ from ._creator import (
     check,
     create_per_worker,
     creator,
+    initialize,
     is_trainable,
     require_owner,
 )
 from ._home import Home, NamesDevices
-from ._initial import initialize
 from ._local import Detached, LocalHome
 from ._narrowing import warn_of_wide
-from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
 from ._tracing import asked_name
-from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
     import weakref
@@ -41,11 +39,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._home import HomeUpdate
+    from ._home import HomeUpdate, VariableHandle
     from ._tracing import TraceRecorder
-    from .gradients._gradient_call import UpdateRecorder
     from .gradients._slots import OptimizerHandle
 
+# Negative: those of variables on parameter servers are not.
 _local_keys = itertools.count(-1, -1)
 _DETACHED: Final = Detached()
 
@@ -186,39 +184,15 @@ class Variable(AbstractVariable):
     def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self)
 
-    def _record(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        value: Any,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        recording.update(VariableUpdate(self, op, (value,), optimizer))
-
-    def _record_rows(
-        self,
-        recording: UpdateRecorder,
-        op: UpdateOp,
-        rows: tuple[Any, Any],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        target = self.table if op is UpdateOp.OPTIMIZE_ROWS else self
-        recording.update(VariableUpdate(target, op, rows, optimizer))
-
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> list[HomeUpdate]:
         return [(self, op, (value,), optimizer)]
 
-    def _row_updates(
-        self,
-        op: UpdateOp,
-        rows: tuple[np.ndarray, np.ndarray],
-        optimizer: OptimizerHandle | None,
-    ) -> list[HomeUpdate]:
-        if op is UpdateOp.OPTIMIZE_ROWS:
-            return row_updates(self.table, op, rows, optimizer)
-        return [(self, op, rows, optimizer)]
+    def _target_of_rows(self, op: UpdateOp) -> VariableHandle | Table:
+        # As rows of a table: gradients of one row are summed, as an optimizer takes one
+        # step a row. What is scattered keeps its duplicates, in their order.
+        return self.table if op is UpdateOp.OPTIMIZE_ROWS else self
 
     @property
     def owner(self) -> Creator | None:

@@ -1,22 +1,20 @@
 """What a worker keeps of its steps while a time line is taken, and jax's own profile.
 
 Spans are kept by the session's recorder, on the loop. jax is told to profile on the
-executor thread, between two steps: it may take a second, and one at a time is possible
-in a process.
+executor thread, between two steps: it may take a second.
 """
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from typing import TYPE_CHECKING, Final, final
 
-import jax
-
 from zstrat.telemetry import SpanCapture
-from zstrat.telemetry.timeline import columns_of
+from zstrat.telemetry.timeline import columns_of, jax_columns
 from zstrat.transport import moved_bytes
 from zstrat.wire import AskClock, BeginCapture, Captured, ClockTold, Done, EndCapture
+
+from ._jax_profile import JaxProfile
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,7 +44,7 @@ class SessionCapture:
         self, recorder: Recorder, executor: WorkerThread, clock: Callable[[], float]
     ) -> None:
         self._recorder, self._executor, self._clock = recorder, executor, clock
-        self._profile = JaxProfile()
+        self._profile = JaxProfile(clock, 0)
         self._limit: asyncio.TimerHandle | None = None
         """Of jax's profile, while there is one."""
 
@@ -60,7 +58,7 @@ class SessionCapture:
                 capture = SpanCapture(spans, now + seconds, moved_bytes)
                 self._recorder.begin_capture(capture, now)
                 self.close()
-                self._profile = JaxProfile()
+                self._profile = JaxProfile(self._clock, spans)
                 return self._begin_profile(seconds) if message.profile else Done()
             case EndCapture():
                 if self._limit is None:
@@ -91,33 +89,6 @@ class SessionCapture:
         capture, profile = self._recorder.end_capture(self._clock()), self._profile
         phases, columns = columns_of(capture)
         folder, problem = profile.folder, profile.problem
+        if profile.events is not None:
+            columns += jax_columns(profile.events)
         return Captured(phases, capture.is_cut, folder, problem, tuple(columns))
-
-
-@final
-class JaxProfile:
-    """jax's profile of this process. Its methods are called on the executor thread."""
-
-    def __init__(self) -> None:
-        self.folder = ""
-        """Where it is, once it has begun."""
-        self.problem = ""
-        """Why there is none."""
-
-    def start(self) -> None:
-        """Begins it, in a folder of its own for temporary files."""
-        try:
-            folder = tempfile.mkdtemp(prefix="zstrat-jax-profile-")
-            jax.profiler.start_trace(folder)
-        except Exception as error:  # told with what was captured
-            self.problem = f"jax does not profile it: {error}"
-        else:
-            self.folder = folder
-
-    def stop(self) -> None:
-        """Ends it, and writes it."""
-        if self.folder and not self.problem:
-            try:
-                jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
-            except Exception as error:  # told with what was captured
-                self.folder, self.problem = "", f"jax's profile is lost: {error}"

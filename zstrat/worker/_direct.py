@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.errors import NotFoundError
 from zstrat.program import digest, here, not_shared
 from zstrat.ps import PsUpdate, Ref, RowsRef, ordinal, require_same
+from zstrat.telemetry import Phase
 from zstrat.variables import LOCAL, Variable, encoded
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.ps import EagerRun, PsClient
+    from zstrat.ps import Clocks, EagerRun, PsClient
+    from zstrat.telemetry import EagerNotes
     from zstrat.variables import (
         GradientCall,
         HomeRows,
@@ -147,11 +149,19 @@ class Asking:
 
 @final
 class Direct:
-    """A `zstrat.variables.Home` for one run of one eager step."""
+    """A `zstrat.variables.Home` for one run of one eager step, which notes how long it
+    waits, by ``clock``."""
 
-    def __init__(self, ask: Asking, run: EagerRun) -> None:
+    def __init__(
+        self, ask: Asking, clock: Callable[[], float], run: EagerRun, notes: EagerNotes
+    ) -> None:
         self._ask: Final = ask
         self._run: Final = run
+        self._clock, self._notes = clock, notes
+        self._read_at: Final[Clocks] = {}
+        """The time, on each server, of what was read there first,"""
+        self._own: Final[Counter[int]] = Counter()
+        """and how many parts it has applied since the step began."""
         self._part = 0
         self._waiting: Final = WaitingUpdates()
         self._before: dict[int, tuple[str, ...]] | None = None
@@ -178,7 +188,7 @@ class Direct:
         specs = [_shared(variable) for variable in variables]
         refs = [Ref(spec.ps, spec.key) for spec in specs]
         with _named(*specs):
-            return self._ask(lambda client: client.pull(refs))
+            return self._pull(refs)
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of each variable at its indices ``[n]``; one request per
@@ -191,7 +201,7 @@ class Direct:
         named = [(_shared(variable), indices) for variable, indices in parts]
         rows = [RowsRef(spec.ps, spec.key, indices) for spec, indices in named]
         with _named(*[spec for spec, _ in named]):
-            return self._ask(lambda client: client.pull((), rows))
+            return self._pull((), rows)
 
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         raise _not_here(*[variable for variable, _ in parts])
@@ -236,6 +246,16 @@ class Direct:
     ) -> None:
         raise _not_here(variable)
 
+    def _pull(
+        self, refs: Sequence[Ref], rows: Sequence[RowsRef] = ()
+    ) -> list[np.ndarray]:
+        clocks: Clocks = {}
+        with self._noting(Phase.PULL):
+            values = self._ask(lambda client: client.pull(refs, rows, clocks=clocks))
+        for server, clock in clocks.items():
+            self._read_at.setdefault(server, clock)
+        return values
+
     def _push(self) -> None:
         with self._lock:
             if self._waiting:
@@ -248,8 +268,32 @@ class Direct:
         before = self._done_before().get(part)
         if before is not None:
             require_same(self._run.step, before, names)
-        with _named(*specs):
-            self._ask(lambda client: client.push_part(self._run, part, names, updates))
+        run = self._run
+        clocks: Clocks = {}
+        with _named(*specs), self._noting(Phase.PUSH):
+            self._ask(
+                lambda client: client.push_part(
+                    run, part, names, updates, clocks=clocks
+                )
+            )
+        self._acknowledged(clocks)
+
+    def _acknowledged(self, clocks: Clocks) -> None:
+        """Notes how many pushes of others there were since the first read; none if a
+        copy of the server has taken its place: that counts otherwise."""
+        for server, clock in clocks.items():
+            others = clock - 1 - self._own[server] - self._read_at.get(server, clock)
+            if others >= 0:
+                self._notes.stale.append((server, others))
+            self._own[server] += 1
+
+    @contextmanager
+    def _noting(self, phase: Phase) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._notes.spent(phase, began, self._clock())
 
     def _done_before(self) -> dict[int, tuple[str, ...]]:
         """What earlier runs have pushed, which push nothing from then on."""

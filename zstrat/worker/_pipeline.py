@@ -43,10 +43,14 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
+from zstrat.telemetry import EagerTimes, Phase, StepUnderWay
+
 from ._closure import ClosureStep, Do, Post, SharedPull, StepNotes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from zstrat.telemetry import EagerNotes
 
     from ._closure import Costs
 
@@ -70,8 +74,8 @@ class Pipeline:
 
     __slots__ = (
         "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
-        "_line", "_oldest", "_outbox", "_queue", "_refilling", "_stuck", "_waits",
-        "_window", "_writer", "is_captured",
+        "_line", "_oldest", "_outbox", "_queue", "_quick", "_refilling", "_stuck",
+        "_waits", "_window", "_writer", "is_captured", "preparing",
     )  # fmt: skip
 
     def __init__(
@@ -101,12 +105,15 @@ class Pipeline:
         self._bytes = 0
         self._refilling = False
         self._outbox = Post()
+        self._quick = self._outbox.times.quick
         self._oldest = math.inf
         self.is_captured = False
         """Each step is told with its number and its times, the quick ones, too. Anybody
         may set it."""
         self._waits: float | None = None
         """Since when there is nothing to do."""
+        self.preparing: tuple[ClosureStep, float] | None = None
+        """The step that draws now, or has its program made, and since when."""
 
     def __len__(self) -> int:
         """Closures that have not run."""
@@ -230,17 +237,24 @@ class Pipeline:
         *,
         cost: float,
         push: Any = None,
+        eager: EagerNotes | None = None,
     ) -> None:
         """The step that `next` named is over; its ending waits for the push, if any."""
         assert self._line.popleft() is step
         self._bytes -= step.nbytes
         step.costs.run = cost
-        times, notes = self._outbox.times, step.notes
-        if notes is None and not self.is_captured:
-            times.quick += (step.received, step.prepared, cost)
+        notes = step.notes
+        if eager is not None:
+            begun = step.received, step.prepared
+            noted = EagerTimes(step.number, *begun, cost, now, eager)
+            self._outbox.times.eager.append(noted)
+        elif notes is None and not self.is_captured:
+            quick = self._quick
+            quick.append(step.prepared - step.received)  # sooner than to add a tuple
+            quick.append(cost)
         else:
             notes = notes or StepNotes()
-            times.full += (
+            self._outbox.times.full += (
                 step.number, step.received, step.prepared, cost, now, notes.drew,
                 notes.asked, notes.arrived, notes.pulled, notes.examples,
             )  # fmt: skip
@@ -281,6 +295,27 @@ class Pipeline:
         self._outbox.endings.append(ending)
         self._oldest = min(self._oldest, now)
 
+    def under_way(self, heard: float) -> StepUnderWay | None:
+        """What the thread is at; None: nothing, or it cannot be told. For the loop,
+        which looks from aside, and may see what has just ended.
+
+        Args:
+            heard: When the thread has posted last: it has begun nothing before.
+        """
+        preparing, waits, line = self.preparing, self._waits, tuple(self._line)
+        if preparing is not None:
+            return StepUnderWay(Phase.DRAW, preparing[0].number, preparing[1])
+        if not line:
+            return None
+        head = line[0]
+        if waits is not None:
+            return StepUnderWay(Phase.PULL, head.number, waits)
+        if not head.ready:
+            return None
+        arrived = 0.0 if head.notes is None else head.notes.arrived
+        began = max(heard, head.prepared, arrived)
+        return StepUnderWay(Phase.COMPUTE, head.number, began)
+
     # What to do
 
     def next(self, now: float) -> tuple[Do, ClosureStep | None]:
@@ -298,6 +333,7 @@ class Pipeline:
     def post(self) -> Post:
         """The outbox, which is empty afterwards."""
         outbox, self._outbox = self._outbox, Post()
+        self._quick = self._outbox.times.quick
         self._oldest = math.inf
         return outbox
 

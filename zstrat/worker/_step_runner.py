@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from weakref import WeakSet
 
@@ -17,11 +18,13 @@ from zstrat.program import (
     Plan,
     WorkerContext,
     building,
+    examples_in,
     fill_inputs,
     input_pipeline,
     worker_context,
 )
 from zstrat.ps import EagerRun, PsUpdate
+from zstrat.telemetry import EagerNotes, Phase
 from zstrat.variables import Home, creator
 
 from . import _closure
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from zstrat.errors import ZstratError
-    from zstrat.program import Prepared, StepResult
+    from zstrat.program import Prepared, StepIterator, StepResult
     from zstrat.variables import (
         GradientCall,
         OptimizerHandle,
@@ -65,6 +68,7 @@ class RunEager(Protocol):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         home: Home,
+        draw: Callable[[StepIterator], Any],
         /,
     ) -> StepResult: ...
 
@@ -97,7 +101,7 @@ class StepRunner:
 
     Args:
         index, count: This worker and how many there are.
-        home: Makes the home of variables for one eager run.
+        home: Makes the home of variables for one eager run, which notes what it does.
         bind: Tells the parameter servers of the tree of an optimizer; blocks.
         carry_out: Does what was posted, on the loop.
         end_lines: Ends the lines that were begun to be printed, on the thread.
@@ -113,7 +117,7 @@ class StepRunner:
         count: int,
         prepare: Prepare,
         run_eager: RunEager,
-        home: Callable[[EagerRun], EagerHome],
+        home: Callable[[EagerRun, EagerNotes], EagerHome],
         bind: Callable[[GradientCall], None],
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
@@ -213,6 +217,7 @@ class StepRunner:
             )
             return began
         before = worker_context.set(task.context)
+        self.pipeline.preparing = step, began
         try:
             function = self.resources.code(task.function)
             if function.eager:
@@ -229,6 +234,7 @@ class StepRunner:
             self.pipeline.refused(step, _closure.failed(step.number, error), now)
             return now
         finally:
+            self.pipeline.preparing = None
             worker_context.reset(before)
         step.work = prepared
         reads, nbytes = needs.reads, needs.nbytes
@@ -289,6 +295,7 @@ class StepRunner:
 
     def run(self, step: ClosureStep, began: float) -> float:
         push: list[PsUpdate] | None = None
+        notes: EagerNotes | None = None
         if step.ending is not None:
             ending = step.ending
         elif step.error is not None:
@@ -298,7 +305,8 @@ class StepRunner:
             before = worker_context.set(task.context)
             try:
                 if step.work is None:
-                    result = self._eager(step, task)
+                    notes = EagerNotes()
+                    result = self._eager(step, task, notes)
                 else:
                     result = step.work.run(step.values or ())
                     push = _push(result)
@@ -309,17 +317,26 @@ class StepRunner:
                 worker_context.reset(before)
         step.work = step.values = None
         now = self.clock()
-        self.pipeline.ran(step, ending, now, cost=now - began, push=push)
+        cost = now - began
+        self.pipeline.ran(step, ending, now, cost=cost, push=push, eager=notes)
         return now
 
-    def _eager(self, step: ClosureStep, task: _Task) -> StepResult:
+    def _eager(self, step: ClosureStep, task: _Task, notes: EagerNotes) -> StepResult:
         function = self.resources.code(task.function)
         args, kwargs = self._arguments(task)
         run = EagerRun(step.number, task.context.attempt, task.low_water)
-        home = self._home(run)
-        result = self._run_eager(function, args, kwargs, home)
+        home = self._home(run, notes)
+        draw = partial(self._draw, notes)
+        result = self._run_eager(function, args, kwargs, home, draw)
         home.finish()
         return result
+
+    def _draw(self, notes: EagerNotes, iterator: StepIterator) -> Any:
+        began = self.clock()
+        element = iterator.draw()
+        notes.spent(Phase.DRAW, began, self.clock())
+        notes.examples += examples_in(element)
+        return element
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """The values did not come. The coordinator may try the closure again, so its

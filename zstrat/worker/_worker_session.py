@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps import Clocks, PsUpdate
+    from zstrat.telemetry import StepUnderWay
     from zstrat.transport import Remote
     from zstrat.transport.health import TelemetryNotices
     from zstrat.wire import Batch
@@ -121,6 +122,10 @@ class WorkerSession:
         self._servers, self._counts = servers, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
+        self.program_waiting, self.program_full = 0, False
+        """What the program had left when it sent closures last."""
+        self._heard = 0.0
+        """When the thread that runs steps has posted last."""
         self._closed = False
 
     def start(self, executor: WorkerThread, runner: StepRunner, listen: Listen) -> None:
@@ -153,6 +158,11 @@ class WorkerSession:
     def queued(self) -> int:
         """Closures that have not ended."""
         return len(self._reports)
+
+    @property
+    def under_way(self) -> StepUnderWay | None:
+        """What the thread that runs steps is at now."""
+        return self.runner.pipeline.under_way(self._heard)
 
     # From the coordinator
 
@@ -205,7 +215,10 @@ class WorkerSession:
             self._send_back(batches, refusal)
             return
         self._low_water = message.low_water
+        self.program_waiting, self.program_full = message.waiting, message.full
         self._executor.tell(partial(self.runner.dispatch, batches, message.low_water))
+        if self.notices is not None:
+            self.notices.touch()
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Ends every closure that has not begun, with the error if one is given."""
@@ -221,7 +234,7 @@ class WorkerSession:
         pushes, pulls = post.pushes, post.pulls
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
-        now = self._clock()
+        self._heard = now = self._clock()
         self.recorder.ran(post.times, now)
         if self.notices is not None:
             self.notices.touch()

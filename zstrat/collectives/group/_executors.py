@@ -164,6 +164,7 @@ class EngineExecutor:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         generation.engine_waits = engine.waits
+        generation.engine_waited = engine.waited
         generation.on_broken = engine.abort
 
     def draw(self) -> CallTurn:

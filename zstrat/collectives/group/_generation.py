@@ -39,7 +39,7 @@ from ._traffic import Traffic
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.collectives._engine import CollectiveCall
     from zstrat.wire import GroupFormed, Hello, PlainTree
@@ -89,7 +89,9 @@ class Generation:
         """Ranks that are known to be gone."""
         self.on_broken: Callable[[ZstratError], None] = lambda error: None
         self.engine_waits: Callable[[], Sequence[int]] = tuple
-        """Ranks that the engine waits for just now."""
+        """Ranks that the engine waits for just now,"""
+        self.engine_waited: Callable[[], Mapping[int, float]] = dict
+        """and seconds that it has waited so far, by rank."""
         self._counts = counts
         self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
         self._loop = asyncio.get_running_loop()
@@ -120,9 +122,14 @@ class Generation:
 
     @property
     def waited(self) -> dict[str, float]:
-        """Seconds that calls by messages have waited here, by the rank for which."""
-        each = enumerate(self._traffic.waited)
-        return {self.members[rank].task: seconds for rank, seconds in each if seconds}
+        """Seconds that calls have waited here, by the rank for which; from any
+        thread."""
+        in_memory = self.engine_waited()
+        return {
+            self.members[rank].task: seconds + in_memory.get(rank, 0.0)
+            for rank, seconds in enumerate(self._traffic.waited)
+            if seconds or in_memory.get(rank)
+        }
 
     def name(self, rank: int) -> str:
         """What messages call a rank."""

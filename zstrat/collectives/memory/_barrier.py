@@ -66,6 +66,8 @@ class ShmBarrier:
         self._asleep: ControlWords | None = None
         self._has_heard = threading.Event()
         """Set when a call that slept has seen the error of `abort`."""
+        self.waited: Final = dict.fromkeys([other.rank for other in others], 0.0)
+        """Seconds of waits so far, by the rank for which; from any thread."""
 
     @contextmanager
     def call(self, about: int, deadline: float) -> Iterator[None]:
@@ -145,9 +147,14 @@ class ShmBarrier:
             self._has_heard.wait(_RING_AGAIN)
 
     def _wait_for(self, other: ControlWords) -> None:
-        looks = self._spin.looks()
-        if looks and self._look(other, looks):
-            return
+        began, looks = time.monotonic(), self._spin.looks()
+        try:
+            if not looks or not self._look(other, looks, began):
+                self._sleep_on(other)
+        finally:
+            self.waited[other.rank] += time.monotonic() - began
+
+    def _sleep_on(self, other: ControlWords) -> None:
         words, step = other.words, self.step
         try:
             while (posted := words[0]) < step:
@@ -163,16 +170,16 @@ class ShmBarrier:
         finally:
             self._asleep = None
 
-    def _look(self, other: ControlWords, looks: int) -> bool:
+    def _look(self, other: ControlWords, looks: int, began: float) -> bool:
         words, step, yields = other.words, self.step, self._spin.yields
-        started, arrived = time.monotonic(), False
+        arrived = False
         for _ in range(looks):
             if words[0] >= step:
                 arrived = True
                 break
             if yields:
                 os.sched_yield()
-        self._spin.ended(arrived, time.monotonic() - started)
+        self._spin.ended(arrived, time.monotonic() - began)
         return arrived
 
     def _check(self) -> None:

@@ -38,7 +38,7 @@ from ._futex import IS_AVAILABLE
 from ._shm_collectives import CAPACITY, RankMemory, ShmCollectives, segment_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.collectives._engine import (
         Between,
@@ -63,7 +63,7 @@ class OneHost:
 
     def __init__(self, shared: ShmCollectives, closed: Callable[[], object]) -> None:
         self._shared: ShmCollectives | None = shared
-        self._closed = closed
+        self._waited, self._closed = shared.barrier.waited, closed
 
     def takes(self, call: CollectiveCall) -> bool:
         return may_take(call)
@@ -77,6 +77,9 @@ class OneHost:
     def waits(self) -> Sequence[int]:
         shared = self._shared  # another thread may close the engine meanwhile
         return () if shared is None else shared.barrier.waits()
+
+    def waited(self) -> Mapping[int, float]:
+        return self._waited
 
     def abort(self, error: Exception) -> None:
         shared = self._shared

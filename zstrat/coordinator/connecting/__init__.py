@@ -18,4 +18,5 @@ from ._open_sessions import SessionClaim as SessionClaim
 from ._open_sessions import connected as connected
 from ._open_sessions import open_sessions as open_sessions
 from ._task_links import MakeTaskLink as MakeTaskLink
+from ._task_links import TaskLink as TaskLink
 from ._task_session import TaskSession as TaskSession

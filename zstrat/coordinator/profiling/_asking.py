@@ -7,7 +7,7 @@ their own at the begin and at the end; nothing is asked in between.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.coordinator._seen import short
 from zstrat.errors import ZstratError
@@ -17,17 +17,39 @@ from zstrat.telemetry.timeline import (
     RoundTrip,
     TaskNotes,
     from_columns,
+    from_jax_columns,
     read_clock,
 )
 from zstrat.wire import AskClock, Captured, ClockTold, EndCapture
 
 if TYPE_CHECKING:
-    from zstrat.coordinator.connecting import TaskSession
-    from zstrat.wire import BeginCapture
+    from zstrat.coordinator.connecting import TaskLink
+    from zstrat.wire import BeginCapture, Hello
 
 TRIPS: Final = 8
 """Round trips of which the shortest counts: on a network that is busy most of them wait
 somewhere, and one that did not says all there is to know."""
+
+
+class AskedTask(Protocol):
+    """A task of the session (`TaskSession`), or a second copy (`BackupTask`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def hello(self) -> Hello | None: ...
+
+    @property
+    def link(self) -> TaskLink: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def state(self) -> str: ...
+
+    async def wait_ready(self, deadline: float) -> object: ...
 
 
 @final
@@ -38,11 +60,11 @@ class CapturedTask:
         session: The number that the task knows its session by.
     """
 
-    def __init__(self, task: TaskSession, session: int) -> None:
+    def __init__(self, task: AskedTask, session: int) -> None:
         self.task: Final = task
         self.name: Final = short(task.name)
         self.session: Final = session
-        self._incarnation = None if task.hello is None else task.hello.incarnation
+        self._incarnation: int | None = None
         self._first: ClockReading | None = None
         self._problem = ""
 
@@ -53,6 +75,9 @@ class CapturedTask:
         Cancellation: it may keep spans, for as long as it was told to.
         """
         try:
+            await self.task.wait_ready(deadline)
+            hello = self.task.hello
+            self._incarnation = None if hello is None else hello.incarnation
             self._first = await self._clock(deadline)
             await self.task.link.submit(order, deadline=deadline)
         except ZstratError as error:
@@ -68,9 +93,11 @@ class CapturedTask:
             end = EndCapture(self.session)
             told = await self.task.link.submit(end, deadline=deadline)
             assert isinstance(told, Captured), told
-            notes.spans, notes.traffic = from_columns(told.phases, told.arrays)
+            own, of_jax = told.arrays[:4], told.arrays[4:]
+            notes.spans, notes.traffic = from_columns(told.phases, own)
             notes.is_cut = told.is_cut
             notes.profile, notes.problem = told.profile, told.problem
+            notes.jax = from_jax_columns(of_jax) if of_jax else None
             notes.clock = ClockLine(self._first, await self._clock(deadline))
         except (ZstratError, ValueError) as error:
             notes.problem = f"it did not tell all of it: {error}"

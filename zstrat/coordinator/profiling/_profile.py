@@ -148,7 +148,7 @@ class Profile:
         with self._noting():
             if collected is None:
                 raise UnavailableError("the session was closed before it had ended")
-            timeline = _timeline_of(collected)
+            timeline = timeline_of(collected)
             self.about = timeline.about
             nbytes = write_timeline(timeline, place)
             log.info(
@@ -158,7 +158,7 @@ class Profile:
                 "; ".join(f"{what}: {said}" for what, said in self.about.items()),
             )
             for what, said in self.about.items():
-                if what.endswith((": missing", ": cut", ": not drawn")):
+                if what.endswith((": missing", ": cut", " not drawn")):
                     log.warning("%s: %s: %s", place, what, said)
 
     @contextlib.contextmanager
@@ -172,7 +172,8 @@ class Profile:
             log.error("the time line %s was not written: %s", self._path, self.problem)
 
 
-def _timeline_of(collected: CollectedRun) -> Timeline:
+def timeline_of(collected: CollectedRun) -> Timeline:
+    """What was collected, on the clock of the program."""
     notes = collected.notes
     began = datetime.datetime.now(datetime.UTC) - datetime.timedelta(
         seconds=time.monotonic() - notes.began

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from zstrat.coordinator._engine import ClosureEngine
     from zstrat.coordinator.connecting import TaskSession
+    from zstrat.coordinator.replication import BackupTask
 
 ANSWERING: Final = 10.0
 """Seconds for all tasks together to begin, and again to end: who takes longer hangs,
@@ -45,6 +46,15 @@ class TimedCluster(Protocol):
 
     @property
     def workers(self) -> Sequence[TaskSession]: ...
+
+    @property
+    def session(self) -> int:
+        """The number that parameter servers know the session by."""
+        ...
+
+    def backups(self) -> Sequence[BackupTask]:
+        """A way to each second copy that has all."""
+        ...
 
     def session_of(self, task: TaskSession) -> int:
         """The number that the task knows its session by."""
@@ -74,13 +84,26 @@ class CollectedRun:
 
 @final
 class TimelineRun:
-    """One time line, from its begin to its end. Belongs to the loop."""
+    """One time line, from its begin to its end. Belongs to the loop.
+
+    Args:
+        yields: It ends as soon as another one is wanted.
+    """
 
     def __init__(
-        self, cluster: TimedCluster, engine: ClosureEngine, bounds: TimelineBounds
+        self,
+        cluster: TimedCluster,
+        engine: ClosureEngine,
+        bounds: TimelineBounds,
+        *,
+        yields: bool = False,
     ) -> None:
         self._cluster, self._engine, self._bounds = cluster, engine, bounds
+        self._yields = yields
+        self._over = asyncio.Event()
+        """Set when another one may begin."""
         self._tasks: list[CapturedTask] = []
+        self._backups: Sequence[BackupTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
         self._patience = PROFILING if bounds.profile else ANSWERING
@@ -94,6 +117,10 @@ class TimelineRun:
 
         Cancellation: nothing is taken.
         """
+        other = self._cluster.timeline
+        if other is not None and other._yields:
+            other.enough()
+            await other.wait_over()
         if self._cluster.timeline is not None:
             raise RuntimeError(
                 "a time line of this session is taken already: one at a time; let that "
@@ -104,7 +131,7 @@ class TimelineRun:
             await self._begin_tasks()
             self._engine.notes = notes = self._new_notes()
         except BaseException:  # to whoever wanted it
-            self._cluster.timeline = None
+            await self._part()
             raise
         loop = asyncio.get_running_loop()
         collecting = self._collect(notes)
@@ -118,6 +145,14 @@ class TimelineRun:
         assert self._collecting is not None, "it has not begun"
         self._enough.set()
         await asyncio.shield(self._collecting)
+
+    def enough(self) -> None:
+        """It is to end; nobody waits for that here."""
+        self._enough.set()
+
+    async def wait_over(self) -> None:
+        """Waits until another one may begin. Cancellation: nothing changes."""
+        await self._over.wait()
 
     async def close(self, patience: float) -> None:
         """Ends it, as the session does; tasks have ``patience`` seconds to tell."""
@@ -139,6 +174,8 @@ class TimelineRun:
         cluster, bounds = self._cluster, self._bounds
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
         self._tasks = [CapturedTask(task, cluster.session_of(task)) for task in ready]
+        self._backups = cluster.backups()
+        self._tasks += [CapturedTask(task, cluster.session) for task in self._backups]
         deadline = self._deadline()
         async with asyncio.TaskGroup() as group:
             for task in self._tasks:
@@ -157,9 +194,11 @@ class TimelineRun:
 
     @property
     def _room(self) -> int:
-        """Spans that each of the tasks, and the program, may have."""
+        """Spans that each of the tasks, and the program, may have; of jax's events a
+        task may have as many again."""
         spans = self._bounds.nbytes // BYTES_OF_SPAN
-        return max(1, spans // (len(self._tasks) + 1))
+        parts = len(self._tasks) * (2 if self._bounds.profile else 1) + 1
+        return max(1, spans // parts)
 
     def _is_enough(self, reason: str) -> None:
         self._reason = reason
@@ -181,9 +220,15 @@ class TimelineRun:
                     for task in self._tasks
                 ]
         finally:
-            self._cluster.timeline = None
+            await self._part()
         tasks = [*(each.result() for each in asking), *self._newcomers()]
         return CollectedRun(notes, tasks, ended, self._reason)
+
+    async def _part(self) -> None:
+        """Another one may begin. There is no session with the backups."""
+        self._cluster.timeline = None
+        self._over.set()
+        await asyncio.gather(*(each.close() for each in self._backups))
 
     def _newcomers(self) -> list[TaskNotes]:
         known = {id(task.task) for task in self._tasks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._backup_task import BackupTask as BackupTask
 from ._orders import Attach as Attach
 from ._orders import Copy as Copy
 from ._orders import CopyPhase as CopyPhase
@@ -15,3 +16,4 @@ from ._orders import Serve as Serve
 from ._placement import StorePlace as StorePlace
 from ._placement import StorePlacement as StorePlacement
 from ._replication import Replication as Replication
+from ._succession import successors as successors

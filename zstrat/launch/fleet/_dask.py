@@ -111,7 +111,8 @@ class DaskEngine:
     def hold(self, launch: TaskLaunch) -> Any:
         """A future of an actor that has begun to start the task. Blocks until there is
         a worker of Dask."""
-        worker = self._worker(launch.bind.rpartition(":")[0] or launch.task.where)
+        before = host_of(f"tcp://{launch.bind}") if launch.bind else launch.task.where
+        worker = self._worker(before)
         return self._client.submit(
             TaskHost,
             launch,

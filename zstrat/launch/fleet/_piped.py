@@ -17,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
+from zstrat.cluster import host_and_port
 from zstrat.errors import UnavailableError, VersionMismatchError
 from zstrat.launch._child import inherited, signal_name
 from zstrat.launch._copies import WATCHING_PARENT
@@ -59,6 +60,10 @@ class Piped(ABC):
     @abstractmethod
     def python(self, task: FleetTask) -> str:
         """The interpreter there."""
+
+    def env(self, task: FleetTask) -> Mapping[str, str]:
+        """Variables that tasks find there, where the fleet has no others for them."""
+        return {}
 
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         """What the exit code of the command says beyond its number, and what to do."""
@@ -172,8 +177,9 @@ class _Conversation:
                 _hang_up(process)
             return
         launch = self._launch
-        told = {"env": dict(launch.env), "keys": dict(launch.keys)}
-        told["beside"] = {"count": str(launch.beside)}
+        env = {**self._engine.env(launch.task), **launch.env}
+        told = {"env": env, "keys": dict(launch.keys)}
+        told["beside"] = {"count": str(launch.beside), "place": str(launch.place)}
         with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
             _stream(process.stdin).write(json.dumps(told).encode() + b"\n")
             _stream(process.stdin).flush()
@@ -181,7 +187,7 @@ class _Conversation:
         if report is not None:
             self._has_served = True
             port = str(report["address"]).rpartition(":")[2]
-            self._hear.bound(_address(self._engine.host(launch.task), port))
+            self._hear.bound(host_and_port(self._engine.host(launch.task), port))
 
     def _ended(self, process: subprocess.Popen[bytes]) -> End:
         code = process.wait()
@@ -236,17 +242,10 @@ def _bind(host: str, before: str) -> str:
     """What the daemon binds: all of its host, whose own network may know it by another
     address, or by a name that means loopback there. Loopback stays loopback."""
     port = before.rpartition(":")[2] or "0"
-    try:
-        number = ipaddress.ip_address(host)
-    except ValueError:
-        return _address("0.0.0.0", port)
-    if number.is_loopback:
-        return _address(host, port)
-    return _address("::" if number.version == 6 else "0.0.0.0", port)
-
-
-def _address(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with contextlib.suppress(ValueError):  # of a name
+        if ipaddress.ip_address(host).is_loopback:
+            return host_and_port(host, port)
+    return f"*:{port}"
 
 
 def _mismatch(

@@ -185,8 +185,8 @@ def _container(
 ) -> Object:
     made: Object = {"name": name, "image": cluster.image}
     if job in DAEMONS:
-        made["command"] = [DAEMONS[job], "--bind", f"0.0.0.0:{cluster.port}"]
-        made["command"] += ["--http", f"0.0.0.0:{cluster.http_port}"]
+        made["command"] = [DAEMONS[job], "--bind", f"*:{cluster.port}"]
+        made["command"] += ["--http", f"*:{cluster.http_port}"]
     else:
         # Kubernetes would put its variables in: $(HOME), and $$ is one dollar to it.
         made["command"] = [word.replace("$", "$$") for word in cluster.program]
@@ -239,7 +239,7 @@ def _environment(
     else:
         env.append({"name": "ZSTRAT_INSECURE", "value": "1"})
     if job == PROGRAM:
-        http = f"0.0.0.0:{cluster.http_port}"
+        http = f"*:{cluster.http_port}"
         env.append({"name": "ZSTRAT_HTTP", "value": http})
         # Until all images are there, and all pods have a place.
         env.append({"name": "ZSTRAT_CONNECT_TIMEOUT", "value": "1800"})

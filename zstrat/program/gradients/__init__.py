@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from ._substitution import is_live as is_live
+from ._survey import is_live as is_live

@@ -25,15 +25,14 @@ from zstrat.variables import (
     rows_of_component,
 )
 
-from ._substitution import Met, Substitution
-from ._survey import Survey, Surveyed
+from ._survey import Met, Substitution, Survey, Surveyed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.variables import TraceRecorder
 
-    from ._substitution import Sought
+    from ._survey import Sought
 
 
 def _floating(leaf: Any, place: str) -> Any:

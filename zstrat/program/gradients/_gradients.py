@@ -27,7 +27,7 @@ from ._difference import Difference, Differentiated
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._substitution import Substitution
+    from ._survey import Substitution
 
 Argnums = int | tuple[int, ...] | list[int]
 

@@ -1,7 +1,8 @@
 """A plan with lookups as compiled programs: one for the ids of each level, one for all.
 
-All of them are cut out of the same trace. A program of ids is not needed where the ids
-are elements of the batch as they are: then they are taken from it.
+All of them are cut out of the same trace. Ids leave a program as one vector per dtype,
+whatever the number of lookups. A program of ids is not needed where they are elements
+of the batch as they are: then they are taken from it.
 
 What goes out with the ids of a lookup, the gradient of its rows, does not take them
 along: the host has sorted these ids already, and knows which of the rows are to be
@@ -11,6 +12,7 @@ summed and where they go. `Lookups` is one step that goes through these programs
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,23 +20,130 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._compile import own
-from zstrat.program._results import Computed
+from zstrat.program._results import SUMMED, Computed, outgoing, parted
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import Flow
 from zstrat.rows import sums
 
-from ._ids import Ids, RowPlace, TraceInputs
 from ._lookups import Level, Wanted
-from ._row_updates import SUMMED, outgoing, parted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.program._results import StepResult, StepUpdate
+    from zstrat.program.trace._discover import Traced
     from zstrat.program.trace._plan import Plan
-    from zstrat.program.trace._retrace import Traced
 
     from ._lookups import LevelRequest, LookupBlock
+
+
+class RowPlace(NamedTuple):
+    """Where the rows of a lookup are: in which block of which level, from where."""
+
+    level: int
+    block: int
+    start: int
+    shape: tuple[int, ...]
+
+
+class TraceInputs:
+    """Where the inputs of the trace are, by number, among ``given`` and ``blocks``."""
+
+    def __init__(self, traced: Traced, places: Sequence[RowPlace]) -> None:
+        self.data = traced.inputs
+        self._first = traced.inputs + traced.reads
+        self._values = {
+            traced.inputs + read: traced.inputs + place
+            for place, read in enumerate(traced.kept)
+        }
+        self._places = places
+
+    def of(
+        self,
+        number: int,
+        given: Sequence[Any] | Mapping[int, Any],
+        blocks: Sequence[Any],
+    ) -> Any:
+        """The input, inside a program."""
+        if number < self.data:
+            return given[number]
+        if number < self._first:
+            return given[self._values[number]]
+        place = self._places[number - self._first]
+        rows = blocks[place.level][place.block]
+        count = math.prod(place.shape)
+        rows = jax.lax.slice_in_dim(rows, place.start, place.start + count)
+        return rows.reshape(*place.shape, *rows.shape[1:])
+
+    def givens(self, numbers: Sequence[int]) -> list[int]:
+        """Which of ``given`` these inputs are, without the rows."""
+        return [
+            number if number < self.data else self._values[number]
+            for number in numbers
+            if number < self._first
+        ]
+
+
+class Ids:
+    """The ids of one level: taken from the batch, or computed by a program."""
+
+    def __init__(
+        self, level: Level, flow: Flow, first: int, inputs: TraceInputs, name: str
+    ) -> None:
+        self._taken: list[int | None] = []
+        computed: dict[Any, list[int]] = {}
+        places: list[tuple[Any, int, int]] = []
+        counts: dict[Any, int] = {}
+        for output in [first + number for number in level.order]:
+            source = flow.input_at_origin(output)
+            self._taken.append(source if source in range(inputs.data) else None)
+            if self._taken[-1] is not None:
+                places.append((None, 0, 0))
+                continue
+            kind = flow.kind_of(output)
+            start = counts.get(kind.dtype.name, 0)
+            counts[kind.dtype.name] = start + math.prod(kind.shape)
+            places.append((kind.dtype.name, start, counts[kind.dtype.name]))
+            computed.setdefault(kind.dtype.name, []).append(output)
+        self._places = places
+        self._program = _compiled(flow, computed, inputs, name) if computed else None
+
+    def __call__(self, given: list[Any], blocks: list[Any]) -> np.ndarray:
+        computed: dict[Any, np.ndarray] = {}
+        if self._program is not None:
+            made = self._program(given, blocks)
+            computed = {dtype: np.asarray(ids) for dtype, ids in made.items()}
+        parts = [
+            np.ravel(given[source])
+            if source is not None
+            else computed[dtype][start:stop]
+            for source, (dtype, start, stop) in zip(
+                self._taken, self._places, strict=True
+            )
+        ]
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+
+
+def _compiled(
+    flow: Flow, computed: dict[Any, list[int]], inputs: TraceInputs, name: str
+) -> Callable[..., Any]:
+    """A program that gives the ids of each dtype as one vector."""
+    outputs = [output for same in computed.values() for output in same]
+    part, needed = flow.part(outputs)
+    chosen = inputs.givens(needed)
+
+    def program(given: list[Any], blocks: list[Any]) -> Any:
+        known = dict(zip(chosen, given, strict=True))
+        made = part(*[inputs.of(number, known, blocks) for number in needed])
+        ids = dict(zip(outputs, made, strict=True))
+        return {
+            dtype: jnp.concatenate([ids[output].reshape(-1) for output in same])
+            for dtype, same in computed.items()
+        }
+
+    program.__name__ = program.__qualname__ = f"{name}_ids"
+    jitted = jax.jit(program)
+    return lambda given, blocks: jitted([given[number] for number in chosen], blocks)
 
 
 class Shared(NamedTuple):

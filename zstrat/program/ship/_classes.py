@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ._bodies import Body, body_of, is_bare, own_names, write_field
 from ._functions import fill, inner_functions
+from ._pytrees import HEAP_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +40,6 @@ _ENUM_NAMES: Final = (
     "_use_args_",
 )
 _PLAIN_CODE: Final = ("__new_member__", "__init__")
-_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 
 
 class KnownClasses:
@@ -183,7 +183,7 @@ def _ask(cls: Any) -> PickledHow:
     usual = usual and cls.__reduce__ is object.__reduce__
     notes = cls.__new__ is not object.__new__ and dataclasses.is_dataclass(cls)
     given = any(n in dir(cls) for n in ("__getnewargs__", "__getnewargs_ex__"))
-    python = all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1])
+    python = all(base.__flags__ & HEAP_TYPE for base in cls.__mro__[:-1])
     return PickledHow(
         usual and cls.__getstate__ is object.__getstate__,
         usual and notes and python and not given,

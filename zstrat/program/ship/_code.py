@@ -39,7 +39,6 @@ import numpy as np
 from zstrat.errors import ProtocolError, VersionMismatchError
 
 from ._bodies import runs_code
-from ._pickle_diagnostics import find_value, unpicklable
 from ._pickler import (
     CircularBody,
     NotLoaded,
@@ -55,7 +54,7 @@ from ._pickler import (
 from ._pickler import Resource as Resource
 from ._pytrees import register
 from ._references import attribute
-from ._trial import tried, try_out
+from ._trial import find_value, tried, try_out, unpicklable
 
 if TYPE_CHECKING:
     import pickle
@@ -65,6 +64,7 @@ BESIDE: Final = 64 * 1024
 """Smaller arrays stay in the pickle: a frame of its own costs more than the copy."""
 
 _MAGIC: Final = b"zs1"
+# Functions travel as their instructions, which each minor version has of its own.
 _VERSION: Final = bytes(sys.version_info[:2])
 
 

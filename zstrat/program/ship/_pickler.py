@@ -39,14 +39,15 @@ from ._functions import (
     empty,
     is_cached,
     is_dispatching,
+    reduced,
     reduced_dispatch,
+    reduced_vjp,
     remade,
     remaining,
     whole,
 )
 from ._pytrees import Registration
 from ._references import ModuleAttribute
-from ._wrappers import reduced, reduced_vjp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

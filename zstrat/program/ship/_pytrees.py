@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import jax
 from jax import tree_util
 
-_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
+HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 
 
 class RegisteredPytree(enum.Enum):
@@ -97,7 +97,7 @@ def _blank(cls: type) -> Any:
     Raises:
         TypeError: There is no instance without arguments.
     """
-    builtin: Any = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    builtin: Any = next(base for base in cls.__mro__ if not base.__flags__ & HEAP_TYPE)
     if builtin is cls:
         raise TypeError(f"{cls.__qualname__} is written in C")
     blank = builtin.__new__(cls)

@@ -1,22 +1,31 @@
-"""A round trip before anything is sent: does it arrive whole?
+"""A round trip before anything is sent: does it arrive whole? If not, which part?
 
 What is shipped is loaded once in this process as a worker would, in classes of its own.
 Arrays stay where they are. Each class is tried once: its code runs once more here.
+
+The part that cannot be pickled, or that is too large, is found by path only when there
+is something to complain about. That may be slow: it asks of each part whether it can be
+pickled by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
+from ._carried import ScopedBody
 from ._classes import arriving_at, known
 from ._pickler import NotLoaded, NotShippable, Pickler, TrialUnpickler, Ways
 from ._pytrees import register
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
 
 MOST: Final = 1000
 """Of more objects the first are compared."""
@@ -94,3 +103,125 @@ def _leaves(tree: Any, note: Any = None) -> list[tuple[str, Any]]:
 def _paths(leaves: list[tuple[str, Any]]) -> str:
     names = [path or "itself" for path, _ in leaves[:8]]
     return f"{', '.join(names)}{', ...' if len(leaves) > 8 else ''}" or "(none)"
+
+
+_CLASS: Final = "its class"
+MAX_DEPTH: Final = 16
+MAX_PARTS: Final = 10_000
+"""Of a larger structure only the first parts are looked at."""
+
+
+def unpicklable(
+    obj: object, picklable: Callable[[object], bool]
+) -> tuple[str, list[object]]:
+    """The path to the innermost part that cannot be pickled by itself.
+
+    Returns:
+        The path, which is empty if it is the object itself, and the parts on the way:
+        first the object, last the innermost part.
+    """
+    path: list[str] = []
+    chain, seen = [obj], {id(obj)}
+    while len(path) < MAX_DEPTH:
+        for label, part in _parts(obj):
+            if id(part) not in seen and not picklable(part):
+                seen.add(id(part))
+                path.append(label)
+                obj = part
+                chain.append(part)
+                break
+        else:
+            break
+    if path and path[-1] == _CLASS:  # words about its instance say more
+        path.pop()
+        chain.pop()
+    return " -> ".join(path), chain
+
+
+def find_value(obj: object, wanted: object) -> str:
+    """The path to an object that is part of another, or nothing."""
+    seen = {id(obj)}
+    queue: list[tuple[list[str], object]] = [([], obj)]
+    for path, node in queue:
+        for label, part in _parts(node):
+            if part is wanted:
+                return " -> ".join([*path, label])
+            if id(part) not in seen and len(path) < MAX_DEPTH and len(seen) < MAX_PARTS:
+                seen.add(id(part))
+                queue.append(([*path, label], part))
+    return ""
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What pickling an object pickles, roughly, with words for the way there."""
+    match obj:
+        case types.FunctionType():
+            yield from _captured(obj)
+        case types.MethodType():
+            yield "the instance of the method", obj.__self__
+            yield "the method", obj.__func__
+        case functools.partial():
+            yield "the function of the partial", obj.func
+            yield from _parts(obj.args)
+            yield from _parts(obj.keywords)
+        case ScopedBody():
+            yield from _parts(obj.step)
+        case dict():
+            for key, value in obj.items():
+                yield f"item {key!r:.60}", value
+        case list() | tuple() | set() | frozenset():
+            for number, value in enumerate(obj):
+                yield f"item {number}", value
+        case type():
+            for name, value in vars(obj).items():
+                own = isinstance(value, types.FunctionType)
+                if own or not name.startswith(("__", "_abc_")):
+                    yield f"class attribute {name!r}", value
+        case types.ModuleType():
+            for name, value in vars(obj).items():
+                if not name.startswith("__"):
+                    yield f"module attribute {name!r}", value
+        case _:
+            yield from _attributes(obj)
+            yield _CLASS, type(obj)
+
+
+def _captured(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    cells = fn.__closure__ or ()
+    for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
+        try:
+            yield f"captured name {name!r}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in _global_names(fn.__code__):
+        if name in fn.__globals__:
+            yield f"global name {name!r}", fn.__globals__[name]
+    for number, value in enumerate(fn.__defaults__ or ()):
+        yield f"default {number}", value
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        yield f"default of {name!r}", value
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.extend(_global_names(constant))
+    return list(dict.fromkeys(names))
+
+
+def _attributes(obj: object) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
+    for cls in type(obj).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = cls.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found[name] = member.__get__(obj)
+                except AttributeError:  # never assigned
+                    continue
+    with contextlib.suppress(TypeError):  # no __dict__
+        found |= vars(obj)
+    for name, value in found.items():
+        yield f"attribute {name!r}", value

@@ -18,20 +18,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.program._compile import own
+from zstrat.program._compile import is_waited_for, own, settled
 from zstrat.program._device_state import Outdated, cut_at
 from zstrat.program.trace import _refusals
 
 from ._cross import CrossKind
-from ._serialized_cpu import is_waited_for, settled
 from ._stages import stages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zstrat.program.trace._discover import Staged
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
-    from zstrat.program.trace._retrace import Staged
     from zstrat.variables import VariableHandle
 
     from ._cross import Channel
@@ -183,11 +182,6 @@ class StagedProgram:
             not self._channels
             or all(channel.mark == mark for channel, mark in self._channels.items())
         )
-
-    @property
-    def stage_count(self) -> int:
-        """Compiled programs of one step."""
-        return len(self._stages)
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws

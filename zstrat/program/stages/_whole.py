@@ -19,21 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zstrat.program._compile import own
+from zstrat.program._compile import own, settled
 from zstrat.program._device_state import Outdated
 from zstrat.program.trace import _refusals
 
 from ._cross import PROCESS, within_mesh
-from ._serialized_cpu import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jax.sharding import Mesh
 
+    from zstrat.program.trace._discover import Staged
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
-    from zstrat.program.trace._retrace import Staged
 
 # jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
@@ -63,11 +62,6 @@ class WholeProgram:
     def is_current(self) -> bool:
         """Whether variables and processes are as it was traced for."""
         return self._held.mark == self._mark
-
-    @property
-    def stage_count(self) -> int:
-        """Compiled programs of one step."""
-        return 1
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws

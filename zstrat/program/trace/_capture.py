@@ -46,11 +46,22 @@ from zstrat.variables import (
 from zstrat.wire import UpdateOp
 
 from . import _refusals, joined
-from ._context import asked
-from ._copies import apart_from_now, copies_of, is_apart, keep_copies, shown_to, spread
+from ._context import asked, current_trace, fresh
 from ._flow import marked
-from ._fresh import current_trace, fresh
-from ._updates import Moves, Write, is_here, moved, rows_of, written
+from ._updates import (
+    Moves,
+    Write,
+    apart_from_now,
+    copies_of,
+    is_apart,
+    is_here,
+    keep_copies,
+    moved,
+    rows_of,
+    shown_to,
+    spread,
+    written,
+)
 from ._updates import Recorded as Recorded
 from ._where import claimed, here
 
@@ -182,6 +193,7 @@ class Capture:
         if not self._is_region and (copy := copy_home(variable)) is not None:
             return row_of(self, copy)
         value = self._current(variable)
+        # Of copies that replicas keep apart, who stands outside of them has the first.
         return value[0] if value.ndim > len(variable.shape) else value
 
     def update(self, update: VariableUpdate) -> None:

@@ -25,7 +25,8 @@ from zstrat.variables import (
 )
 
 from . import _refusals, joined
-from ._fresh import current_trace
+from ._context import current_trace
+from ._iterator import StepIterator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import UpdateOp
 
-    from ._iterator import StepIterator
-
 
 class Immediate:
     """Reads and updates through ``home``, or each variable's own if that is None.
@@ -51,8 +50,12 @@ class Immediate:
     value from now would be wrong after the next update.
     """
 
-    def __init__(self, home: Home | None = None) -> None:
-        self._home = home
+    def __init__(
+        self,
+        home: Home | None = None,
+        draw: Callable[[StepIterator], Any] = StepIterator.draw,
+    ) -> None:
+        self._home, self._draw = home, draw
         # A worker has no place for new variables.
         self.may_create = home is None
         self._outermost = current_trace()
@@ -82,7 +85,7 @@ class Immediate:
         if isinstance(target, Table):
             self._update_rows(target, op, host, optimizer)
         else:
-            self._home_of(target).update(target, op, host, optimizer)
+            self._home_of(target).update_many([(target, op, host, optimizer)])
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable of which each replica has its own."""
@@ -133,7 +136,7 @@ class Immediate:
         if self._is_inside():
             raise _refusals.draw_inside()
         # A copy: on a CPU asarray would share the memory, which is the user's.
-        element = joined.mapped(jnp.array, iterator.draw())
+        element = joined.mapped(jnp.array, self._draw(iterator))
         self._drawn.extend(joined.leaves(element))
         return element
 

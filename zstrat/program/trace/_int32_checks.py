@@ -4,8 +4,8 @@ jax without ``jax_enable_x64`` cuts in silence whatever a step is given, argumen
 elements: of integers it takes the lower half, floats are rounded. A row of the number
 that is left may be there. So whatever ids of lookups and indices of updates depend on
 is looked at before a step runs, and what does not fit is refused. Ids that are taken as
-they are (`zstrat.program.lookup._ids`) keep their 64 bits and are compared with the
-table. Of anything else that is cut, it is said once.
+they are (`zstrat.program.lookup._rows_program`) keep their 64 bits and are compared
+with the table. Of anything else that is cut, it is said once.
 
 Law of the file: nothing else is refused; a batch may have hashes of 64 bits that no row
 is found by. Integers are looked at in every step until one was cut, because numbers

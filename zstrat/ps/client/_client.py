@@ -163,18 +163,21 @@ class PsClient(VariableCalls, SnapshotCalls):
         part: int,
         names: Sequence[str],
         updates: Sequence[PsUpdate],
+        *,
+        clocks: Clocks | None = None,
     ) -> asyncio.Future[bool]:
         """`push` of the next part of an eager step.
 
         Args:
             names: Of each update: where in the step it is, and what it does.
+            clocks: Gets what the servers that apply it say of their time.
 
         Raises (in the future), besides what `push` does:
             RetryDiffersError: An earlier run has done something else there.
             StaleSessionError: A later run has begun.
         """
         step, attempt, low_water = run
-        pushing = Pushing(self.session, step, part, low_water, updates)
+        pushing = Pushing(self.session, step, part, low_water, updates, clocks=clocks)
         parts = [
             CallPart(
                 ps,

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from zstrat.ps._thread import MakeThread
+
     from ._state_files import StateReader
 
 log = logging.getLogger("zstrat.ps")
@@ -99,13 +101,21 @@ class Handover:
     Args:
         folder: Its state folder, which others may not write to.
         task: Names it in errors.
+        make_thread: Makes the thread that writes.
 
     Raises:
         PermissionDeniedError, OSError: As `StateFiles`.
     """
 
-    def __init__(self, folder: Path, index: int, task: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: int,
+        task: str,
+        make_thread: MakeThread = ComputeThread,
+    ) -> None:
         self._files, self._task = StateFiles(folder, index), task
+        self._make_thread = make_thread
 
     async def leave(self, left: Inherited, patience: float) -> bool:
         """Leaves what is here for the next process, if that can be done in ``patience``
@@ -136,7 +146,7 @@ class Handover:
 
         Cancellation: there is no state.
         """
-        thread = ComputeThread(f"state {self._task}")
+        thread = self._make_thread(f"state {self._task}")
         disk = DiskThread(thread, self._task)
         path, stores = self._files.new_path(), StoreWriting()
         facts = {

@@ -74,6 +74,7 @@ class Following:
         named: The incarnation of its primary, as the coordinator has said.
         on_promoted: Called once, when all is done that the old primary told, with who
             asked for it.
+        on_made: Called with each change, and when it was begun to be made.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class Following:
         view: int,
         named: int,
         on_promoted: Callable[[Primary, int], None],
+        clock: Callable[[], float],
+        on_made: Callable[[Message, float], None],
     ) -> None:
         self.session, self.view, self._named = session, view, named
         self.is_whole = False
@@ -93,6 +96,9 @@ class Following:
         """How it differs from its primary."""
         self._task, self._store, self._thread = task, store, thread
         self._on_promoted = on_promoted
+        self._clock, self._on_made = clock, on_made
+        self._since = 0.0
+        """When the change that is made was begun."""
         self._primary: Primary | None = None
         self._promotion: asyncio.Future[None] | None = None
         self._queue: deque[Message] = deque()
@@ -101,7 +107,9 @@ class Following:
         self._whole_at: int | None = None
         """The number of the change behind which nothing of the copy is missing."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
-        self._is_inherited = False
+        self._is_inherited = self._begins_anew = False
+        self._earlier: set[int] = set()
+        """Sessions of programs that are lost."""
         self._made_all = asyncio.Event()
         """Set when nothing waits here."""
         self._made_all.set()
@@ -154,7 +162,8 @@ class Following:
     # ---- changes -----------------------------------------------------------------
 
     def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
-        self.require(opening.session, opening.view)
+        known = opening.session in self._earlier
+        self.require(self.session if known else opening.session, opening.view)
         if remote.hello.incarnation != self._named:
             raise PermissionDeniedError(
                 f"{self._task}: this copy takes changes from incarnation "
@@ -223,6 +232,7 @@ class Following:
         while self._queue and left > 0 and not self._is_busy:
             change = self._queue[0]
             left -= nbytes_of(change)
+            self._since = self._clock()
             try:
                 computation = repeat(self._store, change)
                 if computation is None:
@@ -257,7 +267,9 @@ class Following:
             self._go_on()
 
     def _made(self) -> None:
-        self._nbytes -= nbytes_of(self._queue.popleft())
+        change = self._queue.popleft()
+        self._nbytes -= nbytes_of(change)
+        self._on_made(change, self._since)
         made, whole_at = self._made_count, self._whole_at
         if made == whole_at or (whole_at is None and not self._queue):
             self._tell(LogMade(made))
@@ -279,6 +291,16 @@ class Following:
         """A process before has had this copy: it may take its primary's place, if it
         has all, and cannot follow it any further."""
         self._is_inherited, self.is_whole = True, is_whole
+
+    def is_primary(self, remote: object) -> bool:
+        """Whether the changes come from there."""
+        return remote is self._primary
+
+    def adopt(self, session: int) -> None:
+        """Another program goes on, in this session: steps begin anew if it has this
+        copy take its primary's place. The primary is heard up to then."""
+        self._earlier.add(self.session)
+        self.session, self._begins_anew = session, True
 
     async def finish(self, deadline: float) -> None:
         """Makes all that was taken, behind which nothing more may come; is not whole if
@@ -332,6 +354,8 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            if self._begins_anew:
+                self._store.begin_anew()
             self._tell(PromoteBackup(self.session, self.view))
             self._primary = None
         promotion.set_result(None)

@@ -7,7 +7,7 @@ yields was decided when it was made (`_inputs`).
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 from zstrat.data import Dataset
 from zstrat.program import StepDataset, StepIterator, require_untraced
@@ -15,35 +15,13 @@ from zstrat.strategy._frames import in_real_replica_context
 from zstrat.variables import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ._feed import DatasetFeed
+    from ._feed import DatasetFeed, DatasetPass
 
 _TRANSFORMATIONS: Final = frozenset(
     name
     for name, member in vars(Dataset).items()
     if not name.startswith("_") and callable(member)
 )
-
-
-class Pass(Protocol):
-    """One pass of one process over its part."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
-
-    def spec(self) -> Any:
-        """What an element looks like; may make the first one for that.
-
-        Raises:
-            OutOfRangeError: There is none.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends it and what it reads from."""
-        ...
 
 
 @final
@@ -121,7 +99,7 @@ class DistributedIterator(StepIterator):
     """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
     Python, which ends with the elements."""
 
-    def __init__(self, source: Pass, name: str) -> None:
+    def __init__(self, source: DatasetPass, name: str) -> None:
         super().__init__(source, name=name, steady=True)
         self._pass: Final = source
         self.is_closed = False

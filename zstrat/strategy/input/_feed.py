@@ -76,12 +76,12 @@ class DatasetFeed:
     length: Length = field(default_factory=Length)
     described: Described = field(default_factory=Described)
 
-    def begin(self) -> _Pass:
-        return _Pass(self)
+    def begin(self) -> DatasetPass:
+        return DatasetPass(self)
 
 
 @final
-class _Pass:
+class DatasetPass:
     """One pass: its elements as they are drawn, and what they look like."""
 
     def __init__(self, feed: DatasetFeed) -> None:
@@ -111,11 +111,17 @@ class _Pass:
         return next(self._drawn)
 
     def spec(self) -> Any:
+        """What an element looks like; may make the first one for that.
+
+        Raises:
+            OutOfRangeError: There is none.
+        """
         if self._maker.first is None:
             self._elements.peek()
         return self._maker.spec()
 
     def close(self) -> None:
+        """Ends it and what it reads from."""
         self._drawn.close()
 
 

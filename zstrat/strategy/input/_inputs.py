@@ -112,16 +112,7 @@ class ProcessInputs:
             is_infinite=allotment.is_infinite,
             is_common=allotment.ends_with_others and is_partial,
         )
-        feed = DatasetFeed(
-            line_outside(),
-            shares,
-            self._placing(chosen),
-            chosen,
-            self.accord,
-            is_partial,
-            length,
-        )
-        return DistributedDataset(feed, _DATASET)
+        return self._fed(_DATASET, shares, chosen, self.accord, length)
 
     def of_function(
         self,
@@ -148,16 +139,7 @@ class ProcessInputs:
         if size >= 0:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
         length = Length(steps, is_infinite=made.is_infinite)
-        feed = DatasetFeed(
-            line_outside(),
-            shares,
-            self._placing(chosen),
-            chosen,
-            self.accord,
-            is_partial,
-            length,
-        )
-        return DistributedDataset(feed, _FUNCTION)
+        return self._fed(_FUNCTION, shares, chosen, self.accord, length)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
@@ -173,11 +155,21 @@ class ProcessInputs:
             pipelines = [self._read(each.elements(), each, options) for each in made]
             return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
 
+        return self._fed(_FUNCTION, shares, options, None, Length())
+
+    def _fed(
+        self,
+        name: str,
+        shares: Callable[[], Begun],
+        options: InputOptions,
+        accord: Accord | None,
+        length: Length,
+    ) -> DistributedDataset:
+        place = self.place if options.fetches else per_replica
+        is_partial = not self.static_shapes
         where = line_outside()
-        feed = DatasetFeed(
-            where, shares, self._placing(options), options, None, is_partial
-        )
-        return DistributedDataset(feed, _FUNCTION)
+        feed = DatasetFeed(where, shares, place, options, accord, is_partial, length)
+        return DistributedDataset(feed, name)
 
     def _read(
         self, elements: Iterator[Any], allotment: Allotment, options: InputOptions
@@ -209,9 +201,6 @@ class ProcessInputs:
                 "replicas, which need the same shapes here: choose a multiple of "
                 f"{count}"
             )
-
-    def _placing(self, options: InputOptions) -> Place:
-        return self.place if options.fetches else per_replica
 
 
 def not_per_replica() -> NotImplementedError:

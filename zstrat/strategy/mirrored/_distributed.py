@@ -13,6 +13,7 @@ device; it cannot be taken apart and formed anew while the process lives.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from zstrat.cluster import Launch, free_ports, resolver_of
+from zstrat.cluster import Launch, free_ports, host_and_port, resolver_of
 from zstrat.program.stages import PROCESS
 from zstrat.strategy.replica._collective import AXIS
 
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 
 _LONGEST: Final = 1024
 """Bytes of what rank 0 tells: more than an address, or why there is none, has."""
-_NOWHERE: Final = "192.0.2.1"
-"""An address that nobody has: the way there begins as the way to the others does."""
+_NOWHERE: Final = (
+    (socket.AF_INET, "192.0.2.1"),
+    (socket.AF_INET6, "2001:db8::1"),
+)
+"""Addresses that nobody has: the way there begins as the way to the others does."""
 _REFUSAL: Final = "!"
 """What no address begins with: why there is none."""
 
@@ -47,26 +51,30 @@ def resolver_of_jax() -> ClusterResolver:
     """The cluster of the processes that jax has brought together: all are workers, in
     the order of jax. Each takes a free port and tells the others; all have to call it.
     """
-    host, (port,) = _own_address(), free_ports(1, "0.0.0.0")
+    host = _own_address()
+    (port,) = free_ports(1, "::" if ":" in host else "0.0.0.0")
     gathered = multihost_utils.process_allgather(
         _sent(f"{socket.gethostname()} {host} {port}")
     )
     told = [_received(row).split() for row in np.asarray(gathered)]
     if len({(name, host) for name, host, _ in told}) == 1:
         told = [[name, "127.0.0.1", port] for name, _, port in told]
-    addresses = tuple(f"{host}:{port}" for _, host, port in told)
+    addresses = tuple(host_and_port(host, port) for _, host, port in told)
     count, index = jax.process_count(), jax.process_index()
     return resolver_of(Launch("jax.process_count()", "", count, index, addresses))
 
 
 def _own_address() -> str:
     """Where others reach this host: the address that it sends from. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((_NOWHERE, 9))
-        except OSError:  # no way out of this host
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    for family, nowhere in _NOWHERE:
+        # No way out by IPv4, or no IPv6 at all: another one, or there is none.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(family, socket.SOCK_DGRAM) as probe,
+        ):
+            probe.connect((nowhere, 9))
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _sent(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -150,7 +158,7 @@ def _broadcast_address(collective: Collective, host: str) -> str:
 def _address(host: str) -> str:
     require_private(host)
     (port,) = free_ports(1, host)
-    return f"{f'[{host}]' if ':' in host else host}:{port}"
+    return host_and_port(host, port)
 
 
 def _mesh(collective: Collective) -> Mesh:

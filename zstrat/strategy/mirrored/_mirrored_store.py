@@ -29,8 +29,7 @@ from zstrat.variables import (
     owned,
 )
 
-from ._mirrored_variable import MirroredVariable
-from ._on_read import SyncOnReadVariable
+from ._replicated_variable import MirroredVariable, SyncOnReadVariable
 from ._takeover import taken_over
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program.stages import Collective
     from zstrat.strategy.input._inputs import ProcessInputs
-    from zstrat.variables import AbstractVariable, Creator
+    from zstrat.variables import Creator
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
 """Of the group: processes that make one are brought together."""
@@ -60,18 +60,8 @@ class MultiWorkerMirroredExtended(StrategyExtended):
         variables: MirroredVariables,
         should_checkpoint: bool,
     ) -> None:
-        super().__init__(strategy)
-        self._devices = devices
-        self._variables = variables
+        super().__init__(strategy, devices, devices, variables)
         self._should_checkpoint = should_checkpoint
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        return self._devices
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return self._devices
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -88,9 +78,6 @@ class MultiWorkerMirroredExtended(StrategyExtended):
     def should_save_summary(self) -> bool:
         """Whether this process writes metrics: the one that saves."""
         return self._should_checkpoint
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        return all(self._variables.owns(part) for part in v.components)
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:

@@ -10,6 +10,9 @@ numbers, also those of numpy, text, and what is made of parts that never change 
 slices, functions, methods, partials). Anything else is known by which object it is. So
 a lambda that is made anew at each call is the same one. Law of marks: they are made at
 each call of ``run``, and ask nothing of what they find but its type.
+
+Beneath a function are those of its module that it may call: helpers, whatever decorates
+them, and the methods of classes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from zstrat.program import Function
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
+    Module = dict[str, Any]
+
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of what is compared by what it is, and never by which object."""
 
@@ -40,6 +45,9 @@ _MAX_ITEMS: Final = 32
 _DEPTH: Final = 3
 """How deep functions that capture functions are looked into; the objects themselves are
 compared beneath."""
+
+MAX_FUNCTIONS: Final = 1000
+"""How many are looked into beneath one."""
 
 _OF_PARTS: Final = frozenset(
     (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
@@ -262,6 +270,82 @@ def _places(fn: types.FunctionType) -> Iterator[str]:
     for name in global_names(code):
         if name in fn.__globals__:
             yield f"global {name!r} of {fn.__globals__.get('__name__')}"
+
+
+def beneath(fn: Any) -> list[types.FunctionType]:
+    """The function and those that it may call, as far as they are of one module.
+
+    A wrapper that another module has made counts for what it wraps.
+    """
+    called = innermost(fn)
+    home = {} if called is None else called.__globals__
+    found: dict[tuple[int, int], types.FunctionType] = {}
+    left = [(each, home) for each in _functions(fn, home)]
+    while left and len(found) < MAX_FUNCTIONS:
+        each, caller = left.pop()
+        is_wrapper = each.__globals__ is not caller and "__wrapped__" in vars(each)
+        known = caller if is_wrapper else each.__globals__
+        if (id(each), id(known)) in found:
+            continue
+        found[id(each), id(known)] = each
+        for value in own_values(each) if is_wrapper else captured_values(each):
+            left += [
+                (inner, known)
+                for inner in _functions(value, known)
+                if not is_global(inner) or inner.__globals__ is known
+            ]
+    homes = {known for _, known in found}
+    return [each for each in found.values() if id(each.__globals__) in homes]
+
+
+def _functions(value: Any, known: Module) -> Iterator[types.FunctionType]:
+    """The functions of Python that a value is made of; beneath what wraps them, and in
+    classes, those of one module."""
+    match value:
+        case types.FunctionType():
+            yield value
+        case Function():
+            yield from _functions(value.body, known)
+        case types.MethodType():
+            yield from _functions(value.__func__, known)
+            yield from _methods(type(value.__self__), known)
+        case functools.partial():
+            for each in (value.func, *value.args, *value.keywords.values()):
+                yield from _functions(each, known)
+        case type():
+            yield from _methods(value, known)
+        case _:
+            yield from _methods(type(value), known)
+    wrapped = wrapped_in(value)
+    if wrapped is not None:
+        for each in _functions(wrapped, known):
+            if each.__globals__ is known:
+                yield each
+
+
+def _methods(kind: type, known: Module) -> Iterator[types.FunctionType]:
+    home = known.get("__name__")
+    for each in kind.__mro__:
+        if each.__module__ != home:
+            continue
+        for member in vars(each).values():
+            for value in _accessors(member):
+                for fn in _functions(value, known) if callable(value) else ():
+                    if fn.__globals__ is known:
+                        yield fn
+
+
+def _accessors(member: Any) -> tuple[Any, ...]:
+    match member:
+        case staticmethod() | classmethod():
+            return (member.__func__,)
+        case property():
+            return member.fget, member.fset
+        case functools.cached_property():
+            return (member.func,)
+        case type():
+            return ()  # of its own
+    return (member,)
 
 
 class CapturedObjects:

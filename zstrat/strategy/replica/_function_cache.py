@@ -4,9 +4,15 @@ A function is known by its code and by what it has captured: cells of its closur
 defaults, globals that it names, the object that it is a method of. So a lambda that is
 made anew for each call is the same function as long as it captures the same objects,
 and one that captures other ones, or whose global was bound anew, is another; a global
-of a function of the same module that it calls, too (`_dependencies`). What happens
-*inside* a captured object (an item of a list, a global of another module) is not seen,
-as by ``tf.function``.
+of a function of the same module that it calls, too. What happens *inside* a captured
+object (an item of a list, a global of another module) is not seen, as by
+``tf.function``.
+
+The function itself and what it has captured are compared at each call. What is beneath
+them, the functions of its module that it may call, is only watched, in one flat list
+(`Watched`): whether each name and each cell still has the object that it had when the
+function was traced, and each function its code and defaults. A helper is looked into
+when a step is made, and never at a call.
 
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
@@ -36,16 +42,137 @@ from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 
 from ._captured import (
+    NOT_BOUND,
+    PLAIN,
     CapturedObjects,
+    beneath,
     captured_words,
+    global_names,
     in_words,
     is_partial,
     named,
 )
-from ._dependencies import Watched, beneath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Hashable,
+        Iterable,
+        Iterator,
+        KeysView,
+        Mapping,
+        Sequence,
+    )
+
+    Module = dict[str, Any]
+
+
+class Watched:
+    """Some functions: what their names and cells are bound to, their code and defaults.
+
+    A name that nothing is bound to counts, too: one may hide a builtin, later.
+    """
+
+    __slots__ = ("_absent", "_cells", "_functions", "_given", "_held", "_names")
+
+    def __init__(self, functions: Iterable[types.FunctionType]) -> None:
+        of_one = {id(fn): fn for fn in functions}.values()
+        self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in of_one]
+        # A function without such arguments has no use for what is set there.
+        with_keywords = [fn for fn in of_one if fn.__code__.co_kwonlyargcount]
+        self._given = [(fn, fn.__kwdefaults__) for fn in with_keywords]
+        cells = {id(x): x for fn in of_one for x in fn.__closure__ or ()}
+        places = {(id(x[0]), x[1]): x for fn in of_one for x in _places(fn)}
+        values = [known.get(name, NOT_BOUND) for known, name in places.values()]
+        contents = [_contents(cell) for cell in cells.values()]
+        self._names = [
+            (known.get, name, id(value), _plain(value))
+            for (known, name), value in zip(places.values(), values, strict=True)
+            if value is not NOT_BOUND
+        ]
+        self._cells = [
+            (cell, id(value), _plain(value))
+            for cell, value in zip(cells.values(), contents, strict=True)
+        ]
+        # Apart from the others and by module: mostly these are names of builtins, and
+        # one call in C looks for all of them.
+        self._absent = _by_module(
+            place
+            for place, value in zip(places.values(), values, strict=True)
+            if value is NOT_BOUND
+        )
+        self._held = CapturedObjects([*values, *contents])
+
+    def are_same(self) -> bool:
+        """Whether all is as it was."""
+        if not self._functions:
+            return True
+        for fn, code, defaults in self._functions:
+            if fn.__code__ is not code or fn.__defaults__ is not defaults:
+                return False
+        for get, name, known, value in self._names:
+            found = get(name, NOT_BOUND)
+            # Nearly always it is the very object. Another one is no change either if it
+            # is an equal number or text, as in `_captured`.
+            if id(found) != known and not _are_alike(found, value):
+                return False
+        for cell, known, value in self._cells:
+            found = _contents(cell)
+            if id(found) != known and not _are_alike(found, value):
+                return False
+        for names, absent in self._absent:
+            if not names.isdisjoint(absent):
+                return False
+        if self._given and not self._are_given_the_same():
+            return False
+        # Last: had an object gone meanwhile, its number may have been met above.
+        return self._held.are_there()
+
+    def are_there(self) -> bool:
+        """Whether it can ever be so again."""
+        return self._held.are_there()
+
+    def _are_given_the_same(self) -> bool:
+        return all(fn.__kwdefaults__ is given for fn, given in self._given)
+
+
+def _places(fn: types.FunctionType) -> Iterator[tuple[Module, str]]:
+    """The globals that a function may name, and those of its defaults that are in a
+    dict."""
+    code = fn.__code__
+    for name in global_names(code):
+        yield fn.__globals__, name
+    if fn.__kwdefaults__ is not None:
+        first = code.co_argcount
+        for name in code.co_varnames[first : first + code.co_kwonlyargcount]:
+            yield fn.__kwdefaults__, name
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NOT_BOUND
+
+
+def _by_module(
+    places: Iterable[tuple[Module, str]],
+) -> list[tuple[KeysView[str], set[str]]]:
+    found: dict[int, tuple[KeysView[str], set[str]]] = {}
+    for known, name in places:
+        found.setdefault(id(known), (known.keys(), set()))[1].add(name)
+    return list(found.values())
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in PLAIN else NOT_BOUND
+
+
+def _are_alike(found: Any, value: Any) -> bool:
+    """Whether it is the same number or text, if another object."""
+    kind = type(value)
+    return type(found) is kind and kind in PLAIN and repr(found) == repr(value)
+
 
 MAX_STEPS: Final = 256
 """Functions of one strategy. Each keeps programs of about a megabyte."""

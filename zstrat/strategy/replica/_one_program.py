@@ -1,31 +1,354 @@
 """A replica function as one program for all replicas of this process.
 
-It is traced once, with a traced number of the replica, and mapped over the devices
-(`_replicas`). What a replica makes stays on its device.
+The function is traced once under a named axis ``replica``, with a traced number of the
+replica: collectives inside it are jax's own over that axis. What it reads is found by
+an abstract trace first, because a program over a mesh takes its inputs as arguments;
+then the same function is mapped over the devices, or, where this process has fewer
+devices than there are replicas (a coordinator that only plans, a debugging run), over
+an axis of one device, which gives the same values. What a replica makes stays on its
+device.
+
+Law of the file: an update made inside a replica is brought together with those of the
+other replicas here, at the moment it is made, and reaches the step once. Gradients are
+summed over the replicas; everything else follows the variable's aggregation. The rules
+of captures hold inside too: a region is a capture of its own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
+import jax.numpy as jnp
 
-from zstrat.program.trace import LOOKS, is_of_shapes, uncut
+from zstrat.program.gradients import is_live
+from zstrat.program.stages import within_mesh
+from zstrat.program.trace import (
+    LOOKS,
+    Capture,
+    Discovery,
+    Flow,
+    Immediate,
+    Replay,
+    apart_from_now,
+    asked,
+    claimed,
+    copies_of,
+    has_copies,
+    is_of_shapes,
+    keep_copies,
+    uncut,
+)
 from zstrat.strategy._context import ReplicaContext
-from zstrat.variables import CreatedInStep, ValueWanted
+from zstrat.variables import (
+    CreatedInStep,
+    TraceRecorder,
+    ValueWanted,
+    VariableHandle,
+    VariableUpdate,
+    read_all,
+    recorder,
+    refuse_read,
+    refuse_update,
+)
 
-from . import _replicas, _spread
 from ._arguments import RunArguments
+from ._collective import AXIS
 from ._columns import is_slices
 from ._per_replica import DistributedValues, PerReplica, is_distributed
+from ._region import in_stages
+from ._replica_recorder import ReplicaRecorder
+from ._spread import Spread, by_replica, mapped_over
 from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from jax.sharding import Mesh
 
+    from zstrat.program.trace import RecordedLookup, TraceFeed
+
     from ._arguments import ReplicaCall
+    from ._collective import Team
+
+    ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
+    """``(shared, own) -> pytree``: called with the shared arrays and this replica's
+    own."""
+
+
+@final
+class MappedReplica(ReplicaRecorder):
+    """The recorder inside one of several replicas that are one program: what it is told
+    is noted by a capture of this region."""
+
+    def __init__(self, feed: TraceFeed, team: Team) -> None:
+        self.capture = Capture(feed, is_region=True)
+        super().__init__(self.capture, team)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with self.capture.recording():
+            before = recorder.set(self)
+            try:
+                yield
+            finally:
+                recorder.reset(before)
+
+    def _update_own(self, update: VariableUpdate) -> None:
+        self.capture.update_own(update)
+
+
+def replicate(
+    fn: ReplicaFunction,
+    shared: Sequence[Any],
+    split: Sequence[Spread],
+    *,
+    team: Team,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
+
+    Leaves that are no jax arrays are the same object in every replica and stay what
+    they are. Reads and updates of variables go through the step that is being traced,
+    or to the variables' homes when none is. A variable of which each replica has a copy
+    of its own is read and updated there (see `zstrat.program.trace._updates`).
+
+    Args:
+        shared: Arrays that every replica gets whole.
+        split: Arrays of which each replica gets its part.
+        team: The replicas, of which this process has at least 2.
+        mesh: Whose axis `AXIS` has a device for each replica; without it one device
+            computes all replicas.
+
+    Raises:
+        ValueError: An update of a variable whose aggregation is NONE, or integers of
+            numpy that do not fit the 32 bits that jax computes with.
+        NotImplementedError: A scatter update that cannot be aggregated.
+        RuntimeError: An update under a jax transformation, a read after an optimizer's
+            update, or a draw, inside a replica; or any read or update while jax traces
+            outside of a step.
+    """
+    shared = [uncut(x) for x in shared]
+    split = [Spread(uncut(x.array), x.stacked) for x in split]
+    count = team.local
+    found = discovered(fn, shared, split, team)
+    recording = recorder.get()
+    if recording is None:
+        _refuse_unnoticed(found)
+    outside = Immediate() if recording is None else recording
+    for variable, _ in found.own.values():
+        apart_from_now(variable)
+    own = [v for v in found.variables if has_copies(v, count)]
+    variables = [v for v in found.variables if not has_copies(v, count)]
+    if recording is None:
+        values = [jnp.asarray(value) for value in read_all(variables)]
+    else:
+        values = [recording.read(variable) for variable in variables]
+    copies = [Spread(copies_of(outside, variable), stacked=True) for variable in own]
+    given = _Given(len(split), variables, own)
+
+    def mapped(
+        one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
+    ) -> Any:
+        mine = [*split, *copies, *rows]
+        return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
+
+    rows = _looked_up(fn, found, given, mapped, outside, team)
+    traced: list[TracedRegion] = []
+
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        replica = MappedReplica(given.feed(values, mine), team)
+        with replica.recording():
+            leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
+        capture = replica.capture
+        changed = [variable for variable, _ in capture.own.values()]
+        region = TracedRegion(leaves, treedef, capture, changed)
+        traced[:] = [region]
+        copies = [value[None] for _, value in capture.own.values()]
+        return [*region.arrays, *copies], [x.operands for x in capture.updates]
+
+    if team.channel is None or within_mesh.get():
+        arrays, operands = mapped(one, rows)
+    else:
+        # Other processes may run their replicas in turns, by the same order.
+        now = recording is None or is_live(recording)
+        arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
+    (region,) = traced
+    results = len(region.arrays)
+    made = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
+    return region.told(outside, made, operands)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """What the trace of a region left: leaves of its result, its effects, and the
+    variables whose copies it has changed."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    capture: Capture
+    changed: Sequence[VariableHandle]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """Those of the result."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
+
+    def told(
+        self, outside: TraceRecorder, arrays: Sequence[Any], operands: Sequence[Any]
+    ) -> Any:
+        """The result, when the step has been told what was done.
+
+        Args:
+            arrays: What the program made: of the result, then copies of ``changed``.
+            operands: Those of each update.
+        """
+        if self.capture.asked_context and (tell := asked.get()) is not None:
+            tell()
+        made = iter(arrays)
+        result = self.treedef.unflatten(
+            [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
+        )
+        for variable, copies in zip(self.changed, made, strict=True):
+            keep_copies(outside, variable, copies)
+        self._pass_on(operands, outside)
+        return result
+
+    def _pass_on(self, operands: Sequence[Any], outside: TraceRecorder) -> None:
+        for update, combined in zip(self.capture.updates, operands, strict=True):
+            if update.call is not None:
+                outside.optimize(update.call.with_arrays(combined))
+                continue
+            target = update.variable if update.table is None else update.table
+            op, optimizer = update.op, update.optimizer
+            outside.update(VariableUpdate(target, op, tuple(combined), optimizer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a replica is given of its own, in a row: ``arguments`` arrays, its copies of
+    the variables ``own``, and rows that it looks up. All share ``variables``."""
+
+    count: int
+    variables: Sequence[VariableHandle]
+    own: Sequence[VariableHandle]
+
+    def arguments(self, mine: Sequence[Any]) -> Sequence[Any]:
+        return mine[: self.count]
+
+    @property
+    def before_rows(self) -> int:
+        return self.count + len(self.own)
+
+    def feed(
+        self,
+        values: Sequence[Any],
+        mine: Sequence[Any],
+        rows: Sequence[Any] | None = None,
+    ) -> Replay:
+        """What the function meets; ``rows`` in place of those among ``mine``."""
+        met = (*self.variables, *self.own)
+        copies = mine[self.count : self.before_rows]
+        known = {
+            variable.spec.key: value
+            for variable, value in zip(met, (*values, *copies), strict=True)
+        }
+        if rows is None:
+            rows = mine[self.before_rows :]
+        return Replay("strategy.run", known, (), rows)
+
+
+# ---- what the function wants -----------------------------------------------------
+
+
+def discovered(
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
+) -> Capture:
+    """What the function reads and looks up, and which copies it updates.
+
+    The step itself is not asked inside this trace: what it handed out here would belong
+    to a trace that ends before the step does.
+    """
+    probes: list[MappedReplica] = []
+
+    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
+        probe = MappedReplica(Discovery(seed), team)
+        probes[:] = [probe]
+        with probe.recording():
+            fn(shared, own)
+
+    mapped = jax.vmap(
+        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
+    )
+    parts = [by_replica(x, team.local) for x in split]
+    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
+    return probes[0].capture
+
+
+def _refuse_unnoticed(found: Capture) -> None:
+    """Refuses what the replicas do to variables where jax traces and no step does."""
+    for variable, _ in found.own.values():
+        refuse_update(variable.spec, "update")
+    for update in found.updates:
+        refuse_update(update.variables[0].spec, "update")
+    for variable in found.variables:
+        refuse_read(variable.spec)
+
+
+def _looked_up(
+    fn: ReplicaFunction,
+    found: Capture,
+    given: _Given,
+    mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
+    outside: TraceRecorder,
+    team: Team,
+) -> list[Spread]:
+    """The rows of the replicas' lookups, looked up in the step.
+
+    The replicas compute the ids that need no rows, and nothing else; with these rows
+    the ids that need no others; and so on.
+    """
+    kinds = [_rows_kind(lookup) for lookup in found.lookups]
+    rows: dict[int, Spread] = {}
+    before = given.before_rows
+    ready: list[int] = []
+
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
+            replica = MappedReplica(given.feed(values, mine, rows), team)
+            with replica.recording():
+                fn(shared, given.arguments(mine))
+            return [lookup.ids for lookup in replica.capture.lookups]
+
+        known = dict(zip(sorted(rows), mine[before:], strict=True))
+        own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
+        args = (values, shared, mine[:before], own_rows)
+        flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
+        unknown = sum(
+            1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
+        )
+        left = [n for n in range(len(kinds)) if n not in rows]
+        ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
+        part, needed = flow.part(ready)
+        return part(*[leaves[n] for n in needed]), []
+
+    while len(rows) < len(kinds):
+        computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
+        for number, ids in zip(tuple(ready), computed, strict=True):
+            lookup = found.lookups[number]
+            with claimed(lookup.where):
+                found_rows = outside.lookup(lookup.table, ids.array)
+            rows[number] = Spread(found_rows, ids.stacked)
+    return [rows[n] for n in range(len(kinds))]
+
+
+def _rows_kind(lookup: RecordedLookup) -> Any:
+    table = lookup.table
+    dtype: Any = jax.dtypes.canonicalize_dtype(table.dtype)
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    return kind((*lookup.ids.shape, *table.shape[1:]), dtype)
 
 
 _LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep)
@@ -45,7 +368,7 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
     """
     count = call.team.local
     sorted_out = RunArguments(call.tree, count)
-    result = _replicas.replicate(
+    result = replicate(
         _replica(call, sorted_out),
         sorted_out.shared,
         sorted_out.split,
@@ -71,10 +394,10 @@ def needs_turns(call: ReplicaCall) -> bool:
 
     tree = jax.tree.map(first, call.tree, is_leaf=is_distributed)
     sorted_out = RunArguments(tree, count)
-    split = [_spread.Spread(uncut(x.array), x.stacked) for x in sorted_out.split]
+    split = [Spread(uncut(x.array), x.stacked) for x in sorted_out.split]
     shared = [uncut(x) for x in sorted_out.shared]
     try:
-        _replicas.discovered(_replica(call, sorted_out), shared, split, call.team)
+        discovered(_replica(call, sorted_out), shared, split, call.team)
     except NeedsTurns:
         return True
     return False
@@ -121,9 +444,9 @@ def _needs_turns(error: Exception) -> NeedsTurns:
 
 def _per_replica(node: Any, count: int) -> Any:
     """An array or an IndexedSlices as one value per replica, all else as it is."""
-    if isinstance(node, _spread.Spread):
+    if isinstance(node, Spread):
         return PerReplica.of_whole(node.array, count, stacked=node.stacked)
-    if not any(isinstance(leaf, _spread.Spread) for leaf in jax.tree.leaves(node)):
+    if not any(isinstance(leaf, Spread) for leaf in jax.tree.leaves(node)):
         return node
     return PerReplica([_of_replica(i, node, count) for i in range(count)])
 
@@ -132,7 +455,7 @@ def _of_replica(replica: int, node: Any, count: int) -> Any:
     return jax.tree.map(
         lambda leaf: (
             _per_replica(leaf, count).values[replica]
-            if isinstance(leaf, _spread.Spread)
+            if isinstance(leaf, Spread)
             else leaf
         ),
         node,

@@ -5,8 +5,8 @@ together first, here, and the recorder outside of the replicas is told of the re
 What each replica has of its own it updates at once, by itself.
 
 There are three kinds of replicas. One of several that are mapped over devices as one
-program (`_replicas`) and the only one of its process (below) bring things together by
-their `Team`. One that takes turns with the others (`_in_turns`) waits for them.
+program (`_one_program`) and the only one of its process (below) bring things together
+by their `Team`. One that takes turns with the others (`_in_turns`) waits for them.
 """
 
 from __future__ import annotations

@@ -31,10 +31,9 @@ from zstrat.variables import recorder
 
 from ._arguments import UnevenParts, dealt, require_all_one_each, unwrapped
 from ._in_turns import in_turns
-from ._one_program import needs_turns
+from ._one_program import TracedRegion, needs_turns
 from ._region import in_stages
 from ._regroup import regroup
-from ._replicas import TracedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

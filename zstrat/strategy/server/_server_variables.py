@@ -1,7 +1,7 @@
 """Variables on parameter servers: how they are made, read and updated through handles.
 
 `ServerVariables` is the creator of the strategy's scope and the home of all that was
-created in it. Where each goes and what key it has is decided by `_variable_numbers`.
+created in it. Where each goes and what key it has is decided by `_variable_plan`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from zstrat.variables import (
     joined,
 )
 
-from ._variable_numbers import Numbers, Placement, PlacementRule
-from ._variable_plan import draft
+from ._variable_plan import Numbers, Placement, PlacementRule, draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
         OptimizerHandle,
         VariableRequest,
     )
-    from zstrat.wire import InitialEntry, UpdateOp
+    from zstrat.wire import InitialEntry
 
     from ._variable_plan import VariablePlan
 
@@ -254,25 +253,6 @@ class ServerVariables(StrategyCreator):
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         await self._session.run_async(*self._updating(updates))
-
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self._session.run(*self._updating([(variable, op, operands, optimizer)]))
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        update = (variable, op, operands, optimizer)
-        await self._session.run_async(*self._updating([update]))
 
     def bind(self, call: GradientCall) -> None:
         """Tells the parameter servers of the tree of an optimizer, once.

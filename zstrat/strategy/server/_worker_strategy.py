@@ -40,24 +40,11 @@ class ParameterServerExtended(StrategyExtended):
         ps_count: int,
         variables: ServerVariables | None,
     ) -> None:
-        super().__init__(strategy)
-        self._platform = platform
-        self._ps_count = ps_count
+        replicas = range(strategy.num_replicas_in_sync)
+        devices = [relative_name(platform, n) for n in replicas]
+        servers = [f"/job:ps/task:{n}" for n in range(ps_count)]
+        super().__init__(strategy, devices, servers, variables)
         self._variables = variables
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of one worker, relative to it."""
-        count = self._strategy.num_replicas_in_sync
-        return tuple(relative_name(self._platform, i) for i in range(count))
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return tuple(f"/job:ps/task:{i}" for i in range(self._ps_count))
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        owner = self._variables
-        return owner is not None and all(owner.owns(part) for part in v.components)
 
     def value_container(self, value: Any) -> Any:
         """The sharded variable that ``value`` is a component of, or ``value``."""

@@ -1,5 +1,7 @@
 """The time line of a run: what all its tasks did when, on one clock, in one file."""
 
+from typing import TYPE_CHECKING
+
 from ._assembly import assemble as assemble
 from ._clock import OWN_CLOCK as OWN_CLOCK
 from ._clock import ClockLine as ClockLine
@@ -9,6 +11,10 @@ from ._clock import read_clock as read_clock
 from ._file import SUFFIXES as SUFFIXES
 from ._file import check_place as check_place
 from ._file import write_timeline as write_timeline
+from ._jax_events import JaxEvent as JaxEvent
+from ._jax_events import JaxEvents as JaxEvents
+from ._jax_events import from_jax_columns as from_jax_columns
+from ._jax_events import jax_columns as jax_columns
 from ._notes import ProgramNotes as ProgramNotes
 from ._notes import TaskNotes as TaskNotes
 from ._notes import columns_of as columns_of
@@ -20,3 +26,10 @@ from ._picture import TimelineRow as TimelineRow
 from ._picture import TimelineSpan as TimelineSpan
 from ._picture import TimelineTask as TimelineTask
 from ._rows import without_overlaps as without_overlaps
+from ._sdk_spans import has_arrived as has_arrived
+from ._sdk_spans import http_exporter as http_exporter
+from ._sdk_spans import sdk_spans as sdk_spans
+
+if TYPE_CHECKING:  # of the extra
+    from ._sdk_spans import ReadableSpan as ReadableSpan
+    from ._sdk_spans import SpanExporter as SpanExporter

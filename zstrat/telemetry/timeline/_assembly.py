@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zstrat.telemetry._phases import PhaseSpan
 
     from ._clock import ClockLine
+    from ._jax_events import JaxEvent
     from ._notes import ProgramNotes, TaskNotes
 
 
@@ -98,12 +99,15 @@ class _Assembly:
             ("missing", notes.problem),
             ("cut", cut),
             ("jax profile", notes.profile),
+            ("jax events", "" if notes.jax is None else notes.jax.words),
         ):
             if words:
                 self.about[f"{notes.name}: {what}"] = words
         task = TimelineTask(notes.name, f"clock {clock}" if clock else "")
         if notes.clock is not None:
             self._draw(task, self._placed(notes.spans, notes.clock))
+            if notes.jax is not None:
+                self._draw(task, self._computed(notes.jax.events, notes.clock))
             task.curves = self._traffic(notes.traffic, notes.clock)
         return task
 
@@ -117,6 +121,19 @@ class _Assembly:
             if ended >= self.began and began <= self.ended:
                 details: dict[str, PictureValue] = {"step": step} if step >= 0 else {}
                 kinds[phase].append(TimelineSpan(phase, began, ended, details))
+        return kinds
+
+    def _computed(
+        self, events: Iterable[JaxEvent], clock: ClockLine
+    ) -> dict[str, list[TimelineSpan]]:
+        """What jax has noted of the worker, by what it ran on. An event within another
+        one lies in the next row."""
+        kinds: dict[str, list[TimelineSpan]] = {}
+        for row, name, start, end in events:
+            began, ended = clock.ours(start), clock.ours(end)
+            if ended >= self.began and began <= self.ended:
+                span = TimelineSpan(name, began, ended)
+                kinds.setdefault(f"jax {row}", []).append(span)
         return kinds
 
     def _traffic(

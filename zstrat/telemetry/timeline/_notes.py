@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zstrat.telemetry._capture import SpanCapture
 
     from ._clock import ClockLine
+    from ._jax_events import JaxEvents
 
 
 class Dispatched(NamedTuple):
@@ -112,7 +113,8 @@ class TaskNotes:
 
     ``name``: "worker:0". ``clock``: None if the task did not say what its clock says;
     nothing that it has noted can be placed then. ``problem``: what is missing, in
-    words; "" if nothing. ``profile``: where jax's own profile of it lies.
+    words; "" if nothing. ``profile``: where jax's own profile of it lies, and ``jax``
+    what of it is shown.
     """
 
     name: str
@@ -122,6 +124,7 @@ class TaskNotes:
     is_cut: bool = False
     problem: str = ""
     profile: str = ""
+    jax: JaxEvents | None = None
 
 
 def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:

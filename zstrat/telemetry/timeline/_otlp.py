@@ -59,7 +59,7 @@ def write_otlp(timeline: Timeline, file: TextIO, day: float) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    names, start = _named(timeline), earliest(timeline)
+    names, start = named(timeline), earliest(timeline)
     scope = {"name": "zstrat", "attributes": _attributes(timeline.about)}
     file.write('{"resourceSpans": [')
     for number, task in enumerate(timeline.tasks):
@@ -77,7 +77,7 @@ def write_otlp(timeline: Timeline, file: TextIO, day: float) -> None:
     file.write("]}\n")
 
 
-def _named(timeline: Timeline) -> Names:
+def named(timeline: Timeline) -> Names:
     """By the identity of each span. A trace is called as what it begins with."""
     own = secrets.token_hex(8)
     spans = [s for task in timeline.tasks for row in task.rows for s in row.spans]

@@ -97,6 +97,8 @@ class Faults:
             case "kill" | "power":
                 process.kill(silently=fault.kind == "power")
                 world.at(end, process.start_again)
+            case "retire":
+                process.retire(end)
             case "freeze":
                 process.freeze()
                 world.at(end, process.thaw)

@@ -108,6 +108,11 @@ async def _restless(self: Any, holder: object) -> Any:
     return cut_of(self._dispatcher.queue)
 
 
+def _serves_on(self: Any) -> None:
+    """A primary hears that a newer view has another one, and goes on alone."""
+    self._detach()
+
+
 def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
     """A backup makes a change, and does not know of which step it was."""
     if isinstance(change, Push):
@@ -186,6 +191,11 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
             _unledgered, _function(f"{_COPIES}._repeating.repeat")
         ),
         f"{_COPIES}._copying._ledgers": _no_ledgers,
+    },
+    "a view that is over is not heeded": {
+        f"{_COPIES}._standing.Standing._step_aside": _serves_on,
+        f"{_COPIES}._standing.Standing.require": _nothing,
+        f"{_COPIES}._following.Following.require": _nothing,
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

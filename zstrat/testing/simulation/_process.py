@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import abc
 import traceback
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat.config import Limits, Settings, Timeouts
 from zstrat.program import load
-from zstrat.ps import HostedStores, PsService, backup_links
+from zstrat.ps import Handover, HostedStores, Inherited, PsService, backup_links
 from zstrat.transport import Endpoint, Link
 from zstrat.wire import PROTOCOL, DropStore, Hello, HostStore, Job
 from zstrat.worker import Compilations, WorkerService
@@ -24,6 +25,7 @@ from ._world import START, VirtualLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from zstrat.errors import PeerLostError
 
@@ -43,6 +45,7 @@ TIMES: Final = Timeouts(
     turn=3.0,
     request=12.0,
     drain=2.0,
+    handover=8.0,
 )
 """Shorter than the real ones, in the same order: virtual seconds cost real ones."""
 
@@ -50,10 +53,16 @@ _COMPILATIONS: Final = Compilations()
 """One for all simulated workers: each would listen to jax for ever."""
 
 
-def settings_with(chunk: int) -> Settings:
-    """Of all processes; bodies above ``chunk`` bytes travel in pieces."""
+_RETURNS: Final = "it is started again, and goes on with all it holds"
+
+
+def settings_with(chunk: int, state: Path | None) -> Settings:
+    """Of all processes; bodies above ``chunk`` bytes travel in pieces. ``state``: where
+    servers that are told to stop leave what they hold."""
     limits = Limits(chunk=chunk, window=4)
-    return Settings(TIMES, limits, lane="tcp", prefetch=None, insecure=True)
+    return Settings(
+        TIMES, limits, lane="tcp", prefetch=None, insecure=True, state=state
+    )
 
 
 class Surroundings:
@@ -141,9 +150,23 @@ class Process(abc.ABC):
         if self.loop is not None:
             self.loop.thaw()
 
+    def retire(self, until: float) -> None:
+        """SIGTERM, once; started again at ``until``, or when it has ended."""
+        raise NotImplementedError(f"{self.name} is not told to stop in a simulation")
+
     @abc.abstractmethod
     def begin(self, me: Hello, sockets: Any) -> None:
         """What the process does first, on its loop."""
+
+    def work_on(self, work: Any, name: str) -> None:
+        """Runs a coroutine; what it raises is a defect."""
+        assert self.loop is not None
+        task = self.loop.create_task(work, name=name)
+        task.add_done_callback(partial(self._worked, name))
+
+    def _worked(self, name: str, task: Any) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.around.blame(self.name, {"message": name, "exception": error})
 
 
 class Daemon(Process):
@@ -156,16 +179,16 @@ class Daemon(Process):
         self.address: Final = address
         surroundings.network.hosts[f"tcp://{address}"] = self.name
 
-    def listen(
+    def endpoint(
         self,
         me: Hello,
         service: Any,
         absorb: Any,
         sockets: Any,
         handle: Callable[[Any, Any], Any] | None = None,
-    ) -> None:
-        """Serves from now on; ``handle``: who is asked before the service."""
-        endpoint = Endpoint(
+    ) -> Endpoint:
+        """Serves when it is bound; ``handle``: who is asked before the service."""
+        return Endpoint(
             me,
             handle or service.handle,
             settings=self.around.settings,
@@ -173,30 +196,38 @@ class Daemon(Process):
             on_lost=service.lost,
             sockets=sockets,
         )
-        assert self.loop is not None
-        self.loop.create_task(endpoint.bind(self.address), name=f"bind {self.name}")
 
 
 @final
 class ServerProcess(Daemon):
-    """A parameter server, which keeps copies of others if it is asked to."""
+    """A parameter server, which keeps copies of others if it is asked to, and leaves
+    what it holds when it is told to stop, if there is a folder for that."""
 
     def begin(self, me: Hello, sockets: Any) -> None:
         loop, around = self.loop, self.around
         assert loop is not None
-        make_service = partial(
-            PsService,
-            clock=loop.time,
-            make_thread=lambda _: VirtualThread(loop, around.quick),
-        )
+        task, folder = f"/job:ps/task:{self.index}", around.settings.state
+
+        def make_thread(_: str) -> VirtualThread:
+            return VirtualThread(loop, around.quick)
+
+        self._handover, left = None, None
+        if folder is not None:
+            self._handover = Handover(folder, self.index, task, make_thread)
+            left = self._handover.take(load, largest=around.settings.limits.body)
+        if left is not None:
+            me = replace(me, incarnation=left.incarnation)
+        make_service = partial(PsService, clock=loop.time, make_thread=make_thread)
         hosted: HostedStores
         service = make_service(
             load_code=load,
             settings=around.settings,
-            task=f"/job:ps/task:{self.index}",
+            task=task,
             incarnation=me.incarnation,
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
+            leaves=folder is not None,
+            inherited=None if left is None else left.own,
         )
         hosted = HostedStores(
             service,
@@ -208,6 +239,7 @@ class ServerProcess(Daemon):
             make_service=make_service,
             draw=around.draw,
             sockets=sockets,
+            leaves=folder is not None,
         )
 
         def handle(remote: Any, message: Any) -> Any:
@@ -215,7 +247,43 @@ class ServerProcess(Daemon):
                 return hosted.handle(remote, message)
             return service.handle(remote, message)
 
-        self.listen(me, service, service.absorb, sockets, handle)
+        self._me, self._service, self._hosted = me, service, hosted
+        self._is_leaving = False
+        self._endpoint = self.endpoint(me, service, service.absorb, sockets, handle)
+        self.work_on(self._serve(left), f"bind {self.name}")
+
+    async def _serve(self, left: Inherited | None) -> None:
+        """As `zstrat.launch.Task.start`."""
+        if left is not None:
+            await self._hosted.inherit(left.owner, left.copies)
+        await self._endpoint.bind(self.address)
+        if left is not None and self._handover is not None:
+            self._handover.took()
+            self._service.take_over(left.owner)
+            self._hosted.take_over()
+
+    def retire(self, until: float) -> None:
+        if self.loop is not None and not self._is_leaving:
+            self._is_leaving = True
+            self.work_on(self._leave(until), f"{self.name} leaves")
+
+    async def _leave(self, until: float) -> None:
+        """As `zstrat.launch.Task.stop`."""
+        returns, patience = 0.0, self.around.settings.timeouts.handover
+        drained = await self._service.drain()
+        owner, endpoint = self._service.owner, self._endpoint
+        if owner is None or self._handover is None:
+            await self._hosted.close()
+        elif (copies := await self._hosted.leave(_RETURNS, patience)) is not None:
+            own = self._service.left(self.index)
+            left = Inherited(self._me.incarnation, owner, own, copies)
+            if self._service.is_replicated:
+                await endpoint.close(_RETURNS, patience)
+            if drained and await self._handover.leave(left, patience):
+                returns = patience
+        await endpoint.close(_RETURNS, returns)
+        self.kill()
+        self.around.world.at(max(until, self.around.world.now), self.start_again)
 
 
 @final
@@ -266,7 +334,8 @@ class WorkerProcess(Daemon):
             compilations=_COMPILATIONS,
             find_devices=_one_device,
         )
-        self.listen(me, service, None, sockets)
+        endpoint = self.endpoint(me, service, None, sockets)
+        self.work_on(endpoint.bind(self.address), f"bind {self.name}")
 
     def _crashed(self, error: BaseException) -> None:
         self.around.blame(self.name, {"message": "executor", "exception": error})
@@ -289,12 +358,7 @@ class ProgramProcess(Process):
             )
 
         assert self.loop is not None
-        task = self.loop.create_task(self._main(self.loop, link), name="program")
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: Any) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.around.blame(self.name, {"message": "program", "exception": error})
+        self.work_on(self._main(self.loop, link), "program")
 
 
 def _one_device() -> tuple[str, int]:

@@ -299,6 +299,8 @@ class TrainingSession:
         if isinstance(error, PSUnavailableError):
             self._look_at(error)
             if error.lost:
+                if self._scenario.hands_over:
+                    self._training.broken(f"it had left what it held: {error!r}")
                 raise error
             await asyncio.sleep(1.0)
             if self._coordinator.cluster.broken is None:

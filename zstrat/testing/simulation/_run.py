@@ -8,9 +8,11 @@ import gc
 import itertools
 import logging
 import sys
+import tempfile
 import traceback
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
@@ -64,13 +66,18 @@ class SeedVerdict:
 
 
 class Run:
-    """All that one seed makes."""
+    """All that one seed makes.
+
+    Args:
+        state: An empty folder, for what servers leave that are told to stop.
+    """
 
     def __init__(
         self,
         scenario: Scenario,
         told: Callable[[str], None] | None = None,
         meter: Meter | None = None,
+        state: Path | None = None,
     ) -> None:
         self._scenario, self._told = scenario, told
         self._world = world = World(scenario.seed)
@@ -79,9 +86,8 @@ class Run:
         self._is_over = False
         weather = Weather(world, scenario.delay)
         self._network = Network(world, weather, scenario.capacity, self._note)
-        self._around = Surroundings(
-            world, self._network, settings_with(scenario.chunk), self._quick
-        )
+        settings = settings_with(scenario.chunk, state)
+        self._around = Surroundings(world, self._network, settings, self._quick)
         self._readers = Readers()
         self._program: TrainingProgram
         self._given_out = GivenOut(self._broken)
@@ -196,12 +202,21 @@ def run_scenario(
     Args:
         meter: Measures what each process computes.
     """
-    with _alone(scenario), _buried():
+    with _alone(scenario), _buried(), _state_folder(scenario) as state:
         try:
-            return Run(scenario, told, meter).verdict()
+            return Run(scenario, told, meter, state).verdict()
         except Exception:  # to whoever reads the verdict: it is a defect, with its seed
             words = traceback.format_exc()
             return SeedVerdict(scenario.seed, words, 0, 0, 0, 0, 0.0)
+
+
+@contextlib.contextmanager
+def _state_folder(scenario: Scenario) -> Iterator[Path | None]:
+    if not scenario.hands_over:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @contextlib.contextmanager

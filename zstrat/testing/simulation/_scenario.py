@@ -15,10 +15,11 @@ class Fault(NamedTuple):
     seconds.
 
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
-    hangs up), "freeze" (SIGSTOP), "reset" (the connections of the two break), "cut"
-    (nothing gets through, and nobody is told; if it is long, in one direction alone),
-    "slow", "isolate" (the target is cut off from everybody), "apart" (from everybody
-    but workers), "sever" (from the other, and killed a moment later).
+    hangs up), "retire" (SIGTERM, to a server; the same), "freeze" (SIGSTOP), "reset"
+    (the connections of the two break), "cut" (nothing gets through, and nobody is told;
+    if it is long, in one direction alone), "slow", "isolate" (the target is cut off
+    from everybody), "apart" (from everybody but workers), "sever" (from the other, and
+    killed a moment later).
     """
 
     at: float
@@ -68,16 +69,23 @@ class Scenario:
     them, and it joins and saves, too."""
     only_steps: bool = False
     """The program does nothing else. What steps read is not looked at, only the end."""
+    hands_over: bool = False
+    """Servers that are told to stop leave what they hold to the next process. Nothing
+    else takes it from them, so none may be said to be lost."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     """The scenario of a seed. It has a theme: faults of all kinds, workers that wake up
     when their steps are over, lost servers, or lines that break often. In each fourth
-    seed there are second copies of the servers."""
+    seed there are second copies of the servers. In each tenth servers are told to stop
+    and started again, and in each twentieth they are replaced and do not know."""
     if seed % 4 == 3:
         return _with_copies(seed, workers, servers)
     chance = random.Random(f"scenario {seed}")
     theme = chance.choice(["mixed", "zombies", "losses", "lines"])
+    hands_over = seed % 20 == 9
+    if hands_over:
+        theme = "restarts"
     steps, pace = chance.randint(12, 40), chance.choice([0.005, 0.03, 0.1])
     fails = chance.choice([1, 2, 3] if theme == "zombies" else [0, 0, 1, 2])
     restores = theme == "losses" or chance.random() < 0.25
@@ -100,6 +108,7 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         restores=restores,
         fails=frozenset(chance.sample(range(steps), fails)),
         faults=fate.faults(theme),
+        hands_over=hands_over,
     )
 
 
@@ -107,10 +116,12 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     chance = random.Random(f"copies {seed}")
     servers = chance.choice([2, servers, servers])
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
-    is_guarded = chance.random() < 0.7
+    theme = {7: "restarts of copies", 19: "old primaries"}.get(seed % 20, "")
+    is_guarded = chance.random() < 0.7 or bool(theme)
     restores = not is_guarded and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
-    theme = "copies" if is_guarded else chance.choice(["mixed", "losses", "lines"])
+    if not is_guarded:
+        theme = chance.choice(["mixed", "losses", "lines"])
     return Scenario(
         seed,
         workers,
@@ -123,12 +134,13 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         in_flight=chance.choice([None, 1, 2, 8]),
         capacity=chance.choice([30, 500]),
         threaded=chance.random() < 0.5,
-        delay=chance.choice([5e-5, 5e-4, 5e-3]),
+        delay=5e-3 if theme == "old primaries" else chance.choice([5e-5, 5e-4, 5e-3]),
         work=chance.choice([1e-4, 2e-3, 2e-2]),
         chunk=chance.choice([100, 2**20, 2**20]),
         restores=restores,
         fails=frozenset(chance.sample(range(steps), chance.choice([0, 0, 1]))),
-        faults=fate.faults(theme),
+        faults=fate.faults(theme or "copies"),
+        hands_over=theme == "restarts of copies",
         replicas=1,
         is_guarded=is_guarded,
         reads_beside=not restores and chance.random() < 0.5,
@@ -159,12 +171,17 @@ class _Fate:
             "losses": ([1, 2, 3], self._loss),
             "lines": ([3, 6, 10], self._break),
             "copies": ([1, 2, 3], self._trouble),
+            "restarts": ([1, 2, 4], self._restart),
+            "restarts of copies": ([1, 2], self._restart),
+            "old primaries": ([0, 0, 1], self._trouble),
         }[theme]
         found = [draw() for _ in range(self._chance.choice(count))]
-        more = self._absence if theme == "copies" else self._any
-        found += [more() for _ in range(self._chance.choice([0, 0, 1]))]
+        more = _MORE.get(theme, _Fate._any)
+        found += [more(self) for _ in range(self._chance.choice([0, 0, 1]))]
         if theme == "zombies":
             found += self._late_push()
+        if theme == "old primaries":
+            found += self._replaced()
         if theme == "losses" and self._chance.random() < 0.5:
             found.append(self._absence())
         return tuple(sorted(found))
@@ -177,6 +194,19 @@ class _Fate:
         return [
             *[Fault(at, "cut", worker, server, away) for server in self._servers],
             Fault(at + death, "kill", worker, "chief0", 2.0),
+        ]
+
+    def _replaced(self) -> list[Fault]:
+        """A server whose second copy takes its place meanwhile, and which the others
+        reach again before workers have heard where to go."""
+        server, at = self._chance.choice(self._servers), 0.8 + self._begin()
+        away = self._chance.uniform(1.9, 2.9)
+        return [
+            Fault(at, "apart", server, "chief0", away),
+            *[
+                Fault(at + 0.5, "slow", worker, "chief0", away + 2.5)
+                for worker in self._workers
+            ],
         ]
 
     def _any(self) -> Fault:
@@ -195,6 +225,14 @@ class _Fate:
         kind = self._chance.choice(["kill", "power"])
         server, at = self._chance.choice(self._servers), 0.15 + self._begin()
         return Fault(at, kind, server, "chief0", self._length())
+
+    def _restart(self) -> Fault:
+        """Of a server, on purpose."""
+        server, at = self._chance.choice(self._servers), 0.15 + self._begin()
+        return Fault(at, "retire", server, "chief0", self._length())
+
+    def _absence_or_break(self) -> Fault:
+        return self._chance.choice([self._absence, self._break])()
 
     def _trouble(self) -> Fault:
         """Of a server that has a second copy, whoever notices."""
@@ -247,3 +285,12 @@ class _Fate:
     def _length(self) -> float:
         longest = self._chance.choice([0.01, 0.1, 0.7, 2.0, LONGEST])
         return longest * self._chance.uniform(0.5, 1.0)
+
+
+_MORE: Final = {
+    "copies": _Fate._absence,
+    "restarts": _Fate._absence_or_break,
+    "restarts of copies": _Fate._trouble,
+    "old primaries": _Fate._absence,
+}
+"""What may come besides; of themes that are not here, anything."""

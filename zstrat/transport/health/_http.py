@@ -19,7 +19,9 @@ import contextlib
 import ipaddress
 import logging
 import re
+import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -138,6 +140,15 @@ def is_own_name(host: str) -> bool:
     return False
 
 
+def _on_all_interfaces(port: int) -> socket.socket:
+    """For IPv4, and for IPv6 where the system has it."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port))
+
+
 class HttpServer:
     """Answers requests with what ``answer`` returns, on the running loop.
 
@@ -165,9 +176,13 @@ class HttpServer:
         Raises:
             OSError: The address cannot be bound.
         """
-        self._server = await asyncio.start_server(
-            self._converse, host, port, limit=HEAD, backlog=CONNECTIONS
+        serve = partial(
+            asyncio.start_server, self._converse, limit=HEAD, backlog=CONNECTIONS
         )
+        if host == "*":
+            self._server = await serve(sock=_on_all_interfaces(port))
+        else:
+            self._server = await serve(host, port)
         bound = [each.getsockname() for each in self._server.sockets]
         self.is_local = all(ipaddress.ip_address(at[0]).is_loopback for at in bound)
         return int(bound[0][1])

@@ -1,7 +1,8 @@
 """Tells one peer how a task is, about once a second, for as long as that changes.
 
-It rests when nothing has happened for as long as a window is: by then everybody knows
-that rates are zero. A peer that does not read misses what it would have been told.
+It rests when nothing has happened for as long as a window is, and rates are zero, and
+no step is under way: by then everybody knows. A peer that does not read misses what it
+would have been told.
 """
 
 from __future__ import annotations
@@ -58,8 +59,16 @@ class TelemetryNotices:
 
     def _tell(self) -> None:
         self._timer = None
+        values = dict(self._values())
         with suppress(BusyError, PeerLostError):  # nobody waits for it
-            self._notify(Telemetry(dict(self._values())))
-        self._left -= 1
-        if self._left and not self._is_closed:
+            self._notify(Telemetry(values))
+        self._left = max(0, self._left - 1)
+        if (self._left or _goes_on(values)) and not self._is_closed:
             self._timer = self._loop.call_later(EVERY, self._tell)
+
+
+def _goes_on(values: Mapping[str, PlainTree]) -> bool:
+    """Bytes do not count: this sends some itself."""
+    rates = values.get("rates")
+    told = rates if isinstance(rates, dict) else {}
+    return bool(values.get("now")) or any(map(told.get, ("steps", "pulls", "pushes")))

@@ -2,7 +2,8 @@
 
 Each lives on the loop of its own thread; who asks sits on another one, which turns
 although that one is frozen, and can say so. A loop is asked by a call that it has to
-come round to: at most one for each question is on its way to it, however many ask.
+come round to: at most one for each question is on its way to it, however many ask. What
+takes long is put together where it was asked for, if its owner says that it may be.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ T = TypeVar("T")
 
 
 class Reporting(Protocol):
-    """Something of this process that is asked on its own loop."""
+    """Something of this process that is asked on its own loop, but for what it was
+    registered as telling from ``anywhere``."""
 
     def readiness(self) -> str:
         """Why it could not be used now; "" if it can be."""
@@ -69,12 +71,17 @@ class RegisterEntry:
     """One of them, with the way to ask it. Does not keep it alive."""
 
     def __init__(
-        self, owner: Reporting, name: str, loop: asyncio.AbstractEventLoop
+        self,
+        owner: Reporting,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        anywhere: bool,
     ) -> None:
         self.name, self.loop = name, loop
         self._owner = weakref.ref(owner)
+        self._anywhere = anywhere
         self.readiness = SharedAnswer(loop, self._readiness)
-        self.statistics = SharedAnswer(loop, self._statistics)
+        self._on_loop = SharedAnswer(loop, self._statistics)
 
     @property
     def is_over(self) -> bool:
@@ -82,6 +89,17 @@ class RegisterEntry:
 
     def is_of(self, owner: Reporting) -> bool:
         return self._owner() is owner
+
+    async def statistics(self, patience: float) -> dict[str, PlainTree]:
+        """What it tells of itself, if its loop turns.
+
+        Raises:
+            TimeoutError, RuntimeError: As `SharedAnswer.ask`.
+        """
+        if not self._anywhere:
+            return await self._on_loop.ask(patience)
+        await self.readiness.ask(patience)
+        return self._statistics()
 
     def _readiness(self) -> str:
         owner = self._owner()
@@ -99,9 +117,9 @@ class Register:
         self._lock = threading.Lock()
         self._all: list[RegisterEntry] = []
 
-    def add(self, owner: Reporting, name: str, loop: asyncio.AbstractEventLoop) -> None:
+    def add(self, entry: RegisterEntry) -> None:
         with self._lock:
-            self._all.append(RegisterEntry(owner, name, loop))
+            self._all.append(entry)
 
     def remove(self, owner: Reporting) -> None:
         with self._lock:
@@ -122,10 +140,21 @@ REGISTER: Final = Register()
 os.register_at_fork(after_in_child=REGISTER.forget)
 
 
-def register(owner: Reporting, name: str, loop: asyncio.AbstractEventLoop) -> None:
+def register(
+    owner: Reporting,
+    name: str,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    anywhere: bool = False,
+) -> None:
     """From now on ``owner``, which lives on ``loop``, is asked how it is, if somebody
-    asks this process; under ``name``, as in "ps:0"."""
-    REGISTER.add(owner, name, loop)
+    asks this process; under ``name``, as in "ps:0".
+
+    Args:
+        anywhere: Its ``statistics`` are called on the thread that asks, when its loop
+            has come round: for what is told from any thread, and takes long.
+    """
+    REGISTER.add(RegisterEntry(owner, name, loop, anywhere))
 
 
 def unregister(owner: Reporting) -> None:

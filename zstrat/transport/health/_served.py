@@ -63,7 +63,7 @@ def address_of(text: str) -> tuple[str, int]:
     if found is None or int(found[3]) > 65535:
         raise ValueError(
             f"HTTP at {text!r:.80}: expected HOST:PORT, as in 127.0.0.1:9100, or "
-            "0.0.0.0:9100 to be asked by other machines"
+            "*:9100 to be asked by other machines"
         )
     return found[1] or found[2] or "127.0.0.1", int(found[3])
 
@@ -101,7 +101,7 @@ class HealthServer:
         """Where the page is, with its token if it has one: for a browser of whoever may
         see it."""
         host, _, port = self.address.rpartition(":")
-        if host in ("0.0.0.0", "[::]"):
+        if host in ("*", "0.0.0.0", "[::]"):
             host = socket.gethostname()
         query = "" if self._token is None else f"?token={self._token.secret}"
         return f"http://{host}:{port}/{query}"
@@ -202,7 +202,7 @@ class HealthServer:
     async def _told(self, registered: RegisterEntry) -> Told | None:
         """What hangs, or has ended, tells nothing, and /healthz says so."""
         try:
-            return registered.name, await registered.statistics.ask(self._patience)
+            return registered.name, await registered.statistics(self._patience)
         except (TimeoutError, RuntimeError):
             return None
 

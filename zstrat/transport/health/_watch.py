@@ -1,9 +1,10 @@
 """Looks at the newest run of this process, and gives pages what it saw.
 
 Law of the file: whoever looks at a page costs the run nothing. The run is asked at
-most once a second, by one call of its loop, however many pages are open. What it says
-becomes JSON on the thread of the HTTP port, once for all, and less often if that takes
-long. A page that reads slowly leaves frames out; one that does not read is dropped.
+most once a second, however many pages are open: its loop says that it turns, and what
+is told is put together, and becomes JSON, on the thread of the HTTP port, once for all,
+and less often if that takes long. A page that reads slowly leaves frames out; one that
+does not read is dropped.
 
 It is looked from the first page on, and then until the port is closed, so that who
 opens another one sees what was before.
@@ -157,7 +158,7 @@ class RunWatch:
 
     async def _asked(self, entry: RegisterEntry, run: int) -> RunLook:
         try:
-            return self._seen_in(entry, run, await entry.statistics.ask(self._patience))
+            return self._seen_in(entry, run, await entry.statistics(self._patience))
         except TimeoutError:
             words = f"its event loop has not turned for {self._patience:g} s"
             return RunLook(run, entry.name, state="hangs", words=words)

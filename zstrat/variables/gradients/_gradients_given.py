@@ -17,8 +17,8 @@ import numpy as np
 
 from zstrat.variables import _convert
 from zstrat.variables._abstract import WORDS, AbstractVariable
-from zstrat.variables._slices import IndexedSlices
 from zstrat.variables._spec import LOCAL
+from zstrat.variables._table import IndexedSlices
 from zstrat.variables._tracing import recorder, refuse_update
 from zstrat.wire import UpdateOp
 

@@ -18,13 +18,11 @@ from zstrat.variables._spec import LOCAL, VariableAggregation
 from zstrat.variables._tracing import recorder
 from zstrat.variables._variable import Variable
 
-from ._gradient_call import GradientCall, seen
+from ._gradient_call import GradientCall, require_servers, seen, tracing
 from ._gradients_given import given_pairs, given_tree
 from ._optimizer_state import Hyperparameters, state_of
-from ._optimizer_words import require_servers, tracing
 from ._slots import SlotInfo
-from ._tree_step import slot_rule
-from ._tree_updates import apply_now, apply_now_async, lives_here
+from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from ._gradient_call import GradientTarget
     from ._slots import SlotRule
 
+# Negative: 0 stands for none, and those of parameter servers are above it.
 _local_ids = itertools.count(-1, -1)
 
 

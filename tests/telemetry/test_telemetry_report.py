@@ -1,0 +1,63 @@
+"""What the tasks of a run tell, put together: many histograms at once, and a report."""
+
+import numpy as np
+import pytest
+
+from zstrat.telemetry import Histogram, TaskTold, Unit, report
+from zstrat.telemetry import HistogramTable as Table
+
+NO_HISTOGRAMS = [
+    None,
+    {},
+    {"unit": "seconds"},
+    {"unit": "furlongs", "total": 0, "max": 0, "buckets": []},
+    {"unit": "seconds", "total": 1, "max": 1, "buckets": [[10**6, 1]]},
+    {"unit": "seconds", "total": 1, "max": 1, "buckets": [[-1, 1]]},
+    {"unit": "seconds", "total": 1, "max": 1, "buckets": [[3, -1]]},
+    {"unit": "seconds", "total": 1, "max": 1, "buckets": [[3, 10**30]]},
+    {"unit": "seconds", "total": 1, "max": 1, "buckets": [[3, 1, 4], [1]]},
+    {"unit": "seconds", "total": None, "max": 1, "buckets": []},
+]
+
+
+def filled(values, unit=Unit.SECONDS):
+    made = Histogram(unit)
+    made.add_many(values)
+    return made
+
+
+@pytest.mark.parametrize("unit", [Unit.SECONDS, Unit.COUNTS])
+def test_many_histograms_at_once_are_what_each_is_by_itself(unit):
+    rng = np.random.default_rng(0)
+    values = [np.floor(rng.exponential(100, size)) for size in (0, 1, 2, 50, 1000)]
+    alone = {number: filled(some, unit) for number, some in enumerate(values)}
+    table = Table({number: each.plain() for number, each in alone.items()}, unit)
+    for number, each in alone.items():
+        assert table.summary(number) == pytest.approx(each.summary())
+    whole = filled(np.concatenate([*values[1:3], values[4]]), unit)
+    merged = table.merged([1, 2, 4, "nobody"])
+    assert merged.buckets() == whole.buckets()
+    assert merged.summary() == pytest.approx(whole.summary())
+    assert table.summary("nobody") == Histogram(unit).summary()
+    assert Table({}, unit).merged(["nobody"]).count == 0
+
+
+@pytest.mark.parametrize("wrong", NO_HISTOGRAMS, ids=str)
+def test_what_is_no_histogram_is_empty_and_costs_the_others_nothing(wrong):
+    good = filled([1.0, 2.0, 4.0])
+    table = Table({"good": good.plain(), "wrong": wrong})
+    assert table.summary("good") == pytest.approx(good.summary())
+    assert table.summary("wrong") == Histogram().summary()
+    assert table.merged(["good", "wrong"]).count == 3
+
+
+def test_tasks_of_any_form_are_reported():
+    window = {"recent": filled([0.25] * 4).plain()}
+    told = {"phases": {"compute": window, "pull": None, "draw": {}}, "staleness": 3}
+    tasks = {"worker:0": told, "worker:1": {"phases": []}, "ps:0": {"phases": {}}}
+    made = report({n: TaskTold("open", "a:1", "", each) for n, each in tasks.items()})
+    assert made["phases"]["compute"]["count"] == 4
+    assert made["tasks"]["worker:0"]["phases"]["compute"]["mean"] == 0.25
+    assert made["tasks"]["worker:1"]["phases"]["compute"]["count"] == 0
+    assert made["tasks"]["ps:0"]["apply"]["count"] == 0
+    assert made["staleness"]["count"] == 0

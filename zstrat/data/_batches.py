@@ -1,0 +1,325 @@
+"""Batches taken apart, into rows or batches of other sizes, and those that are padded.
+
+Rows that were in a batch stay in their order, and are views of the batches where they
+do not reach over the end of one. Elements of different shapes are stacked when each
+array is filled up to a common one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from ._elements import ending
+from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
+from ._spec import TensorSpec, first_axis, row_spec, stacked_spec, unknown
+from ._tree import leaves, mapped, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ._leaves import Element
+    from ._spec import Look, Spec
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Unbatched(Derived):
+    """The rows of each element."""
+
+    source: Recipe
+
+    def items(self) -> Iterator[Element]:
+        with ending(self.source.elements()) as elements:
+            for element in elements:
+                for row in range(rows_of(element, "unbatch")):
+                    yield _row(element, row)
+
+    def size(self) -> int:
+        size = self.source.size()
+        if size < 0:
+            return size
+        rows = first_axis(self.source.spec(unknown))
+        return UNKNOWN if rows is None else size * rows
+
+    def spec(self, look: Look) -> Spec:
+        return row_spec(self.source.spec(look))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rebatched(Derived):
+    """The rows of all elements, in batches of these sizes, again and again."""
+
+    source: Recipe
+    sizes: tuple[int, ...]
+    drop_remainder: bool
+
+    def items(self) -> Iterator[Element]:
+        waiting: deque[Element] = deque()
+        """Rows that are in no batch yet; of nothing there is none."""
+        count = 0
+        sizes = itertools.cycle(self.sizes)
+        wanted = next(sizes)
+        with ending(self.source.elements()) as elements:
+            for element in elements:
+                rows = rows_of(element, "rebatch")
+                if rows:
+                    waiting.append(element)
+                count += rows
+                while count >= wanted:
+                    yield _taken(waiting, wanted)
+                    count -= wanted
+                    wanted = next(sizes)
+        if count and not self.drop_remainder:
+            yield _taken(waiting, count)
+
+    def size(self) -> int:
+        return INFINITE if self.source.size() == INFINITE else UNKNOWN
+
+    @property
+    def rows(self) -> int | None:
+        """Of every whole batch, if all have the same."""
+        return self.sizes[0] if len(set(self.sizes)) == 1 else None
+
+    def spec(self, look: Look) -> Spec:
+        rows = self.rows if self.drop_remainder else None
+        return stacked_spec(row_spec(self.source.spec(look)), rows)
+
+
+def rows_of(element: Element, what: str) -> int:
+    """The one first axis of the arrays of a batch.
+
+    Raises:
+        ValueError: One has none, or they differ; in TF's words.
+    """
+    found = [(path, np.shape(leaf)) for path, leaf in leaves(element)]
+    for path, shape in found:
+        if not shape:
+            raise ValueError(
+                f"Cannot unbatch an input with scalar components: `{what}` takes "
+                f"batches, and component {path or 0} is a scalar"
+            )
+    sizes = sorted({shape[0] for _, shape in found})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"`{what}()` is only supported for datasets of elements whose components "
+            f"have a matching leading dimension. Encountered "
+            f"{' and '.join(map(str, sizes)) or 'no component'}."
+        )
+    return int(sizes[0])
+
+
+def _row(element: Element, row: int) -> Element:
+    return mapped(lambda leaf: leaf[row], element)
+
+
+def _taken(waiting: deque[Element], rows: int) -> Element:
+    """The next rows, of which there are enough."""
+    parts: list[Element] = []
+    while rows:
+        element = waiting.popleft()
+        length = rows_of(element, "rebatch")
+        if length > rows:
+            waiting.appendleft(_cut(element, slice(rows, None)))
+            element, length = _cut(element, slice(rows)), rows
+        parts.append(element)
+        rows -= length
+    return parts[0] if len(parts) == 1 else appended(parts)
+
+
+def _cut(element: Element, rows: slice) -> Element:
+    return mapped(lambda leaf: leaf[rows], element)
+
+
+def appended(parts: Sequence[Element]) -> Element:
+    """One batch of all rows, in order.
+
+    Raises:
+        ValueError: The parts differ in structure, or in the shape of a row.
+    """
+    by_path = [dict(leaves(part)) for part in parts]
+    if any(found.keys() != by_path[0].keys() for found in by_path):
+        raise ValueError(
+            "Cannot bring batches of different structure together: give all elements "
+            "the same components"
+        )
+    merged = iter(
+        [_concatenated([found[path] for found in by_path], path) for path in by_path[0]]
+    )
+    return mapped(lambda _: next(merged), parts[0])
+
+
+def _concatenated(column: list[Any], path: str) -> np.ndarray:
+    if len({np.shape(leaf)[1:] for leaf in column}) > 1:
+        shapes = " and ".join(str(list(np.shape(leaf))) for leaf in column[:2])
+        raise ValueError(
+            f"Cannot bring batches together: component {path or 0} has rows of "
+            f"different shapes: {shapes}"
+        )
+    return np.concatenate(column)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PaddedBatches(Batching):
+    """Stacks elements whose arrays were filled up at their ends.
+
+    Args:
+        shapes: The structure of an element with a shape at each leaf, whose None and -1
+            mean the longest of the batch; None: that in all axes.
+        values: The same with a value at each leaf, or one for all; None: zero, False,
+            or empty text.
+    """
+
+    source: Recipe
+    batch_size: int
+    drop_remainder: bool
+    shapes: Any = None
+    values: Any = None
+
+    def joined(self, chunk: list[Any]) -> Element:
+        elements = [self.source.one(item) for item in chunk]
+        stacked([mapped(_no_shape, element) for element in elements])  # alike?
+        found = [dict(leaves(element)) for element in elements]
+        shapes = self._per_leaf(elements[0], self.shapes, "padded_shapes")
+        values = self._per_leaf(elements[0], self.values, "padding_values")
+        padded = [
+            _padded([each[path] for each in found], path or "0", shape, value)
+            for path, shape, value in zip(found[0], shapes, values, strict=True)
+        ]
+        merged = iter(padded)
+        return mapped(lambda _: next(merged), elements[0])
+
+    def spec(self, look: Look) -> Spec:
+        source = self.source.spec(look)
+        if source is None:
+            return None
+        shapes = iter(self._per_leaf(source, self.shapes, "padded_shapes"))
+        is_known = self.source.spec(unknown) is not None  # not of one element alone
+
+        def padded(leaf: TensorSpec) -> TensorSpec:
+            shape = next(shapes)
+            own = leaf.shape if is_known else (None,) * leaf.ndim
+            known = own if shape is None else _sizes(shape)
+            return TensorSpec((self.rows, *known), leaf.dtype)
+
+        return mapped(padded, source)
+
+    @staticmethod
+    def _per_leaf(element: Element, given: Any, name: str) -> list[Any]:
+        """What was given for each leaf, in order."""
+        found: list[Any] = []
+        _flatten(element, given, name, "", found)
+        return found
+
+
+def _flatten(
+    element: Element, given: Any, name: str, path: str, out: list[Any]
+) -> None:
+    is_whole = given is None or _is_scalar(given)
+    if isinstance(element, dict):
+        alike = isinstance(given, dict) and given.keys() == element.keys()
+        if not (is_whole or alike):
+            raise _unlike(name, path, f"a dict with the keys {list(element)}", given)
+        for key, item in element.items():
+            inner = given if is_whole else given[key]
+            _flatten(item, inner, name, f"{path}[{key!r}]", out)
+    elif isinstance(element, tuple):
+        alike = isinstance(given, tuple) and len(given) == len(element)
+        if not (is_whole or alike):
+            raise _unlike(name, path, f"a tuple of {len(element)}", given)
+        for at, item in enumerate(element):
+            inner = given if is_whole else given[at]
+            _flatten(item, inner, name, f"{path}[{at}]", out)
+    elif element is not None:
+        out.append(given)
+
+
+def _unlike(name: str, path: str, wanted: str, given: Any) -> TypeError:
+    return TypeError(
+        f"`{name}` must have the structure of an element: at {path or 'the top'} that "
+        f"is {wanted}; got {given!r:.100}"
+    )
+
+
+def _is_scalar(given: Any) -> bool:
+    return not isinstance(given, dict | tuple | list) and np.ndim(given) == 0
+
+
+def _no_shape(leaf: Any) -> Any:
+    """What tells kinds and structures apart, and no lengths."""
+    return leaf if isinstance(leaf, bytes) else np.zeros((), np.asarray(leaf).dtype)
+
+
+def _sizes(shape: Any) -> tuple[int | None, ...]:
+    given = [shape] if isinstance(shape, int | np.integer) else list(shape)
+    return tuple(None if size in (None, -1) else int(size) for size in given)
+
+
+def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndarray:
+    arrays = [_as_array(leaf) for leaf in column]
+    found = {array.ndim for array in arrays}
+    if len(found) > 1:
+        raise ValueError(
+            f"Cannot pad component {path}: the elements of a batch have ranks "
+            f"{sorted(found)}; padding makes axes longer, and no new ones"
+        )
+    longest = [max(sizes) for sizes in zip(*[a.shape for a in arrays], strict=True)]
+    target = longest if shape is None else _target(shape, longest, path)
+    dtype = np.result_type(*[array.dtype for array in arrays])
+    batch = np.full((len(arrays), *target), _filler(value, dtype, path), dtype)
+    for number, array in enumerate(arrays):
+        filled: tuple[Any, ...] = (number, *map(slice, array.shape))
+        batch[filled] = array if array.ndim else array[()]
+    return batch
+
+
+def _as_array(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, bytes) and not isinstance(leaf, np.generic):
+        leaf = np.array(leaf, object)
+    return np.asarray(leaf)
+
+
+def _target(shape: Any, longest: list[int], path: str) -> list[int]:
+    sizes = _sizes(shape)
+    if len(sizes) != len(longest):
+        raise ValueError(
+            f"The padded shape {sizes} is not compatible with the {len(longest)} axes "
+            f"of component {path}"
+        )
+    target = [
+        known if size is None else size
+        for size, known in zip(sizes, longest, strict=True)
+    ]
+    if any(size < known for size, known in zip(target, longest, strict=True)):
+        raise ValueError(
+            f"Attempted to pad to a smaller size than the input element: component "
+            f"{path} has {longest}, and the padded shape is {sizes}"
+        )
+    return target
+
+
+def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
+    if value is None:
+        if dtype.kind == "O":
+            return b""
+        return np.zeros((), dtype)[()]
+    array = np.asarray(value, object if dtype.kind == "O" else None)
+    if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
+        return value
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(dtype)
+    same = np.array_equal(cast, array, equal_nan=dtype.kind in "fc")
+    if array.dtype.kind == "f" and dtype.kind == "f":
+        same = True  # 0.1 in fewer bits is 0.1 still
+    if not same:
+        raise TypeError(
+            f"Invalid `padding_values`. {value!r} does not match type {dtype} of "
+            f"component {path}"
+        )
+    return cast[()]

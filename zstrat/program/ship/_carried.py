@@ -1,0 +1,170 @@
+"""What travels with a step beside its code: a scope, values, and small arrays.
+
+The coordinator traces a step in its strategy's scope, and a worker must trace the same
+body with the same answer of ``get_strategy()``. A worker has entered no scope, so the
+body brings its own: wherever it is traced or run, at the cost of that alone.
+
+Small arrays among the arguments of a call travel beside it at each schedule. A call
+with other numbers is the same call: it is traced, pickled and shipped once, with an
+`Input` where each such array stood, and each closure brings the bytes of its own. A
+step that is given another learning rate each time costs what one without arguments
+does, but for these bytes. That is so inside of tuples, lists and dicts alone: what
+other containers do with what they hold is not known here, and a call with such an
+argument is pickled whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    NamedTuple,
+    Protocol,
+    final,
+    runtime_checkable,
+)
+
+import numpy as np
+from jax.tree_util import register_dataclass
+
+from zstrat.variables import recorder, what_is_lost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+    from contextlib import AbstractContextManager
+
+    Buffer = bytes | memoryview
+
+
+class Scoping(Protocol):
+    """A strategy: pickled, it arrives as what stands for it on a worker."""
+
+    def scope(self) -> AbstractContextManager[object]: ...
+
+
+@runtime_checkable
+class TakesValues(Protocol):
+    """A recorder that takes values of variables which are not where it runs."""
+
+    def take_values(self, values: Mapping[int, Any]) -> None:
+        """They are those of the variables with these keys, during the whole step."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class CarriedValues:
+    """Values of variables of the coordinator's process, as they were when the step was
+    scheduled; as the first argument they travel with it. Keys are those of the
+    variables; values are arrays, which are traced as those of any argument are."""
+
+    keys: tuple[int, ...]
+    values: tuple[Any, ...]
+
+    def give(self) -> None:
+        """Hands them to the recorder of the step that is being traced."""
+        current = recorder.get()
+        assert isinstance(current, TakesValues), current
+        current.take_values(dict(zip(self.keys, self.values, strict=True)))
+
+
+register_dataclass(CarriedValues, data_fields=["values"], meta_fields=["keys"])
+
+
+@final
+class ScopedBody:
+    """Calls ``step`` in the scope of ``strategy``, with the values that were carried to
+    it."""
+
+    __slots__ = ("step", "strategy")
+
+    def __init__(self, step: Callable[..., Any], strategy: Scoping) -> None:
+        self.step, self.strategy = step, strategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], CarriedValues):
+            args[0].give()
+            args = args[1:]
+        with self.strategy.scope():
+            return self.step(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return ScopedBody, (self.step, self.strategy)
+
+
+INPUT_BYTES: Final = 1024
+"""Bytes of the inputs of one closure: what is copied into each dispatch, and kept until
+the closure has ended. Larger arguments are shipped once and named by number."""
+
+_NUMBERS: Final = frozenset("biufc")
+
+
+@final
+class Input(NamedTuple):
+    """Where an array stood, and where its bytes are; ``shape`` None: a numpy scalar."""
+
+    start: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+
+    def taken(self, inputs: Buffer) -> Any:
+        """A copy of the array, which a step may keep or write to."""
+        count = 1 if self.shape is None else int(np.prod(self.shape))
+        array = np.frombuffer(inputs, self.dtype, count, self.start)
+        return array[0] if self.shape is None else array.reshape(self.shape).copy()
+
+
+def input_key(value: Any) -> Hashable | None:
+    """What all arrays have in common that may take the place of this one; None if it is
+    no small array of plain numbers."""
+    kind = type(value)
+    if kind is not np.ndarray and not isinstance(value, np.generic):
+        return None
+    dtype = value.dtype
+    if dtype.kind not in _NUMBERS or not dtype.isnative:
+        return None
+    return (kind, dtype, value.shape) if 0 < value.nbytes <= INPUT_BYTES else None
+
+
+def loses_bits(array: Any) -> bool:
+    """Whether jax would cut one of its integers, as it computes with 32 bits."""
+    if array.dtype.itemsize < 8 or array.dtype.kind not in "iu":
+        return False
+    return what_is_lost(array) is not None
+
+
+def bytes_of_inputs(inputs: list[Any]) -> bytes:
+    """The bytes of arrays one behind the other, in C order, as they are now."""
+    return b"".join([array.tobytes() for array in inputs])
+
+
+def cut_inputs(value: Any, count: list[int]) -> Any:
+    """The argument with an `Input` in the place of each small array.
+
+    Args:
+        count: One number: the bytes of the inputs before this argument; it is advanced.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([cut_inputs(item, count) for item in value])
+    if kind is dict:
+        return {name: cut_inputs(item, count) for name, item in value.items()}
+    if input_key(value) is None:
+        return value
+    start = count[0]
+    count[0] += value.nbytes
+    return Input(start, value.dtype, value.shape if kind is np.ndarray else None)
+
+
+def fill_inputs(value: Any, inputs: Buffer) -> Any:
+    """The argument as `cut_inputs` was given it, with these bytes."""
+    kind = type(value)
+    if kind is Input:
+        return value.taken(inputs)
+    if kind is tuple or kind is list:
+        return kind([fill_inputs(item, inputs) for item in value])
+    if kind is dict:
+        return {name: fill_inputs(item, inputs) for name, item in value.items()}
+    return value

@@ -1,0 +1,356 @@
+"""Variables of which each replica has a copy: mirrored ones, and sums of all replicas.
+
+Replicas of a `MirroredVariable` are brought together when it is written, those of a
+`SyncOnReadVariable` when it is read. What a replica function counts in one of these
+(examples seen, sums of a metric) is added up here and now, without a word to the
+others; who reads it outside of replica functions gets the sum, the mean, or the first
+of all values. With several processes reading is a collective then: all of them read. A
+checkpoint has what is read, so all of them save.
+
+Law of the file: what is said here is what TF asks of arguments; what an update does is
+said where replicas are brought together (`zstrat.strategy.replica._collective`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.collectives import ReduceOp
+from zstrat.errors import CollectiveTimeoutError, PeerLostError
+from zstrat.program.stages import CrossKind, first_of, sum_over
+from zstrat.strategy._frames import in_real_replica_context
+from zstrat.strategy.reduce._values import reduce_values
+from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
+from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
+from zstrat.variables import (
+    DeviceHome,
+    KeepsCopies,
+    Variable,
+    VariableAggregation,
+    VariableUpdate,
+    aggregated,
+    mean_of_cut,
+    recorder,
+    refuse_read,
+    shares_of,
+    summed_for_mean,
+)
+from zstrat.wire import UpdateOp
+
+from ._copy_home import copies_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.strategy.replica._collective import Team
+    from zstrat.variables import (
+        AbstractVariable,
+        Creator,
+        Home,
+        HomeUpdate,
+        OptimizerHandle,
+        TraceRecorder,
+        UpdateRecorder,
+        VariableSpec,
+    )
+
+
+class ReplicatedVariable(Variable):
+    """A variable of the devices of a process, or of several. Made by a strategy."""
+
+    __slots__ = ("_owner", "_team")
+    _team: Team
+    _owner: Creator
+
+    @classmethod
+    def made(cls, spec: VariableSpec, home: Home, team: Team, owner: Creator) -> Self:
+        """A handle of a variable that exists already.
+
+        Args:
+            team: The replicas that have it.
+            owner: Makes copies of it (`Variable.owner`).
+        """
+        variable = object.__new__(cls)
+        variable._spec, variable._home, variable._container = spec, home, None
+        variable._team, variable._owner = team, owner
+        return variable
+
+    @property
+    def owner(self) -> Creator:
+        return self._owner
+
+    @property
+    def values(self) -> tuple[Variable, ...]:
+        """The copies that this process has, in replica order, each a variable: what
+        ``strategy.experimental_local_results`` gives."""
+        return copies_of(self)
+
+    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
+        """A new variable, whose replicas have the values that they have of this one:
+        they need not be equal."""
+        made = super()._duplicated(value)
+        old, new = self._home, made.components[0].home
+        if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
+            new.take_copies_of(self, old)
+        return made
+
+    def _operand(self, value: Any) -> Any:
+        """An operand for every copy: a mirrored value is that of any replica.
+
+        Raises:
+            TypeError: It differs from replica to replica.
+        """
+        if isinstance(value, Mirrored):
+            return value.values[0]
+        if isinstance(value, DistributedValues):
+            raise TypeError(
+                f"{self._spec} is given a value per replica, and expects a mirrored "
+                "value, the same for all copies: reduce it first (strategy.reduce), or "
+                "update the variable in the replica function, which has its own part"
+            )
+        return value
+
+
+@final
+class MirroredVariable(ReplicatedVariable):
+    """A variable whose copies are equal, because all of them get the same updates. With
+    the aggregation NONE each replica updates its own copy, and they differ then."""
+
+    __slots__ = ()
+
+    def _dense(self, op: UpdateOp, value: Any) -> Self:
+        value = self._operand(value)
+        if isinstance(value, int | float | complex):
+            self._require_distributed(value)
+        return super()._dense(op, value)
+
+    def _require_distributed(self, value: complex) -> None:
+        """Refuses a sum of what is the same number on several replicas.
+
+        Raises:
+            ValueError: It is.
+        """
+        team = self._team
+        is_sum = self.aggregation is VariableAggregation.SUM
+        if not is_sum or team.local == 1 or team.channel is not None:
+            return  # as TF, which asks in one process alone
+        if not in_real_replica_context():
+            return
+        if (mine := turn.get()) is None:
+            reduce_values(ReduceOp.SUM, value, None, team.size)
+            return
+
+        def join(values: Sequence[Any]) -> Sequence[Any]:
+            # Numbers that replicas computed are objects of their own, even if equal.
+            if all(other is values[0] for other in values):
+                reduce_values(ReduceOp.SUM, values[0], None, team.size)
+            return [None] * len(values)
+
+        words = f"an update of {self._spec}"
+        mine.meet(ReplicaRendezvous((self._spec.key, "number"), words, value, join))
+
+
+_SUM = VariableAggregation.SUM
+_WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
+
+
+@final
+class SyncOnReadVariable(ReplicatedVariable):
+    """A variable whose synchronization is ON_READ. Made by a strategy."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable, of which each replica has the value that it has of this one.
+        Of several processes all copy it, at the same place of the program.
+
+        Raises:
+            RuntimeError: A step is being traced; or in the scope of another strategy.
+        """
+        if recorder.get() is not None:
+            return super().__deepcopy__(memo)
+        refuse_read(self._spec)
+        made: Any = self._duplicated(self.local_value)
+        return made  # type: ignore[no-any-return]  # of this class
+
+    @property
+    def is_brought_together(self) -> bool:
+        return not self._is_mine
+
+    @property
+    def local_value(self) -> np.ndarray:
+        """The value of this process: of its replicas together."""
+        return self._home.read(self)
+
+    def saved_value(self) -> np.ndarray:
+        """What a checkpoint has: the value of all replicas of all processes; where
+        there is none (NONE), that of the first replica here.
+
+        Cost: a collective, if there are several processes: all of them call this.
+
+        Raises:
+            DataLossError: The value of this process is lost.
+            PeerLostError, CollectiveTimeoutError: Another one did not take part; a note
+                names the variable.
+        """
+        if self.aggregation is VariableAggregation.NONE:
+            return self._home.read(self)
+        try:
+            return self._read_now()
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            error.add_note(
+                f"{self._spec} has synchronization=ON_READ: to save it is to read it "
+                "from all processes, so that all of them save, at the same place of "
+                "the program; those whose checkpoint nobody wants save to another "
+                "folder"
+            )
+            raise
+
+    def _read_now(self) -> np.ndarray:
+        if self._is_mine:
+            return self._home.read(self)
+        self._require_readable()
+        channel = self._team.channel
+        if channel is None:
+            return self._home.read(self)
+        return np.asarray(
+            self._of_all(
+                lambda: self._home.read(self), self._copies_here, channel.carry_out
+            )
+        )
+
+    async def _read_now_async(self) -> np.ndarray:
+        return self._read_now()
+
+    def _traced_value(self, recording: TraceRecorder) -> Any:
+        if self._is_mine:
+            return recording.read(self)
+        self._require_readable()
+
+        def copies() -> Any:
+            return self._traced_copies(recording)
+
+        def value() -> Any:
+            if self._team.local == 1:
+                return recording.read(self)
+            return aggregated(copies(), self.aggregation)
+
+        channel = self._team.channel
+        if channel is None:
+            return value()
+
+        def across(kind: CrossKind, arrays: list[Any]) -> list[Any]:
+            together = first_of if kind is CrossKind.FIRST else sum_over
+            return together(channel, arrays)
+
+        return self._of_all(value, copies, across)
+
+    def _of_all(
+        self,
+        value: Callable[[], Any],
+        copies: Callable[[], Any],
+        across: Callable[[CrossKind, list[Any]], list[Any]],
+    ) -> Any:
+        """The value that all processes have together: one collective.
+
+        Args:
+            value: What the replicas of this process have together.
+            copies: What each of them has, ``[replicas, ...]``.
+            across: What becomes of arrays of all processes.
+        """
+        if self._is_exact_mean:
+            sums = across(CrossKind.SUM, summed_for_mean(copies(), self._team.size))
+            return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return across(CrossKind.FIRST, [value()])[0]
+        (whole,) = across(CrossKind.SUM, [value()])
+        if self.aggregation is VariableAggregation.MEAN:
+            # Each process brings its mean, and all have as many replicas.
+            processes = self._team.size // self._team.local
+            return (whole / processes).astype(self.dtype)
+        return whole
+
+    def _copies_here(self) -> np.ndarray:
+        """Those of the replicas of this process, ``[replicas, ...]``."""
+        home = self._home
+        assert isinstance(home, DeviceHome), home
+        return home.copies(self)
+
+    def _traced_copies(self, recording: TraceRecorder) -> Any:
+        """The same in a step."""
+        if self._team.local == 1:
+            return recording.read(self)[None]
+        assert isinstance(recording, KeepsCopies), recording
+        return recording.copies(self)
+
+    def _record(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None = None,
+    ) -> None:
+        if not in_real_replica_context():
+            value = self._for_each(op, jnp.asarray(value, self.dtype))
+            if value.ndim > len(self.shape):
+                assert isinstance(recording, KeepsCopies), recording
+                recording.put_copies(self, value)
+                return
+        operand = jnp.asarray(value, self.dtype)
+        recording.update(VariableUpdate(self, op, (operand,), optimizer))
+
+    def _updates(
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
+    ) -> list[HomeUpdate]:
+        if not in_real_replica_context():
+            value = np.asarray(self._for_each(op, value), self.dtype)
+        return [(self, op, (value,), optimizer)]
+
+    def _target_of_rows(self, op: UpdateOp) -> NoReturn:
+        raise self._no_rows(op)
+
+    def _for_each(self, op: UpdateOp, value: Any) -> Any:
+        """The operand for each process's value, of one for the whole; of integers, with
+        several replicas here, those of their copies ``[replicas, ...]``."""
+        if self.aggregation is not _SUM or self._team.size == 1:
+            return value
+        if op is UpdateOp.ASSIGN:
+            team = self._team
+            if value.dtype.kind not in "iu":
+                return value / team.size
+            shares = shares_of(value, team.size)[team.first : team.first + team.local]
+            return shares if team.local > 1 else shares[0]
+        raise ValueError(
+            f"SyncOnReadVariable does not support `{_WORDS.get(op, op.name.lower())}` "
+            f"in cross-replica context when aggregation is set to SUM ({self._spec}): "
+            "do it in the replica function"
+        )
+
+    @property
+    def _is_mine(self) -> bool:
+        """Whether the value meant is that of the replica that runs."""
+        return in_real_replica_context() or self._team.size == 1
+
+    @property
+    def _is_exact_mean(self) -> bool:
+        """Whether it is the mean of integers, which is cut off once: means of the
+        processes would have lost what is behind the point already."""
+        is_mean = self.aggregation is VariableAggregation.MEAN
+        return is_mean and self.dtype.kind in "iu"
+
+    def _require_readable(self) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Could not convert from `VariableAggregation` NONE to one value: "
+                f"{self._spec} has one in each replica. Read it in the replica "
+                "function, or create it with an aggregation"
+            )
+
+    def _no_rows(self, op: UpdateOp) -> NotImplementedError:
+        return NotImplementedError(
+            f"{op.name.lower()} of {self._spec}: variables with "
+            "synchronization=ON_READ have no updates of rows"
+        )
