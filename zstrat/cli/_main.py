@@ -7,12 +7,10 @@ import click
 from zstrat import __version__
 
 from ._bench import bench
-from ._cluster import cluster
-from ._dashboard import dashboard
+from ._cluster import cluster, run
 from ._files import keygen, units
-from ._look import doctor, status
+from ._look import dashboard, doctor, status
 from ._manifests import write_manifests
-from ._run import run
 from ._slurm import slurm_command
 from ._top import top
 from ._up import down, up

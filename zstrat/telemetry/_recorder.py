@@ -27,9 +27,8 @@ from ._throughput import Rate, TimeShares
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from ._capture import SpanCapture
     from ._histogram import Plain
-    from ._phases import StepUnderWay
+    from ._phases import SpanCapture, StepUnderWay
 
 EVERY: Final = 0.25
 """Seconds between two digests."""

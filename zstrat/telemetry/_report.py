@@ -3,6 +3,11 @@
 Law of the file: plain data in, plain data out. What a task has not told, or has told in
 a form that nobody knows, is absent or zero, and never an error: who looks at a run must
 not stop it.
+
+Several looks, each of the seconds before it, become one (`over`): a minute tells more
+than ten seconds do, of a dataset that stalls now and then, or a server that is slow
+while another job runs. Histograms add up, rates and shares have a mean, and of what
+there is a number for now, such as memory, the last one counts.
 """
 
 from __future__ import annotations
@@ -10,15 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ._histogram import Unit
-from ._histogram_table import HistogramTable
+from ._histogram import Histogram, HistogramTable, Unit, merged
 from ._limits import slowest
 from ._phases import PS_PHASES, WORKER_PHASES, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ._histogram import Plain
+
 
 WORKER: Final = "worker"
 PS: Final = "ps"
@@ -159,3 +164,62 @@ def _summaries(
     name: str, phases: Iterable[Phase], windows: HistogramTable[Window]
 ) -> dict[str, dict[str, Plain]]:
     return {str(phase): windows.summary((name, phase)) for phase in phases}
+
+
+_WINDOWED = {"phases": Unit.SECONDS, "staleness": Unit.COUNTS}
+_AVERAGED = ("rates", "time", "stalls")
+
+
+def over(looks: Sequence[TaskTold]) -> TaskTold:
+    """One task as all looks together have seen it; at the last one it is as it is.
+
+    Raises:
+        ValueError: There was no look.
+    """
+    if not looks:
+        raise ValueError("no look at the task")
+    told = [look.told for look in looks if look.told]
+    last = looks[-1]
+    if not told:
+        return last
+    made: dict[str, Plain] = dict(told[-1])
+    for part, unit in _WINDOWED.items():
+        made[part] = {
+            name: {"recent": merged(_recent(told, part, name, unit), unit).plain()}
+            for name in _names(told, part)
+        }
+    for part in _AVERAGED:
+        made[part] = {
+            name: sum(_numbers(told, part, name)) / len(told)
+            for name in _names(told, part)
+        }
+    return TaskTold(last.state, last.address, last.last_error, made)
+
+
+def _names(told: Iterable[Mapping[str, Plain]], part: str) -> list[str]:
+    return list(dict.fromkeys(name for each in told for name in _of(each, part)))
+
+
+def _of(told: Mapping[str, Plain], part: str) -> Mapping[str, Plain]:
+    found = told.get(part)
+    return found if isinstance(found, dict) else {}
+
+
+def _recent(
+    told: Iterable[Mapping[str, Plain]], part: str, name: str, unit: Unit
+) -> Iterable[Histogram]:
+    for each in told:
+        try:
+            histogram = Histogram.from_plain(_of(each, part)[name]["recent"])
+        except (KeyError, TypeError, ValueError):  # of another version, or none
+            continue
+        if histogram.unit is unit:
+            yield histogram
+
+
+def _numbers(
+    told: Iterable[Mapping[str, Plain]], part: str, name: str
+) -> Iterable[float]:
+    for each in told:
+        value = _of(each, part).get(name)
+        yield float(value) if isinstance(value, int | float) else 0.0

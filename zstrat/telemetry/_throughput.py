@@ -1,16 +1,41 @@
-"""How much per second, of late."""
+"""How much per second, of late: in ten seconds, or more where steps take longer."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import Counter, deque
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from ._window import RECENT, usual_gap, window
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ._phases import StepUnderWay
+
+
+RECENT: Final = 10
+"""Seconds that a window is long, and how many parts it consists of."""
+GAPS: Final = 3
+"""Where less comes, it is as long as so many gaps between what comes."""
+
+
+def window(times: Sequence[float]) -> float:
+    """Seconds that are to be looked back: `RECENT`, or more where what is looked at
+    comes less often: a step of a minute is seen a minute later, too.
+
+    Args:
+        times: When something came of late, in that order.
+    """
+    return max(float(RECENT), GAPS * usual_gap(times))
+
+
+def usual_gap(times: Sequence[float]) -> float:
+    """Seconds from one to the next at the most, but for one: that was a pause; 0 if
+    there is no other."""
+    gaps = sorted([later - sooner for sooner, later in pairwise(times)])
+    return gaps[-2] if len(gaps) > 1 else 0.0
+
 
 MARK: Final = 1.0
 """Seconds between two marks."""

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Final, cast, final
 from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
-from ._document import document
 from ._exposition import exposition
 from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream
+from ._page import PageToken, document
 from ._register import REGISTER
-from ._token import PageToken
 from ._watch import VIEWERS, RunWatch
 
 if TYPE_CHECKING:
