@@ -15,45 +15,42 @@ __version__ = "0.1.0"
 _EXPORTS: Final = by_name(
     {
         "zstrat.errors": "AlreadyExistsError BusyError CancelledError ClosedError "
-        "ClosureAbortedError ClosureInputError CollectiveTimeoutError "
-        "DataLossError DeadlineExceededError InvalidArgumentError "
-        "NotFoundError NotPrimaryError OutOfRangeError PSUnavailableError "
-        "PeerLostError PermissionDeniedError ProtocolError "
-        "ResourceExhaustedError ResultLostError RetryDiffersError "
+        "ClosureAbortedError ClosureInputError CollectiveTimeoutError DataLossError "
+        "DeadlineExceededError InvalidArgumentError NotFoundError NotPrimaryError "
+        "OutOfRangeError PSUnavailableError PeerLostError PermissionDeniedError "
+        "ProtocolError ResourceExhaustedError ResultLostError RetryDiffersError "
         "StaleSessionError StepError UnavailableError VersionMismatchError "
         "WorkerLostError ZstratError",
         "zstrat.cluster": "ClusterSpec",
-        "zstrat.coordinator": "AsyncClusterCoordinator ClusterCoordinator PerWorkerDataset "
-        "PerWorkerValues AsyncRemoteValue RemoteValue RemoteValueStatus "
-        "OpenTelemetryExport log_scalar profile",
+        "zstrat.coordinator": "AsyncClusterCoordinator ClusterCoordinator "
+        "PerWorkerDataset PerWorkerValues AsyncRemoteValue RemoteValue "
+        "RemoteValueStatus OpenTelemetryExport log_scalar profile",
         "zstrat.contrib.distribute": "get_tower_context",
         "zstrat.collectives": "ReduceOp",
         "zstrat.data": "InputContext",
         "zstrat.transport.health": "dashboard serve_http",
         "zstrat.launch": "LocalCluster Server",
-        "zstrat.program": "Function RaggedIds RetraceWarning StepIterator WorkerContext "
-        "embedding_lookup embedding_lookup_sparse function "
+        "zstrat.program": "Function RaggedIds RetraceWarning StepIterator "
+        "WorkerContext embedding_lookup embedding_lookup_sparse function "
         "get_current_worker_index get_worker_context grad "
         "safe_embedding_lookup_sparse value_and_grad",
         "zstrat.saving": "Checkpoint CheckpointManager CheckpointWarning JsonLines "
-        "MetricsExport MetricsWriter PreemptionCheckpointHandler "
-        "PreemptionHandler RestoreStatus SidecarEvaluator TensorBoardEvents "
-        "TerminationConfig export_orbax export_safetensors "
-        "export_safetensors_async latest_checkpoint",
+        "MetricsExport MetricsWriter PreemptionCheckpointHandler PreemptionHandler "
+        "RestoreStatus SidecarEvaluator TensorBoardEvents TerminationConfig "
+        "export_orbax export_safetensors export_safetensors_async latest_checkpoint",
         "zstrat.strategy": "BetweenGraphStrategy CentralStorageStrategy "
         "CommunicationImplementation CommunicationOptions CrossDeviceOps "
         "DistributedDataset DistributedIterator DistributedValues "
-        "HierarchicalCopyAllReduce InputOptions InputReplicationMode "
-        "KerasWarning Mirrored MirroredStrategy MultiStepContext "
-        "MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy "
-        "ParameterServerStrategy PerReplica ReductionToOneDevice "
-        "ReplicaContext RunOptions Strategy StrategyExtended TPUStrategy "
-        "ValueContext experimental_set_strategy get_cross_replica_context "
-        "get_loss_reduction get_replica_context get_strategy "
-        "get_update_replica_id has_strategy in_cross_replica_context",
+        "HierarchicalCopyAllReduce InputOptions InputReplicationMode KerasWarning "
+        "Mirrored MirroredStrategy MultiStepContext MultiWorkerMirroredStrategy "
+        "NcclAllReduce OneDeviceStrategy ParameterServerStrategy PerReplica "
+        "ReductionToOneDevice ReplicaContext RunOptions Strategy StrategyExtended "
+        "TPUStrategy ValueContext experimental_set_strategy get_cross_replica_context "
+        "get_loss_reduction get_replica_context get_strategy get_update_replica_id "
+        "has_strategy in_cross_replica_context",
         "zstrat.tpu": "experimental_connect_to_cluster",
-        "zstrat.variables": "IndexedSlices Module NarrowingWarning Optimizer ShardedVariable "
-        "Variable VariableAggregation VariableSynchronization "
+        "zstrat.variables": "IndexedSlices Module NarrowingWarning Optimizer "
+        "ShardedVariable Variable VariableAggregation VariableSynchronization "
         "create_variables values",
     }
 )

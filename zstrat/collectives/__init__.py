@@ -81,14 +81,17 @@ else:
                 ".schedules._chunks": "Codec",
                 ".schedules._cost": "LinkCost cost",
                 ".schedules._doubling": (
-                    "dissemination_barrier doubling_all_gather halving_doubling_all_reduce"
+                    "dissemination_barrier doubling_all_gather "
+                    "halving_doubling_all_reduce"
                 ),
                 ".schedules._exchanges": (
                     "chain_broadcast direct_all_gather direct_all_reduce direct_gather "
                     "direct_reduce_scatter pairwise_all_to_all scatter_broadcast"
                 ),
                 ".schedules._progress": "ScheduleProgress Send parts",
-                ".schedules._ring": "ring_all_gather ring_all_reduce ring_reduce_scatter",
+                ".schedules._ring": (
+                    "ring_all_gather ring_all_reduce ring_reduce_scatter"
+                ),
                 ".schedules._schedule": "Act Action Schedule",
                 ".schedules._trees": (
                     "double_tree_all_reduce tree_all_reduce tree_broadcast tree_reduce"

@@ -25,7 +25,6 @@ from zstrat.wire import Inspect, Job, Statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from types import TracebackType
     from typing import NoReturn, Self
 
     from zstrat.cluster import ClusterSpec
@@ -90,12 +89,7 @@ class Observer:
             link.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         async with asyncio.TaskGroup() as group:
             for (job, index), link in self._links.items():
                 group.create_task(link.close(), name=f"close {job}:{index}")
@@ -215,12 +209,7 @@ class ObservedRun:
         register(self, "observer:0", asyncio.get_running_loop(), anywhere=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         unregister(self)
 
     def _line(self, task: str, told: TaskTold) -> None:

@@ -27,8 +27,6 @@ from ._register import REGISTER
 from ._watch import VIEWERS, RunWatch
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from zstrat.config import Settings
 
     from ._exposition import Told
@@ -133,12 +131,7 @@ class HealthServer:
     def __enter__(self) -> HealthServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _answer(self, asked: HttpRequest) -> HttpAnswer | HttpStream:

@@ -11,11 +11,12 @@ from zstrat.doors import by_name, fetched_late
 
 _NAMES: Final = by_name(
     {
-        "zstrat": "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce InputContext "
-        "InputReplicationMode MirroredStrategy NcclAllReduce OneDeviceStrategy "
-        "ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server Strategy "
-        "StrategyExtended experimental_set_strategy get_loss_reduction "
-        "get_replica_context get_strategy has_strategy in_cross_replica_context"
+        "zstrat": "CrossDeviceOps DistributedValues HierarchicalCopyAllReduce "
+        "InputContext InputReplicationMode MirroredStrategy NcclAllReduce "
+        "OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext RunOptions "
+        "Server Strategy StrategyExtended experimental_set_strategy "
+        "get_loss_reduction get_replica_context get_strategy has_strategy "
+        "in_cross_replica_context"
     }
 )
 
