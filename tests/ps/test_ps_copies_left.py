@@ -89,6 +89,15 @@ async def test_who_is_left_is_sure_if_the_program_was_lost_long_before(
     assert left.is_sure(service) == (seconds >= LONG)
 
 
+async def test_who_is_left_counts_from_the_program_that_gave_the_last_orders(left):
+    left.lose_program()
+    left.now += 1.0
+    await left.next_program()  # it is there, and has given none
+    left.now += LONG
+    left.link.cut()
+    assert left.is_sure(left.primary)
+
+
 async def test_a_primary_that_goes_on_alone_is_sure(left):
     await left.ask(DetachBackup(left.session, 2))
     left.lose_program()

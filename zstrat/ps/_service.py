@@ -143,7 +143,9 @@ class PsService:
         self._on_exit, self._on_cleared = on_exit, on_cleared
         self._on_adopted = on_adopted
         self.left_at: float | None = None
-        """When the coordinator was lost; None: it is there. Seconds of ``clock``."""
+        """When the coordinator was lost that has given the last orders; seconds of
+        ``clock``. None: it is there. Who goes on with its session has given none yet,
+        so this stays until that one is lost, too."""
         self._clock, self._started_at = clock, clock()
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
@@ -371,7 +373,11 @@ class PsService:
         following = self._standing.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
-        if self._ownership.lost(remote):
+        self._owner_lost(remote)
+
+    def _owner_lost(self, peer: object) -> None:
+        """The coordinator, if it was that one."""
+        if self._ownership.lost(peer):
             self.left_at = self._clock()
             self._snapshots.clear()
 
@@ -382,7 +388,7 @@ class PsService:
         self._ownership.inherit(owner)
         # It is waited for as if its connection had broken just now.
         grace = timeouts.patience + timeouts.reconnect
-        asyncio.get_running_loop().call_later(grace, self._ownership.lost, owner.peer)
+        asyncio.get_running_loop().call_later(grace, self._owner_lost, owner.peer)
 
     async def drain(self) -> bool:
         """Finishes requests that were accepted, ends the thread. New ones are refused;
