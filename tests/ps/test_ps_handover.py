@@ -215,10 +215,13 @@ async def test_a_coordinator_that_does_not_come_back_was_lost_when_its_while_is_
             loop = asyncio.get_running_loop()
             patched.setattr(loop, "call_later", clock.call_later)
             await side.hand_over()
-        assert (side.service.owner.alive, side.service.left_at) == (True, None)
+        assert (side.service.owner.alive, side.service.coordinator_lost_at) == (
+            True,
+            None,
+        )
         clock.advance(60)
         assert not side.service.owner.alive
-        assert side.service.left_at is not None
+        assert side.service.coordinator_lost_at is not None
 
 
 async def test_without_a_session_nothing_is_left(tmp_path):
