@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def fetched_late(
     door: str, behind: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """``__getattr__`` and ``__dir__`` of a package, of which ``import *`` takes the names
+    that are fetched late.
 
     Args:
         door: Its ``__name__``.
@@ -26,6 +27,7 @@ def fetched_late(
     """
     known = {name: module for module, names in behind.items() for name in names.split()}
     mine = vars(sys.modules[door])
+    mine["__all__"] = [*known]
 
     def fetch(name: str) -> object:
         if name not in known:

@@ -48,7 +48,7 @@ class Throughput:
         for longer than that."""
         marks = list(self._marks)
         times = [mark.at for mark in marks]
-        patience, gap = window(times), usual_gap(times)
+        patience, gap = window(times, now), usual_gap(times, now)
         if not marks or now - times[-1] > patience:
             return 0.0
         if now - times[-1] <= 1.5 * gap and gap > 1.5 * MARK:
@@ -125,7 +125,7 @@ class TimeShares:
             under_way: What has not ended, and is told when it does.
         """
         ring = list(self._ring)
-        since = math.floor(now) - window([second for second, _ in ring])
+        since = math.floor(now) - window([second for second, _ in ring], now)
         recent = [each for each in ring if each[0] >= since]
         spent: Counter[str] = Counter()
         for _, some in recent:
