@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def fetched_late(
     door: str, behind: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package, of which ``import *`` takes the names
-    that are fetched late.
+    """``__getattr__`` and ``__dir__`` of a package; ``import *`` takes what is fetched
+    late.
 
     Args:
         door: Its ``__name__``.
