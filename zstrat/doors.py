@@ -23,7 +23,8 @@ def by_name(behind: Mapping[str, str]) -> dict[str, str]:
 def fetched_late(
     door: str, names: Mapping[str, str], modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package.
+    """``__getattr__`` and ``__dir__`` of a package; ``import *`` takes what is fetched
+    late.
 
     Args:
         door: Its ``__name__``.
@@ -33,6 +34,7 @@ def fetched_late(
     """
     whole = modules or {}
     mine = vars(sys.modules[door])
+    mine["__all__"] = [*known]
 
     def fetch(name: str) -> object:
         value: object

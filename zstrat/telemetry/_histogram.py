@@ -202,7 +202,7 @@ class Windowed:
     def recent(self, now: float) -> Histogram:
         """Of those that came in the last `RECENT` seconds, and in the present one, or
         in more where they come less often."""
-        since = math.floor(now) - window([second for second, _ in self._ring])
+        since = math.floor(now) - window([second for second, _ in self._ring], now)
         return merged(
             (each for second, each in self._ring if second >= since), self.total.unit
         )

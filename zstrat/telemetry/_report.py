@@ -12,6 +12,7 @@ there is a number for now, such as memory, the last one counts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -60,11 +61,12 @@ def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
         (name, store) for name in workers for store in _part(workers[name], "staleness")
     )
     examples = sum(_rate(told, "examples") for told in workers.values())
+    program = _heard_last(workers.values())
     made: dict[str, Plain] = {
         "steps_per_s": sum(_rate(told, "steps") for told in workers.values()),
         "examples_per_s": examples or None,
-        "queued_closures": max(_gauge(workers, "program_waiting"), default=0),
-        "queue_full": any(_gauge(workers, "program_full")),
+        "queued_closures": int(_number(program.get("program_waiting"))),
+        "queue_full": bool(program.get("program_full")),
         "phases": {
             str(phase): phases.merged((name, phase) for name in workers).summary()
             for phase in WORKER_PHASES
@@ -105,7 +107,7 @@ def _task(
             "time": {
                 name: _number(share) for name, share in _part(told, "time").items()
             },
-            "now": _part(told, "now") or None,
+            "now": _now(_part(told, "now")),
             "staleness": {
                 store: stale.summary((name, store))
                 for store in _part(told, "staleness")
@@ -127,10 +129,22 @@ def _task(
     return made
 
 
-def _gauge(tasks: Mapping[str, Mapping[str, Plain]], name: str) -> Iterable[int]:
-    """Of each task; 0 of one that does not tell."""
-    for told in tasks.values():
-        yield int(_number(_part(told, "gauges").get(name)))
+def _heard_last(workers: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
+    """The gauges of the worker that was handed closures last, of those that tell: what
+    the others know of the program is older."""
+    told = [_part(each, "gauges") for each in workers]
+    known = [gauges for gauges in told if "program_heard" in gauges]
+    return min(known, key=lambda each: _number(each["program_heard"]), default={})
+
+
+def _now(told: Mapping[str, Plain]) -> dict[str, Plain] | None:
+    if not told:
+        return None
+    return {
+        "phase": str(told.get("phase")),
+        "step": int(_number(told.get("step"))),
+        "seconds": _number(told.get("seconds")),
+    }
 
 
 def _job(name: str) -> str:
@@ -143,7 +157,8 @@ def _part(told: Mapping[str, Plain], name: str) -> dict[str, Plain]:
 
 
 def _number(value: Plain) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if known else 0.0
 
 
 def _rate(told: Mapping[str, Plain], name: str) -> float:

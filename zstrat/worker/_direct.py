@@ -264,7 +264,7 @@ class Direct:
         for server, clock in clocks.items():
             others = clock - 1 - self._own[server] - self._read_at.get(server, clock)
             if others >= 0:
-                self._notes.stale.append((server, others))
+                self._notes.aged(server, others)
             self._own[server] += 1
 
     @contextmanager

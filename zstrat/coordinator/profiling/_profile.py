@@ -249,11 +249,6 @@ def _only_core() -> CoordinatorCore:
         )
     raise RuntimeError(
         "zs.profile: this program has no coordinator whose steps could be shown: make "
-        "zs.ClusterCoordinator(strategy) first"
-        + (
-            "; the steps of a strategy without one run in this process: "
-            "jax.profiler.trace(folder) shows them"
-            if sessions
-            else ""
-        )
+        "zs.ClusterCoordinator(strategy) first; the steps of a strategy without one "
+        "run in this process: jax.profiler.trace(folder) shows them"
     )
