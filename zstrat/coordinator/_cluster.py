@@ -241,7 +241,8 @@ class Cluster:
             for task in self.ps[len(self._home) :]:
                 task.park()
             await self.replication.found(deadline)
-        await arrive(self.ps, self.workers, deadline)
+        if self.replication is None or not self.name:
+            await arrive(self.ps, self.workers, deadline)
         if self.name:
             await self._adopt(deadline)
         await all_joined(self.workers, min(deadline, loop.time() + SETTLING))
@@ -409,6 +410,7 @@ class Cluster:
                 self._make_link,
                 self._replicas,
                 self._stores_per_ps,
+                self.name,
             )
         return self.replication
 
@@ -568,7 +570,10 @@ class Cluster:
     async def _adopt(self, deadline: float) -> None:
         """Goes on with what is there under the name, or begins anew."""
         try:
-            found = adopted(self.name, self.session, self.ps)
+            if self.replication is None:
+                found = adopted(self.name, self.session, self.ps)
+            else:
+                found = await self.replication.take_over(deadline)
         except PSUnavailableError as error:
             if not self._begins_anew:
                 raise
@@ -576,13 +581,14 @@ class Cluster:
             self.begin_anew()
             self.origin, found = self.session, None
             self.follow()
-            await asyncio.gather(*(task.wait_ready(deadline) for task in self.ps))
+            await arrive(self.ps, self.workers, deadline)
             await all_joined(self.workers, deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", self.name)
         for task in self.ps:
             task.keep_origin(self.origin)
+        await arrive(self.ps, self.workers, deadline)
 
 
 def _heed(doing: str, answer: asyncio.Future[Message]) -> None:

@@ -32,7 +32,7 @@ from zstrat.ps import (
 )
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
-from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
+from zstrat.wire import AskCopies, DropStore, HostStore, Inspect, Job, Statistics
 
 from ._imports import kept_for_good
 
@@ -255,7 +255,8 @@ class Task:
             return Statistics(self.statistics())
         if type(message) in GROUP_MESSAGES:
             return self._node.handle(remote, message)
-        if isinstance(message, HostStore | DropStore) and self._hosted is not None:
+        hosting = AskCopies | HostStore | DropStore
+        if isinstance(message, hosting) and self._hosted is not None:
             return self._hosted.handle(remote, message)
         return self._service.handle(remote, message)
 
@@ -331,6 +332,7 @@ class Task:
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
+            on_adopted=lambda owner: hosted.adopt(owner),
             leaves=self._handover is not None,
             inherited=None if left is None else left.own,
         )

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Final, cast
 
 from zstrat.errors import (
+    InvalidArgumentError,
     StaleSessionError,
     ZstratError,
 )
@@ -43,6 +44,7 @@ from zstrat.wire import (
     Inspect,
     Job,
     JoinSession,
+    LeftCopy,
     Message,
     OpenSession,
     Ownership,
@@ -110,6 +112,7 @@ class PsService:
         backup_of: Whose session, the view in it, and the incarnation of the primary, of
             which this is the backup until it is made the primary itself.
         on_cleared: Called when a session is over, and all that it had.
+        on_adopted: Called when another program goes on with what is here.
         make_thread: Makes the threads that do what would hold up the loop.
         leaves: What is here when it ends is left for another process (`left`).
         tells: It tells its coordinator how it is, about once a second.
@@ -127,6 +130,7 @@ class PsService:
         connect: Connect | None = None,
         backup_of: tuple[Owner, int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
+        on_adopted: Callable[[Owner], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
         leaves: bool = False,
@@ -137,6 +141,9 @@ class PsService:
         self._task = task
         self._incarnation = incarnation
         self._on_exit, self._on_cleared = on_exit, on_cleared
+        self._on_adopted = on_adopted
+        self.left_at: float | None = None
+        """When the coordinator was lost; None: it is there. Seconds of ``clock``."""
         self._clock, self._started_at = clock, clock()
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
@@ -175,6 +182,7 @@ class PsService:
             set_aside=self._set_aside,
             connect=connect,
             patience=settings.timeouts.connect,
+            clock=clock,
         )
         admit = self._standing.require_alone
         self._joining = Joining(task, self._ownership, self._store, admit)
@@ -360,7 +368,11 @@ class PsService:
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
         self._reports.lost(remote)
+        following = self._standing.following
+        if following is not None and following.is_primary(remote):
+            self._standing.parted_at = self._clock()
         if self._ownership.lost(remote):
+            self.left_at = self._clock()
             self._snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
@@ -490,9 +502,16 @@ class PsService:
     ) -> SessionOpened | Awaitable[SessionOpened]:
         self._require_open()
         session, now, ownership = asked.session, time.time(), self._ownership
+        self._require_alone(asked)
         if ownership.adopt(session, remote, remote.hello, now, asked.name):
             self._snapshots.clear()
+            self._standing.adopted(self.left_at, self._settings.timeouts)
+            self._standing.is_to_have_backup = asked.replicas > 0
+            owner = ownership.owner
+            if self._on_adopted is not None and owner is not None:
+                self._on_adopted(owner)
             return self._adopted(session)
+        self.left_at = None
         new = ownership.open(
             session,
             remote,
@@ -507,6 +526,22 @@ class PsService:
         self._standing.remind()
         self._joining.look()
         return self._opened(resumed=not new)
+
+    def _require_alone(self, asked: OpenSession) -> None:
+        """
+        Raises:
+            InvalidArgumentError: A program would go on that has no second copies, with
+                what was left in two.
+        """
+        owner = self._ownership.owner
+        if owner is None or owner.session == asked.session or asked.replicas:
+            return
+        if asked.name and owner.name == asked.name and self._standing.is_to_have_backup:
+            raise InvalidArgumentError(
+                f"{self._task}: the session {asked.name!r} was left with second copies "
+                "of the parameter servers: give replicas=1 to go on with it, or "
+                "another name as resume= to begin anew"
+            )
 
     async def _adopted(self, session: int) -> SessionOpened:
         await self._serving.settled()  # what was computed for the session before
@@ -568,6 +603,39 @@ class PsService:
         """It is the primary of a store that is new, from the beginning, for who asks
         that."""
         self._promoted(remote, view)
+
+    def adopt(self, owner: Owner, left_at: float | None) -> None:
+        """Another program has the process that keeps this copy, and goes on with it.
+
+        Args:
+            left_at: When the process had lost the one before.
+        """
+        self._standing.adopted(left_at, self._settings.timeouts)
+        if (following := self._standing.following) is not None:
+            self._host = owner
+            following.adopt(owner.session)
+
+    def left_copy(self, number: int, left_at: float | None) -> LeftCopy | None:
+        """What a lost program has left here of the store ``number``, if anything.
+
+        Args:
+            left_at: When the process had lost that program.
+        """
+        standing = self._standing
+        owner = self.owner if standing.following is None else self._host
+        if owner is None or not standing.has_any:
+            return None
+        return LeftCopy(
+            number,
+            self.view,
+            "",
+            self._incarnation,
+            owner.origin,
+            is_primary=standing.following is None,
+            is_whole=standing.following is None or standing.following.is_whole,
+            is_sure=standing.is_sure(left_at, self._settings.timeouts),
+            variables=len(self._store),
+        )
 
     def _set_aside(self, aside: bool) -> None:
         self._is_aside = aside
