@@ -16,7 +16,7 @@ from zstrat.cluster import (
     detect,
 )
 from zstrat.config import environment, settings_from
-from zstrat.launch import TaskPlace
+from zstrat.launch import UNNUMBERED, JoinPlace, TaskPlace
 
 from ._main import Order
 
@@ -69,6 +69,13 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     )
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
+    if job == "worker":
+        add(
+            "--join",
+            metavar="HOST:PORT",
+            help="a parameter server of a cluster that does not know this worker, "
+            "which reports itself there; with --bind, and --index N if it has a number",
+        )
     if job == "ps":
         add(
             "--state-dir",
@@ -101,13 +108,35 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
         ValueError: Something is missing or wrong; says what and what was expected.
     """
     env = environment()
+    join = _join(parsed)
     return Order(
-        place=_place(parsed, job, env),
+        place=_place(parsed, job, env) if join is None else _unknown(parsed, join),
         settings=settings_of(parsed, env),
+        join=join,
         parent=parsed.parent,
         report=parsed.report,
         passing=parsed.passing,
     )
+
+
+def _join(parsed: argparse.Namespace) -> JoinPlace | None:
+    """Where a worker reports itself that no cluster names."""
+    server = vars(parsed).get("join")
+    if server is None:
+        return None
+    if parsed.cluster is not None or parsed.resolver is not None:
+        raise ValueError("--join: expected without --cluster and --resolver")
+    if parsed.bind is None:
+        raise ValueError(
+            "--join: expected together with --bind HOST:PORT, the address at which "
+            "the program and other workers reach this one"
+        )
+    return JoinPlace(server, parsed.bind)
+
+
+def _unknown(parsed: argparse.Namespace, join: JoinPlace) -> TaskPlace:
+    index = UNNUMBERED if parsed.index is None else index_of(parsed.index)
+    return TaskPlace(parsed.job, index, join.address)
 
 
 def settings_of(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:

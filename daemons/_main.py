@@ -26,12 +26,25 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
-from zstrat.errors import ZstratError
-from zstrat.launch import ProcessOutput, Task, TaskPlace, kept_for_good
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    UnavailableError,
+    ZstratError,
+)
+from zstrat.launch import (
+    UNNUMBERED,
+    JoinPlace,
+    ProcessOutput,
+    Task,
+    TaskPlace,
+    WorkerJoin,
+    kept_for_good,
+)
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
 from zstrat.transport.health import register, serve_as_told
@@ -67,11 +80,13 @@ class Order:
     descriptor that the bound address is written to, -1 for none. With a report the
     parent is the program that started it, and the daemon is killed with it; else any
     process, and the daemon drains. ``passing``: a folder with the keys, which is
-    removed when they are read; None: they are where they stay.
+    removed when they are read; None: they are where they stay. ``join``: where a worker
+    reports itself that is in no program's cluster.
     """
 
     place: TaskPlace
     settings: Settings
+    join: JoinPlace | None = None
     parent: int = 0
     report: int = -1
     passing: Path | None = None
@@ -200,6 +215,7 @@ async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
     try:
+        order, join = await _numbered(order, incarnation)
         with kept_for_good():
             task = _task(order, incarnation)
         _forget(order.passing)
@@ -216,14 +232,55 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     log.info("ready at %s, pid %d", task.address, os.getpid())
     notifier.send("READY=1", f"STATUS=serving at {task.address}")
     pulse = Pulse(loop, task, notifier)
+    joining = None if join is None else JoiningTask(join, task)
     reason = await task.wait_end()
     log.info("ending: %s", reason)
     notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
+    if joining is not None:
+        await joining.stop()
     drained = await task.stop()
     pulse.stop()
     _ignore_signals(loop)
     log.info("ended" if drained else "ended before everything was done")
+    if joining is not None and joining.error is not None:
+        return TRY_AGAIN if _may_pass(joining.error) else MISTAKEN
     return DRAINED if drained else TRY_AGAIN
+
+
+async def _numbered(order: Order, incarnation: int) -> tuple[Order, WorkerJoin | None]:
+    """A worker that no cluster names is told its number."""
+    if order.join is None:
+        return order, None
+    join = WorkerJoin(order.join, order.settings, incarnation)
+    if order.place.index != UNNUMBERED:
+        return order, join
+    place = replace(order.place, index=await join.number())
+    start_logging(place.task, incarnation, as_json=order.settings.log_json)
+    return replace(order, place=place), join
+
+
+class JoiningTask:
+    """Reports a worker for as long as it serves. ``error``: why it ended for that."""
+
+    def __init__(self, join: WorkerJoin, task: Task) -> None:
+        assert task.worker is not None, "a ps has no --join"
+        self.error: Exception | None = None
+        self._task = task
+        self._staying = asyncio.get_running_loop().create_task(
+            join.stay(task.place.index, task.worker), name="reporting the worker"
+        )
+        self._staying.add_done_callback(self._ended)
+
+    async def stop(self) -> None:
+        """It is reported no more."""
+        self._staying.cancel()
+        await asyncio.wait([self._staying])
+
+    def _ended(self, staying: asyncio.Task[None]) -> None:
+        if not staying.cancelled() and (error := staying.exception()) is not None:
+            assert isinstance(error, Exception), error
+            self.error = error
+            self._task.end(f"no program takes it: {error}")
 
 
 def _task(order: Order, incarnation: int) -> Task:
@@ -279,7 +336,10 @@ def _forget(keys: Path | None) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is an address that this machine may get yet: its network comes up."""
+    """Whether it is an address that this machine may get yet: its network comes up; or
+    a program may come that takes a worker."""
+    if isinstance(error, DeadlineExceededError | UnavailableError | BusyError):
+        return True
     return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
 
 

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from zstrat.cluster import take_part
 from zstrat.launch.fleet import share, write_keys
 from zstrat.transport import hello, new_incarnation
 
@@ -41,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.write(report, json.dumps(greeting).encode() + b"\n")
     told = _told()
     os.environ.update(told["env"])
-    # As beside other workers of a `LocalCluster`; a ps takes one in any case.
+    # As beside other workers of a `LocalCluster`; a ps takes one core and no GPU.
     if job == "worker":
-        os.environ.setdefault("NPROC", str(share(int(told["beside"]["count"]))))
+        _divide(int(told["beside"]["place"]), int(told["beside"]["count"]))
     # Python has read it when it started.
     paths = told["env"].get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path]
@@ -54,6 +55,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_keys(passing / "keys", told["keys"])
         arguments += ["--keys", str(passing / "keys"), "--passing", str(passing)]
     MAINS[job](arguments)
+
+
+def _divide(place: int, workers: int) -> None:
+    """Takes this worker's part of what the workers of this host share."""
+    os.environ.setdefault("NPROC", str(share(workers)))
+    try:
+        gpus = take_part(place, workers)
+    except RuntimeError as error:
+        print(f"zstrat-worker: {error}", file=sys.stderr)
+        sys.exit(2)
+    if gpus:
+        words = f"worker {place} of the {workers} on this host has"
+        print(f"{words} GPU {', '.join(gpus)}", file=sys.stderr)
 
 
 def _told() -> dict[str, dict[str, str]]:

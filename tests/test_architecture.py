@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "zstrat.errors": 0,
     "zstrat.config": 0,
+    "zstrat.doors": 0,
     "zstrat.rows": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,

@@ -27,6 +27,7 @@ from zstrat.telemetry.timeline import columns_of
 from zstrat.testing import FakeLink
 from zstrat.wire import (
     PROTOCOL,
+    AnswerReport,
     AskClock,
     BeginCapture,
     BuildResource,
@@ -148,6 +149,8 @@ class FakePs(FakeTask):
         """It answers no fence."""
         self.pushes, self.reads = [], True
         """Pushes that came; it answers them at once if it reads."""
+        self.answers = []
+        """To workers that have reported themselves."""
 
     def handle(self, message):
         if isinstance(message, Fence):
@@ -158,6 +161,10 @@ class FakePs(FakeTask):
         if isinstance(message, Push):
             self.pushes.append(message)
             return Pushed(True, [1]) if self.reads else None
+        if isinstance(message, AnswerReport):
+            self.answers.append(message)
+            self.world.changed()
+            return Done()
         return super().handle(message)
 
     def answer_pushes(self):

@@ -267,6 +267,21 @@ def test_a_drain_that_is_cancelled_at_its_end_leaves_nothing_half_done(world, si
     assert served(world) == ["/job:ps/task:0"] * 2
 
 
+def test_a_worker_that_does_not_hear_of_it_holds_a_drain_no_longer_than_is_said(world):
+    servers, worker = connected(world), world.workers[0]
+    handle = worker.handle
+    worker.handle = lambda message: (
+        None if isinstance(message, MoveServer) else handle(message)
+    )
+    with pytest.raises(DeadlineExceededError, match="not all workers have heard"):
+        servers.drain("ps0:1", timeout=1.0)
+    assert served(world) == ["/job:ps/task:1"] * 2
+    worker.handle = handle
+    world.on_loop(_answer_all, worker)
+    servers.drain("ps0:1")
+    assert servers.addresses == {1: "ps1:1"}
+
+
 def _answer_all(task):
     for answer in task.link.requests:
         if not answer.done():
@@ -401,6 +416,19 @@ def test_stores_are_dealt_out_and_levelled(world):
     servers.drain("ps1:1")
     assert "/job:ps/task:1" not in served(world)
     assert len(third.copies) == 3
+
+
+def test_what_a_failover_has_brought_together_is_levelled(world):
+    servers = connected(world, replicas=1)
+    world.on_loop(world.ps[0].kill)
+    world.until(lambda: served(world) == ["/job:ps/task:1"] * 2)
+    world.on_loop(world.ps[0].come_back)
+    world.until(world.paired)
+    servers.level()
+    assert sorted(served(world)) == ["/job:ps/task:0", "/job:ps/task:1"]
+    assert world.paired()
+    servers.level()
+    assert world.replication.statistics()["stores_moved"] == 1
 
 
 def test_second_copies_are_elsewhere_before_a_server_goes(world):

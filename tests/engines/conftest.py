@@ -9,6 +9,7 @@ import getpass
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+GresTypes=gpu
 SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -151,7 +153,10 @@ SlurmdLogFile={folder}/%n.log
 PartitionName=low Nodes=n[1-4] Default=YES PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=n[1-4] PriorityTier=10 PreemptMode=OFF
 """
-NODE = "NodeName=n{n} NodeAddr=127.0.1.{n} NodeHostname=localhost Port={port} CPUs=8\n"
+NODE = (
+    "NodeName=n{n} NodeAddr=127.0.1.{n} NodeHostname=localhost Port={port} CPUs=8"
+    " Gres=gpu:4\n"
+)
 
 
 @pytest.fixture
@@ -172,6 +177,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     first, last = text.split("PartitionName", 1)
     conf = folder / "slurm.conf"
     conf.write_text(f"{first}{''.join(nodes)}PartitionName{last}")
+    for gpu in range(4):  # Slurm takes nothing but devices: these are /dev/null
+        os.mknod(folder / f"gpu{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-3]\n")
     env = {**os.environ, "SLURM_CONF": str(conf), "PATH": PATH}
     daemons = [[programs["slurmctld"], "-D"]]
     daemons += [[programs["slurmd"], "-D", "-N", f"n{n}"] for n in range(1, 5)]

@@ -5,7 +5,7 @@ import time
 
 import psutil
 import ray
-from engine_run import said, went_through
+from engine_run import pids, said, went_through
 
 import zstrat as zs
 
@@ -20,8 +20,18 @@ def rooms(cpus):
     return free
 
 
+def gpus():
+    """What Ray has given to two workers, of GPUs that it believes to have."""
+    with zs.launch.ray(num_workers=2, worker_resources={"GPU": 1}) as cluster:
+        started = pids(cluster)
+        return sorted(
+            psutil.Process(started[f"worker:{n}"]).environ()["CUDA_VISIBLE_DEVICES"]
+            for n in range(2)
+        )
+
+
 def main():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
     began = time.monotonic()
     with zs.launch.ray(num_ps=1, num_workers=(1, 16)) as cluster:
         assert cluster.tasks == ("ps:0", "worker:0", "worker:1", "worker:2")
@@ -29,13 +39,14 @@ def main():
             zs.launch.ray(num_ps=1, num_workers=1, wait=1.0)
         except zs.UnavailableError as error:
             words = str(error)
-        seconds, pids = went_through(cluster, began)
-    assert not any(psutil.pid_exists(pid) for pid in pids.values())
+        seconds, started = went_through(cluster, began)
+    assert not any(psutil.pid_exists(pid) for pid in started.values())
     assert rooms(4)
     try:
-        zs.launch.ray(worker_resources={"GPU": 1}, wait=5.0)
+        zs.launch.ray(worker_resources={"GPU": 3}, wait=5.0)
     except zs.UnavailableError as error:
-        said(seconds=seconds, full=words, lacking=str(error))
+        lacking = str(error)
+    said(seconds=seconds, full=words, lacking=lacking, gpus=gpus())
     ray.shutdown()
 
 

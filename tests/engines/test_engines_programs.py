@@ -41,6 +41,7 @@ def test_a_program_on_ray():
     assert "Ray has no room for the parameter servers with {'CPU': 1" in seen["full"]
     assert "no room for 1 workers, only for 0, with {'GPU'" in seen["lacking"]
     assert "worker_resources=" in seen["lacking"]
+    assert seen["gpus"] == ["0", "1"]
 
 
 @pytest.mark.timeout(450)

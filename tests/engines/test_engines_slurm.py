@@ -151,6 +151,28 @@ def test_a_program_in_an_allocation(slurm):
     assert "room for 2 tasks (n1: 1, n2: 1), and 2 ps and 2 workers are 4" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "words", ["--gres=gpu:4", "--gpus-per-node=4", "--gpus=4", "--nodelist=n2 --gpus=4"]
+)
+def test_workers_on_a_node_divide_its_gpus(slurm, words):
+    slurm.env["JAX_PLATFORMS"] = ""
+    counts = ["--ps=1", "--workers=2", "--nodes=1", *words.split()]
+    job = submitted(slurm, "gpus", *counts, runs=1)
+    eventually(lambda: slurm.state(job).split()[0] in ("COMPLETED", "FAILED"))
+    assert "ends at True" in output(slurm, "gpus")
+    for worker, gpus in enumerate(("0, 1", "2, 3")):
+        words = f"worker {worker} of the 2 on this host has GPU {gpus}\n"
+        assert words in log(slurm, "gpus", f"worker-{worker}")
+
+
+def test_gpus_that_slurm_would_not_give_to_the_steps(slurm):
+    counts = ["--ps=1", "--workers=3", "--nodes=2", "--gpus=8"]
+    job = submitted(slurm, "many", *counts)
+    eventually(lambda: slurm.state(job).startswith("FAILED"))
+    assert "SLURM_GPUS=8: each task is a step" in output(slurm, "many")
+    assert "--gpus-per-node=N" in output(slurm, "many")
+
+
 def test_a_job_that_is_cancelled_leaves_nothing(slurm):
     job = submitted(slurm, "gone", "--ps=1", "--workers=1")
     eventually(lambda: steps(slurm, "gone") > 0)

@@ -115,6 +115,17 @@ def test_a_ps_behind_ssh_comes_back_and_ends(fake_ssh):
     assert fleet.failures == ("ps:0",)
 
 
+def test_workers_on_one_host_divide_its_gpus(fake_ssh, tmp_path):
+    file = tmp_path / "hosts.toml"
+    file.write_text("ps = 1\nworkers = 2\n[hosts.a]\ngpus = [4, 5, 6, 7]\n")
+    env = {"JAX_PLATFORMS": ""}
+    with ssh(file, program=str(fake_ssh), env=env, settings=QUICK) as fleet:
+        said = [fleet.log(task) for task in fleet.tasks]
+    assert "on this host has" not in said[0]
+    assert "worker 0 of the 2 on this host has GPU 4, 5\n" in said[1]
+    assert "worker 1 of the 2 on this host has GPU 6, 7\n" in said[2]
+
+
 @pytest.mark.parametrize(
     ("hosts", "kind", "words"),
     [
@@ -188,6 +199,9 @@ def test_hosts_of_a_file(tmp_path):
         ('[hosts.a]\npython = "~/bin/python"', "a: python = '~/bin/python': expected"),
         ('[hosts.a]\npython = ""', "a: python = '': expected a path"),
         ('ps = "two"\n[hosts.a]', "ps = 'two'"),
+        ("[hosts.a]\ngpus = 2", "gpus = 2: expected a list"),
+        ("[hosts.a]\ngpus = [1, 1]", "gpus = .*: expected different numbers"),
+        ('[hosts.a]\ngpus = ["all"]', "gpus = .*: expected different numbers"),
         ("workers = 1\n[hosts.a]", "say num_ps="),
         ('ps = 1\nworkers = 1\n[hosts.a]\njobs = ["ps"]', "no host takes job 'worker'"),
     ],
@@ -218,6 +232,8 @@ def test_who_runs_where_in_an_allocation():
     ("env", "words"),
     [
         ({}, "SLURM_JOB_ID is not set"),
+        ({**JOB, "SLURM_GPUS_PER_TASK": "1"}, "GPUS_PER_TASK=1: .*--gpus-per-node=N"),
+        ({**JOB, "SLURM_GPUS": "8"}, "job 7 has SLURM_GPUS=8: "),
         (JOB, r"room for 3 tasks \(n1: 2, n2: 1\), .* are 4: .*--ntasks=4"),
     ],
 )
@@ -247,12 +263,19 @@ def test_the_batch_script_of_a_program(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["-p", "gpu", "t.py"], ["--here", "--time=1", __file__], ["no.py"]]
+    "words",
+    [
+        ["-p", "gpu", "t.py"],
+        ["--here", "--time=1", __file__],
+        ["no.py"],
+        ["--gpus-per-task=1", __file__],
+    ],
 )
 def test_words_that_zstrat_slurm_does_not_take(words):
     ran = CliRunner().invoke(main, ["slurm", *words])
     assert ran.exit_code == 2
-    assert "expected a program" in ran.output or "is for nobody" in ran.output
+    words = "expected a program", "is for nobody", "--gpus-per-task=1: each task is"
+    assert any(each in ran.output for each in words)
 
 
 def test_nothing_breaks_out_of_its_line_of_the_batch_script(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -106,6 +108,31 @@ def test_keys_of_a_trainers_worker_touch_no_disk(monkeypatch):
     assert not any(folder.parent.exists() for folder in folders)
 
 
+KILLED = """
+import os, signal, sys, types
+backend = types.ModuleType("ray.train.backend")
+backend.Backend = backend.BackendConfig = object
+for name in ("ray", "ray.train"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["ray.train.backend"] = backend
+from zstrat.integrations.ray import become_worker
+become_worker(["127.0.0.1:2222"], 0, {"worker.secret": "s", "worker.public": "p"})
+print(os.environ["ZSTRAT_KEYS"], len(os.listdir(os.environ["ZSTRAT_KEYS"])), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_keys_of_a_trainers_worker_that_is_killed_are_removed():
+    """Who removes them has the same standard output, which ends with both."""
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    folder, count = ran.stdout.split()
+    assert count == "2"
+    assert not Path(folder).parent.exists()
+
+
 @pytest.mark.processes
 async def test_a_daemon_beside_an_actor(tmp_path, capfd):
     generate_keys(tmp_path / "keys")
@@ -113,7 +140,7 @@ async def test_a_daemon_beside_an_actor(tmp_path, capfd):
     files = [tmp_path / "keys" / "ps.secret", *(tmp_path / "keys").glob("*.public")]
     keys = {file.name: file.read_text() for file in files}
     launch = TaskLaunch(
-        FleetTask("ps", 0, "here"), "", keys, {}, (), 1, tmp_path / "log"
+        FleetTask("ps", 0, "here"), "", keys, {}, (), 1, 0, tmp_path / "log"
     )
     addresses = []
     for end in ("kill", "drain"):
@@ -126,7 +153,7 @@ async def test_a_daemon_beside_an_actor(tmp_path, capfd):
             await getattr(host, end)()
             over = await host.over()
         launch = TaskLaunch(
-            launch.task, addresses[-1], keys, {}, (), 1, tmp_path / "log"
+            launch.task, addresses[-1], keys, {}, (), 1, 0, tmp_path / "log"
         )
         assert (over.code, over.mistake) == (-9 if end == "kill" else 0, None)
     assert addresses[0] == addresses[1]

@@ -43,6 +43,15 @@ def test_each_copy_knows_itself_and_all_addresses(sockets):
         assert f"{each['task']['type']}:{each['task']['index']}" == name
 
 
+def test_copies_divide_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    code, lines = started("print(os.environ['CUDA_VISIBLE_DEVICES'])", 2)
+
+    assert code == 0
+    assert sorted(lines) == ["worker:0 | 0,1", "worker:1 | 2,3"]
+
+
 def test_the_first_failure_ends_all_and_is_the_exit_code():
     code, lines = started(f"if me == 1: raise SystemExit(7)\n{FOREVER}", 3)
 

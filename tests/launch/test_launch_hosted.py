@@ -236,6 +236,8 @@ async def test_copies_are_where_they_were_or_nothing_is_gone_on_with(
     with socket.socket() as other:
         if is_taken:
             host, _, port = kept["address"].rpartition(":")
+            # As servers do: connections that have ended stay there for a minute.
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind((host, int(port)))
             other.listen()
         async with serve(TaskPlace("ps", 1, "127.0.0.1:0"), world.settings) as task:

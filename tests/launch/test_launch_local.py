@@ -65,8 +65,10 @@ def told(cluster, task, name):
     ("lane", "cores", "each"), [("tcp", range(7), "3"), ("ipc", [5], "1")]
 )
 def test_a_cluster(lane, cores, each, monkeypatch):
-    """Its workers share the cores, unless they are told otherwise."""
+    """Its workers share the cores and GPUs, unless they are told otherwise."""
     monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
     with LocalCluster(1, 2, lane=lane) as cluster:
         assert cluster.tasks == ("ps:0", "worker:0", "worker:1")
@@ -84,6 +86,8 @@ def test_a_cluster(lane, cores, each, monkeypatch):
         assert addresses == [sight.address for sight in seen]
         cores_of = [told(cluster, task, "NPROC") for task in cluster.tasks]
         assert cores_of == ["", each, each]
+        gpus = [told(cluster, task, "CUDA_VISIBLE_DEVICES") for task in cluster.tasks]
+        assert gpus[1:] == ["0,1", "2,3"]
         assert "ready at" in cluster.log("worker:1")
         assert "running" in repr(cluster)
     assert "stopped" in repr(cluster)

@@ -46,3 +46,19 @@ def test_who_does_not_answer_is_lost_and_says_why():
     assert [line[2] for line in told["logs"]] == ["INFO", "ERROR"]
     run.take([worker()])
     assert metrics(run)["tasks"]["worker:0"]["state"] == "open"
+
+
+def test_a_task_is_lost_when_its_peers_would_take_it_for_lost():
+    now = [100.0]
+    run = ObservedRun(None, 5.0, clock=lambda: now[0])
+    run.take([worker(steps=7.5)])
+    for silent in (1.0, 4.0):  # a long compilation, or a busy machine
+        now[0] = 100.0 + silent
+        run.take([worker("no answer")])
+        assert metrics(run)["tasks"]["worker:0"]["state"] == "open"
+        assert metrics(run)["steps_per_s"] == 7.5
+    now[0] = 105.0
+    run.take([worker("no answer")])
+    assert metrics(run)["tasks"]["worker:0"]["state"] == "lost"
+    run.take([TaskStatus("ps:0", "node6:5000", "refused")])
+    assert metrics(run)["tasks"]["ps:0"]["state"] == "lost", "it was never there"

@@ -52,9 +52,9 @@ class Talker(FakeRemote):
 class Copies:
     """``primary`` of the session, and ``backup``, which knows nothing yet."""
 
-    def __init__(self):
+    def __init__(self, name=""):
         self.chief = caller()
-        self.links = []
+        self.links, self.talkers = [], []
         self.holds = False
         self.gate = threading.Event()
         """Open while the backup may load code."""
@@ -62,7 +62,8 @@ class Copies:
         self.shipped = dict(OPTIMIZERS)
         self.made = []
         self.primary = self.service(connect=self.connect)
-        self.primary.handle(self.chief, OpenSession(SESSION, 0, 1, []))
+        opening = OpenSession(SESSION, 0, 1, [], name=name, replicas=int(bool(name)))
+        self.primary.handle(self.chief, opening)
         self.host()
 
     def service(self, **options):
@@ -109,6 +110,7 @@ class Copies:
     def connect(self, address, *, on_notice, on_open, on_lost):
         talker = Talker(Job.PS, PRIMARY)
         backup = self.backup
+        self.talkers.append(talker)
         talker.link = FakeLink(
             lambda message: backup.handle(talker, message),
             name=address,

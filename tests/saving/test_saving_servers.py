@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 
 import numpy as np
 import optax
@@ -11,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saving_cluster import FakeCluster
 
+from zstrat import saving
 from zstrat.checkpoint import Manifest, verify
-from zstrat.errors import PSUnavailableError, ResourceExhaustedError
+from zstrat.errors import NotFoundError, PSUnavailableError, ResourceExhaustedError
 from zstrat.saving import Checkpoint, CheckpointManager, export_safetensors
 from zstrat.variables import IndexedSlices, Optimizer, Variable
 
@@ -98,6 +101,32 @@ def test_saving_restoring_and_exporting_are_between_two_steps(tmp_path):
     assert cluster.rests == 2
     export_safetensors(checkpoint, tmp_path / "e.safetensors")
     assert cluster.rests == 3
+
+
+@pytest.mark.parametrize("form", ["safetensors", "orbax"])
+def test_an_export_begins_again_when_a_server_has_moved(tmp_path, form):
+    """What it had pinned is gone with the process that served it."""
+    if form == "orbax":
+        pytest.importorskip("orbax.checkpoint")
+    cluster, export = FakeCluster(2), getattr(saving, f"export_{form}")
+    table = cluster.variable(np.arange(4, dtype="f4"), 2)
+    moves = iter([True])
+
+    @contextlib.asynccontextmanager
+    async def at_rest():
+        cluster.rests += 1
+        if next(moves, False):
+            cluster.outages = 1
+            raise NotFoundError("it holds no snapshot")
+        yield cluster.cut
+
+    async def settled(since):
+        return cluster.outages != since
+
+    cluster.at_rest, cluster.settled = at_rest, settled
+    export(Checkpoint(t=table), tmp_path / "e")
+    assert cluster.rests == 2
+    assert sorted(os.listdir(tmp_path)) == ["e"]
 
 
 def test_where_others_go_on_it_says_that_it_is_no_cut(tmp_path, caplog):

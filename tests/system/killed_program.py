@@ -1,6 +1,6 @@
 """A program that trains in a session called "run" and is killed in the midst of it.
 
-python killed_program.py '{"ps": [...], "worker": [...]}' JOINED MORE
+python killed_program.py '{"ps": [...], "worker": [...]}' JOINED MORE [REPLICAS]
 """
 
 import json
@@ -52,7 +52,9 @@ class Counting:
 if __name__ == "__main__":
     spec, joined, more = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(spec))
-    work = Counting(zs.ParameterServerStrategy(resolver, resume="run"))
+    replicas = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    strategy = zs.ParameterServerStrategy(resolver, resume="run", replicas=replicas)
+    work = Counting(strategy, learns=bool(replicas))
     work.schedule(range(joined))
     work.coordinator.join()
     work.schedule(range(joined, joined + more))[0].fetch()

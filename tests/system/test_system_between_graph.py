@@ -184,6 +184,20 @@ def test_which_program_this_is_must_be_clear(spec, job, task, words):
         zs.BetweenGraphStrategy(resolver)
 
 
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"replicas": 1}, "hear where second copies take over"),
+        ({"stores_per_ps": 2}, "hear where stores are"),
+        ({"on_ps_loss": "restore"}, "go back to the same checkpoint"),
+        ({"resume": "run"}, "enter the session of the next chief"),
+    ],
+)
+def test_what_needs_a_coordinator_is_refused(spec, option, why):
+    with pytest.raises(ValueError, match=f"{why}.* use ParameterServerStrategy"):
+        program(spec, 0, **option)
+
+
 def test_there_must_be_a_ps():
     resolver = zs.cluster_resolver.SimpleClusterResolver(
         zs.ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0

@@ -1,10 +1,13 @@
 """What a look at a live run finds, in runs that are held up on purpose."""
 
 import asyncio
+import contextlib
+import socket
 import threading
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zstrat as zs
@@ -76,3 +79,134 @@ def test_bytes_that_lie_on_one_parameter_server_are_named(daemons, coordinator):
     assert imbalance.task == f"ps:{server}"
     assert imbalance.numbers[f"ps:{server}"] > 0.9 * sum(imbalance.numbers.values())
     assert "variable_partitioner" in imbalance.advice
+
+
+def waits(seconds):
+    """A step that computes for so long."""
+
+    @zs.function(eager=True)
+    def step():
+        threading.Event().wait(seconds)  # for a chip that is not there
+
+    return step
+
+
+def named(found, what):
+    return {limit.task for limit in found.limits if limit.what == what}
+
+
+def test_workers_that_compute_are_named(daemons, coordinator):
+    step = waits(0.2)
+    for _ in range(20):
+        coordinator.schedule(step)
+    coordinator.join()
+    found = looked_at(daemons)
+    assert found.limits[0].what == "compute"
+    assert named(found, "compute") <= {"worker:0", "worker:1"}
+    assert found.limits[0].numbers["compute_p50"] >= 0.2 / 1.25
+    assert not named(found, "full queue")
+
+
+def test_a_program_that_does_not_schedule_fast_enough_is_named(daemons, coordinator):
+    step = waits(0.001)
+    for _ in range(10):
+        coordinator.schedule(step).fetch()
+        threading.Event().wait(0.3)  # the program does something else
+    found = looked_at(daemons)
+    assert found.limits[0].what == "queue"
+    assert "has nothing to do" in found.limits[0].words
+    assert "schedule more steps" in found.limits[0].advice
+
+
+def test_a_program_that_waits_in_schedule_is_named(daemons):
+    with zs.ParameterServerStrategy(daemons.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy, max_queued=2)
+        step = waits(0.1)
+        for _ in range(20):
+            coordinator.schedule(step)
+        found = looked_at(daemons)  # before what waits is gone
+        coordinator.join()
+    assert named(found, "full queue") == {"program"}
+    assert found.limits[0].what == "compute", "that is why"
+
+
+def test_values_that_are_old_are_named(daemons, monkeypatch):
+    monkeypatch.setenv("ZSTRAT_PREFETCH", "16")
+    with zs.ParameterServerStrategy(daemons.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            v = zs.Variable(np.zeros(4, np.float32), name="old")
+            optimizer = zs.Optimizer(optax.sgd(0.1))
+
+        @zs.function
+        def step():
+            _, gradient = zs.value_and_grad(lambda v: jnp.sum(v**2))(v)
+            optimizer.apply_gradients([(gradient, v)])
+
+        for _ in range(400):
+            coordinator.schedule(step)
+        coordinator.join()
+        found = looked_at(daemons)
+    (stale,) = [limit for limit in found.limits if limit.what == "stale"]
+    assert stale.numbers["p50"] > 6
+    assert "2 workers make about 3 by themselves" in stale.words
+
+
+class Slow:
+    """A way to a task, on which all that it says takes 50 ms longer."""
+
+    def __init__(self, address):
+        self._there = address.removeprefix("ipc://")
+        self.address = f"{address}-slow"
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(f"{self._there}-slow")
+        self._server.listen()
+        self._lines = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self):
+        for line in (self._server, *self._lines):
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            line.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._server.accept()
+                there = socket.socket(socket.AF_UNIX)
+                there.connect(self._there)
+                self._lines += [here, there]
+                for way in ((here, there, 0.0), (there, here, 0.05)):
+                    threading.Thread(target=self._copy, args=way, daemon=True).start()
+
+    def _copy(self, source, target, seconds):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                threading.Event().wait(seconds)
+                target.sendall(data)
+
+
+def test_the_way_to_one_of_two_parameter_servers_is_named(daemons):
+    spec = daemons.spec.as_dict()
+    with contextlib.closing(Slow(spec["ps"][1])) as slow:
+        ways = zs.ClusterSpec({**spec, "ps": [spec["ps"][0], slow.address]})
+        resolver = zs.cluster_resolver.SimpleClusterResolver(ways)
+        with zs.ParameterServerStrategy(resolver) as strategy:
+            coordinator = zs.ClusterCoordinator(strategy)
+            with strategy.scope():
+                both = [zs.Variable(np.zeros(4, np.float32)) for _ in range(2)]
+            assert {v.device.split("/task:")[1][0] for v in both} == {"0", "1"}
+
+            @zs.function
+            def step():
+                for v in both:
+                    v.assign_add(v.value() + 1)
+
+            for _ in range(30):
+                coordinator.schedule(step)
+            coordinator.join()
+            found = looked_at(daemons)
+    assert found.limits[0].what == "pull of ps:1"
+    assert found.limits[0].task.startswith("worker:")
+    assert "so it is the way that takes" in found.limits[0].words

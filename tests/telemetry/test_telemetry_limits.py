@@ -116,6 +116,26 @@ def test_workers_that_get_too_little_of_what_waits():
     assert "closures_in_flight" in found.advice
 
 
+def test_a_full_queue_is_a_remark_while_workers_are_busy():
+    metrics = {
+        "tasks": {"worker:0": worker(compute=0.9)},
+        "queued_closures": 500,
+        "queue_full": True,
+    }
+    compute, full = limits(metrics)
+    assert compute.what == "compute"
+    assert (full.task, full.what, full.share) == ("program", "full queue", 0.0)
+    assert "500 closures are left" in full.words
+
+
+def test_a_queue_that_is_too_short_keeps_workers_waiting():
+    metrics = {"tasks": {"worker:0": worker(idle=0.8)}, "queue_full": True}
+    queue, _ = limits(metrics)
+    assert queue.what == "queue"
+    assert "the program may not schedule more" in queue.words
+    assert "max_queued" in queue.advice
+
+
 def test_steps_that_compute_from_old_values():
     four = {f"worker_{n}": worker(compute=0.2) for n in range(4)}
     usual = {"p50": 7.0, "p99": 9.0}

@@ -2,6 +2,7 @@
 
 import asyncio
 import grp
+import logging
 import os
 import pwd
 import shutil
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import DeadlineExceededError, PermissionDeniedError
+from zstrat.errors import DeadlineExceededError, PermissionDeniedError, ZstratError
 from zstrat.transport import Secrecy, Security, _dial, _opening, generate_keys
 from zstrat.wire import Done, Inspect, Job, Pull, Read, Statistics
 
@@ -47,6 +48,23 @@ async def test_a_role_is_that_of_the_key(net, served, folder):
     _, address, _ = served
     for job in ("chief", "worker", "observer"):
         assert await honest(net, address, folder, job) == Statistics({"role": job})
+
+
+async def test_whoever_is_expected_by_its_role_has_to_have_its_key(net, served, folder):
+    """A worker without a number yet, at a server whose number it does not know; there
+    may be several."""
+    _, address, _ = served
+    ours = Security.load(folder, "worker")
+    unnumbered = {"index": -1, "security": ours}
+    for _ in range(2):
+        link, _ = await net.open(address, expect=("ps", None), **unnumbered)
+        assert await link.request(Inspect()) == Statistics({"role": "worker"})
+    link, _ = net.link(address, expect=("worker", None), **unnumbered)
+    with pytest.raises((PermissionDeniedError, DeadlineExceededError)):
+        await link.wait_open(soon(1.0))
+    link, _ = net.link(address, job="chief", expect=("ps", None), **unnumbered)
+    with pytest.raises(ZstratError):
+        await link.wait_open(soon())
 
 
 async def test_bodies_travel_encrypted(net, served, folder):
@@ -130,6 +148,28 @@ async def test_who_has_no_keys_that_fit_is_told_soon(
     link, _ = net.link(served[1], expect=PS, security=security)
     with pytest.raises(PermissionDeniedError, match="does not let us in"):
         await link.wait_open(soon(60.0))
+
+
+async def test_a_refusal_that_nobody_waits_for_is_told_to_the_log(
+    net, served, tmp_path, brief
+):
+    """A worker with keys of another cluster, say, without which training goes on."""
+    said = asyncio.Queue()
+    hearing = logging.Handler(logging.WARNING)
+    hearing.emit = lambda record: said.put_nowait(record.getMessage())
+    generate_keys(tmp_path / "others")
+    security = Security.load(tmp_path / "others", "worker")
+    logging.getLogger("zstrat.transport").addHandler(hearing)
+    try:
+        link, _ = net.link(served[1], expect=PS, security=security)
+        async with asyncio.timeout(60):
+            while "does not let us in" not in (words := await said.get()):
+                pass  # what the server has to say of it
+    finally:
+        logging.getLogger("zstrat.transport").removeHandler(hearing)
+    assert f"at {served[1]}" in words
+    with pytest.raises(PermissionDeniedError):
+        await link.wait_open(soon())
 
 
 async def test_a_proxy_whose_daemon_is_about_to_start_is_no_refusal(

@@ -246,3 +246,37 @@ async def test_a_link_whose_key_has_gone_tries_on(net, machines):
     client.copy()
     await net.serve(address, security=server.security("ps"), settings=QUICK)
     assert await opened(caller, link) == SERVED
+
+
+def test_pairs_that_were_added_after_the_first_step_change_with_the_others(
+    folder, tmp_path
+):
+    assert rotate_keys(folder) == "next"
+    known = {file.name: file.read_text() for file in (folder / "next").iterdir()}
+    generate_keys(tmp_path / "more", {Job.WORKER: 4})
+    for kind in ("public", "secret"):
+        shutil.copy(tmp_path / "more" / f"worker-3.{kind}", folder)
+    added = Security.load(folder, "worker", 3).keys.public
+    assert rotate_keys(folder) == "next"
+    after = {file.name: file.read_text() for file in (folder / "next").iterdir()}
+    assert after.keys() - known.keys() == {"worker-3.public", "worker-3.secret"}
+    assert known.items() <= after.items()
+    assert rotate_keys(folder) == "previous"
+    keys = Security.load(folder, "worker", 3).keys
+    assert keys.public != added
+    assert added in keys.owners
+    assert rotate_keys(folder) == ""
+    assert added not in Security.load(folder, "worker", 3).keys.owners
+
+
+def test_strangers_do_not_have_the_folder_read_all_the_time(folder):
+    """Each look at the clock takes a second, so a look at the folder does."""
+    now = count(100)
+    security = Security.load(folder, "ps", clock=lambda: float(next(now)))
+    security.look_again()
+    rotate_keys(folder)
+    looks = 0
+    while len(security.keys.owners) == len(list(folder.glob("*.public"))):
+        security.look_again()
+        looks += 1
+    assert looks == 19  # eighteen of them in vain

@@ -293,3 +293,23 @@ async def make_world():
     yield make
     for world in worlds:
         await world.end()
+
+
+class Clock:
+    """Stands still until it is told otherwise."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+async def timed():
+    clock = Clock()
+    world = World(clock=clock)
+    world.clock = clock
+    await world.open()
+    yield world
+    await world.end()

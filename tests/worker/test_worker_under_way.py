@@ -7,21 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import World
 from pipeline_drive import Drive
 
 from zstrat.program import function
 from zstrat.worker import Pipeline
-
-
-class Clock:
-    """Stands still until it is told otherwise."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 class Gate:
@@ -36,16 +25,6 @@ class Gate:
 
     async def wait_reached(self):
         assert await asyncio.to_thread(self.reached.wait, 60)
-
-
-@pytest.fixture
-async def timed():
-    clock = Clock()
-    world = World(clock=clock)
-    world.clock = clock
-    await world.open()
-    yield world
-    await world.end()
 
 
 async def test_a_step_of_a_minute_is_told_while_it_runs_and_its_rate_afterwards(timed):

@@ -50,7 +50,8 @@ async def _serve(
     spec: ClusterSpec, settings: Settings, timeout: float, http: str
 ) -> int:
     async with Observer(spec, settings) as observer:
-        with ObservedRun(observer) as run, serve_page(http) as server:
+        patience = settings.timeouts.patience
+        with ObservedRun(observer, patience) as run, serve_page(http) as server:
             click.echo(server.url)
             run.take(await observer.look(timeout))
             if missing := run.readiness():

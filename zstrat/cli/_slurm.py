@@ -16,7 +16,7 @@ import click
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.launch import requeue, run_beside, slurm, slurm_program
+from zstrat.launch import GPUS_BY_NODE, requeue, run_beside, slurm, slurm_program
 
 from ._options import fail, settings
 from ._signals import as_interrupts
@@ -93,8 +93,13 @@ def batch_script(
     """What sbatch is given. The user's options come last, so theirs count.
 
     Raises:
-        ValueError: An option, or the name of the program, would not stay on its line.
+        ValueError: An option, or the name of the program, would not stay on its line;
+            or an option would have each task get the same GPU.
     """
+    by_task = ("--gpus-per-task", "--ntasks-per-gpu")
+    for option in options:
+        if option.startswith(by_task):
+            raise ValueError(f"{option}: {GPUS_BY_NODE}")
     name = f"--job-name={Path(program[0]).name}"
     said = [f"--ntasks={tasks}", name, *_OURS, *options]
     for option in said:

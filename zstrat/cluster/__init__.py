@@ -6,6 +6,10 @@ from ._detect import launch_in as launch_in
 from ._detect import launched_together as launched_together
 from ._detect import resolver_of as resolver_of
 from ._google import GCEClusterResolver as GCEClusterResolver
+from ._gpus import GPUS_VARIABLE as GPUS_VARIABLE
+from ._gpus import parts_of as parts_of
+from ._gpus import take_part as take_part
+from ._gpus import visible_gpus as visible_gpus
 from ._hostlist import expand_hostlist as expand_hostlist
 from ._hostlist import expand_tasks_per_node as expand_tasks_per_node
 from ._kubernetes import ExecutableLocation as ExecutableLocation

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat import config
 
+from ._gpus import take_part
 from ._hostlist import MAX_HOSTS
 from ._ports import agreed_port
 from ._resolver import SimpleClusterResolver
@@ -72,6 +73,11 @@ class Launch:
     def is_slurm(self) -> bool:
         """Whether Slurm's own resolver knows where all are."""
         return self.said_by.startswith("SLURM_")
+
+    @property
+    def is_mpi(self) -> bool:
+        """Whether MPI says it: it is known where all are if they are on one host."""
+        return self.said_by.startswith(("OMPI_", "PMI_"))
 
 
 def launched_together(env: Mapping[str, str]) -> tuple[str, int, str] | None:
@@ -278,7 +284,12 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
     if launch is None:
         _require_none(jobs)
         return TFConfigClusterResolver()
-    return SlurmClusterResolver(jobs) if launch.is_slurm else resolver_of(launch, jobs)
+    if launch.is_slurm:
+        return SlurmClusterResolver(jobs)
+    found_by_rank = resolver_of(launch, jobs)
+    if launch.is_mpi:
+        take_part(launch.rank, launch.size)
+    return found_by_rank
 
 
 def resolver_of(

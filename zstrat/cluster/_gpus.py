@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Final, final
 
 from zstrat import config
 
+from ._hostlist import natural_order
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+GPUS_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _PATIENCE: Final = 60.0
 """Seconds for nvidia-smi, which loads the driver first if nothing keeps it loaded."""
 
@@ -30,7 +32,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str] | None:
     CUDA stops reading at the first entry that names no device, as in "-1" or Slurm's
     "NoDevFiles".
     """
-    text = env.get(VARIABLE)
+    text = env.get(GPUS_VARIABLE)
     if text is None:
         return None
     shown: list[str] = []
@@ -64,7 +66,8 @@ def _ask_driver() -> int:
         said = error.stdout if isinstance(error, subprocess.CalledProcessError) else ""
         raise RuntimeError(
             f"Could not get number of GPUs from nvidia-smi: {error}. {said or ''}"
-            "Give gpus_per_node, 0 where none is to be used"
+            "Set CUDA_VISIBLE_DEVICES, to '' where none is to be used, or give a "
+            "SlurmClusterResolver gpus_per_node"
         ) from error
     return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
 
@@ -91,10 +94,10 @@ _memory = _GpuEnvironment()
 def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
     """The environment as it was before this process took its share, if it did."""
     taken = _memory.taken
-    if taken is None or env.get(VARIABLE) != taken.share:
+    if taken is None or env.get(GPUS_VARIABLE) != taken.share:
         return env  # or somebody else has set it since
-    others = {name: value for name, value in env.items() if name != VARIABLE}
-    return others if taken.found is None else {**others, VARIABLE: taken.found}
+    others = {name: value for name, value in env.items() if name != GPUS_VARIABLE}
+    return others if taken.found is None else {**others, GPUS_VARIABLE: taken.found}
 
 
 def share_of(
@@ -115,11 +118,49 @@ def share_of(
     return shown[local * per_task : (local + 1) * per_task]
 
 
+def parts_of(env: Mapping[str, str], tasks: int) -> list[list[str]]:
+    """The GPUs of each of several tasks of a machine that all see the same ones:
+    equally many, in the order of their numbers, whatever the order in which they are
+    listed (Dask's workers on GPUs each have another one first). Of more tasks than
+    GPUs, several have one together, in turn. Empty if it is to stay as it is: a task is
+    alone, or jax is told to use other devices, or there are no GPUs.
+
+    Args:
+        env: As `before_shares` has it.
+
+    Raises:
+        RuntimeError: nvidia-smi is there and fails.
+    """
+    platforms = env.get("JAX_PLATFORMS", "")
+    if tasks < 2 or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
+        return [[]] * tasks
+    shown = visible_gpus(env)
+    if shown is None:
+        shown = [str(number) for number in range(_ask_driver())]
+    if not shown:
+        return [[]] * tasks
+    shown.sort(key=natural_order)
+    each = len(shown) // tasks
+    if not each:
+        return [[shown[place % len(shown)]] for place in range(tasks)]
+    return [shown[place * each : (place + 1) * each] for place in range(tasks)]
+
+
+def take_part(place: int, tasks: int) -> list[str]:
+    """Makes its part (`parts_of`) all that this process sees, and returns it. Before
+    jax looks for devices; a second call finds the same part."""
+    env = before_shares(config.environment())
+    part = parts_of(env, tasks)[place]
+    if part:
+        take_share(env, part)
+    return part
+
+
 def take_share(env: Mapping[str, str], share: list[str]) -> None:
     """Makes the share all that this process sees.
 
     Args:
         env: As `before_shares` has it.
     """
-    _memory.taken = _Taken(env.get(VARIABLE), ",".join(share))
-    config.set_environment(VARIABLE, _memory.taken.share)
+    _memory.taken = _Taken(env.get(GPUS_VARIABLE), ",".join(share))
+    config.set_environment(GPUS_VARIABLE, _memory.taken.share)

@@ -31,6 +31,7 @@ from zstrat.wire import (
     Printed,
     SessionOpened,
     Telemetry,
+    WorkerReported,
 )
 
 from ._fences import Fences
@@ -140,7 +141,9 @@ class Cluster:
         self._replicas = replicas
         self._make_link, self._listens = make_link, listens
         self.membership = Membership(workers)
-        self.turnover = Turnover(self, self.membership, timeouts.drain)
+        self.turnover = Turnover(
+            self, self.membership, timeouts.drain, timeouts.connect
+        )
         self.ps = [
             self._task("ps", index, index, at)
             for index, at in enumerate(self._addresses)
@@ -238,7 +241,8 @@ class Cluster:
             for task in self.ps[len(self._home) :]:
                 task.park()
             await self.replication.found(deadline)
-        await arrive(self.ps, self.workers, deadline)
+        if self.replication is None or not self.name:
+            await arrive(self.ps, self.workers, deadline)
         if self.name:
             await self._adopt(deadline)
         await all_joined(self.workers, min(deadline, loop.time() + SETTLING))
@@ -253,7 +257,10 @@ class Cluster:
             return
         self._closing = True
         if self.timeline is not None:
-            await self.timeline.close(LEAVING)
+            try:
+                await self.timeline.close(LEAVING)
+            except Exception:  # to the log: all else has to be closed
+                log.exception("ending the time line")
         self.seen.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
@@ -403,6 +410,7 @@ class Cluster:
                 self._make_link,
                 self._replicas,
                 self._stores_per_ps,
+                self.name,
             )
         return self.replication
 
@@ -417,6 +425,9 @@ class Cluster:
             return
         if isinstance(message, Printed):
             self.seen.printed(task.name, message.texts)
+        if isinstance(message, WorkerReported):
+            self.worker_reported(task, message)
+            return
         if id(task) in self._ps_ids:
             if self.replication is not None:
                 self.replication.heard(task, message)
@@ -430,6 +441,11 @@ class Cluster:
         return objection_to(task, hello, opened, self.workers, self._fixed)
 
     # ---- workers that come and go ----------------------------------------------------
+
+    def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
+        """A worker has reported itself at the process of a parameter server."""
+        if not self._closing:
+            self.turnover.reports.heard(task, message)
 
     def admit(self, index: int, number: int, address: str) -> TaskSession:
         """Begins to greet a worker, whose per-worker resources are built before its
@@ -554,7 +570,10 @@ class Cluster:
     async def _adopt(self, deadline: float) -> None:
         """Goes on with what is there under the name, or begins anew."""
         try:
-            found = adopted(self.name, self.session, self.ps)
+            if self.replication is None:
+                found = adopted(self.name, self.session, self.ps)
+            else:
+                found = await self.replication.take_over(deadline)
         except PSUnavailableError as error:
             if not self._begins_anew:
                 raise
@@ -562,13 +581,14 @@ class Cluster:
             self.begin_anew()
             self.origin, found = self.session, None
             self.follow()
-            await asyncio.gather(*(task.wait_ready(deadline) for task in self.ps))
+            await arrive(self.ps, self.workers, deadline)
             await all_joined(self.workers, deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", self.name)
         for task in self.ps:
             task.keep_origin(self.origin)
+        await arrive(self.ps, self.workers, deadline)
 
 
 def _heed(doing: str, answer: asyncio.Future[Message]) -> None:

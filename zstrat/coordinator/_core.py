@@ -187,6 +187,7 @@ class CoordinatorCore:
                 tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
             ),
             "queued_closures": queue.queued,
+            "queue_full": queue.is_full,
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,

@@ -36,7 +36,7 @@ from zstrat.wire import (
 from ._fences import Marking
 from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
-from ._queue import Closure, Ended
+from ._queue import Closure, Ended, QueueLeft
 from ._resources import Builder
 from ._seen import short
 from ._worker_channel import WorkerChannel
@@ -97,6 +97,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._left = QueueLeft()
         for task in workers:
             self.admit(task)
 
@@ -329,7 +330,9 @@ class Dispatcher:
             # them: the closures that follow may need them.
             runs = not records and self.engine.broken is None and queue.runs
             grants = self.members.grants(*queue.ready(now)) if runs else []
+            full = queue.is_full
             work = [(grant, self._take(grant, now)) for grant in grants]
+            self._left = QueueLeft(queue.queued, full)
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.notify()
@@ -385,7 +388,7 @@ class Dispatcher:
     ) -> None:
         notes = self.engine.notes
         began = 0.0 if notes is None else time.monotonic()
-        channel.dispatch(closures, low_water)
+        channel.dispatch(closures, low_water, self._left)
         self.dispatches += 1
         if notes is not None:
             name = short(channel.task.name)

@@ -52,6 +52,15 @@ if TYPE_CHECKING:
     from ._pending_errors import CallSite
     from ._values import RemoteValue
 
+
+class QueueLeft(NamedTuple):
+    """What is left when closures were handed out: so many wait, and before that there
+    was no room for more."""
+
+    waiting: int = 0
+    full: bool = False
+
+
 MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
 MAX_AHEAD: Final = 2**19

@@ -77,7 +77,11 @@ class SeenRun:
             logging.getLogger(name).removeFilter(self._logged)
 
     def _logged(self, record: logging.LogRecord) -> bool:
-        self._line("program", record.levelname, record.getMessage())
+        try:
+            text = record.getMessage()
+        except Exception:  # to the reader: who logs is told by logging's own handlers
+            text = f"{record.msg!s} (and arguments that do not fit: {record.args!r})"
+        self._line("program", record.levelname, text)
         return True
 
     def _line(self, name: str, level: str, text: str) -> None:
@@ -117,7 +121,10 @@ class SeenRun:
 
     def _task(self, task: TaskSession, state: str, error: str) -> TaskTold:
         name = short(task.name)
-        error = error or self._losses.get(name, "")
+        loss = self._losses.get(name, "")
+        if loss and state == "open":
+            loss = f"was lost, and is back: {loss}"
+        error = error or loss
         return TaskTold(state, task.address, error, self._told.get(name, {}))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._members import Member
-    from ._queue import Closure
+    from ._queue import Closure, QueueLeft
     from .connecting import TaskSession
 
 
@@ -96,7 +96,9 @@ class WorkerChannel:
             return error
         return None
 
-    def dispatch(self, closures: Iterable[Closure], low_water: int) -> None:
+    def dispatch(
+        self, closures: Iterable[Closure], low_water: int, left: QueueLeft
+    ) -> None:
         """Sends closures whose calls were shipped, all in one message."""
         batches: list[Batch] = []
         inputs: list[bytes] = []
@@ -115,7 +117,7 @@ class WorkerChannel:
             if closure.inputs:
                 inputs.append(closure.inputs)
         self.task.link.notify(
-            Dispatch(self.session, low_water, batches, b"".join(inputs))
+            Dispatch(self.session, low_water, batches, b"".join(inputs), *left)
         )
 
     def forget(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +35,14 @@ import ray
 from ray.train.backend import Backend, BackendConfig
 
 from zstrat.cluster import free_ports, host_and_port
-from zstrat.config import environment, set_environment
+from zstrat.config import set_environment
 from zstrat.launch.fleet import write_keys
 from zstrat.transport import generate_keys
 
 _IN_MEMORY: Final = Path("/dev/shm")
-"""Keys of a worker that is killed stay, but never on a disk."""
+_REMOVING: Final = ("/bin/sh", "-c", 'read -r _; rm -rf -- "$0"')
+"""Removes a folder once its standard input ends, which is when the worker does, however
+that comes."""
 
 
 @dataclass
@@ -77,6 +79,15 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
         worker_group.execute(forget_keys)
 
 
+class _WorkerKeys:
+    """What this process has."""
+
+    remover: subprocess.Popen[bytes] | None = None
+
+
+_held: Final = _WorkerKeys()
+
+
 def own_address() -> str:
     """In a worker: where the others reach it. The port is free now; it is bound when
     the program makes its strategy."""
@@ -96,16 +107,21 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
     set_environment("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     # Each strategy that the program makes reads them: they stay until the end.
     place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place)) / "keys"
-    write_keys(folder, keys)
-    set_environment("ZSTRAT_KEYS", str(folder))
+    folder = Path(tempfile.mkdtemp(prefix="zstrat-keys-", dir=place))
+    _held.remover = subprocess.Popen(
+        [*_REMOVING, str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # who ends the worker with its group leaves this one
+    )
+    write_keys(folder / "keys", keys)
+    set_environment("ZSTRAT_KEYS", str(folder / "keys"))
 
 
 def forget_keys() -> None:
-    """In a worker: removes the keys of its run."""
-    folder = Path(environment().get("ZSTRAT_KEYS", ""))
-    if folder.parent.name.startswith("zstrat-keys-"):
-        shutil.rmtree(folder.parent, ignore_errors=True)
+    """In a worker: removes the keys of its run; returns when they are gone."""
+    remover, _held.remover = _held.remover, None
+    if remover is not None:
+        remover.communicate()
 
 
 def _fresh_keys() -> dict[str, str]:

@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Final
 from zstrat.cluster import free_ports
 
 from ._child import inherited
+from ._runtime_dir import divided
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ class _CopiesRun:
     def __init__(self, copies: Copies, addresses: Sequence[str], write: Write) -> None:
         self._copies, self._write = copies, write
         self._cluster = {"worker": list(addresses)}
+        self._found = divided(inherited(), copies.count)
         self._left = copies.restarts
         self._is_ending = False
         self._groups: set[int] = set()
@@ -176,7 +178,8 @@ class _CopiesRun:
         task = {"type": "worker", "index": index}
         config = json.dumps({"cluster": self._cluster, "task": task})
         # Whoever watches wants lines when they are printed.
-        return {"PYTHONUNBUFFERED": "1", **inherited(), "TF_CONFIG": config}
+        found = self._found[index]
+        return {"PYTHONUNBUFFERED": "1", **found, "TF_CONFIG": config}
 
 
 def _started(

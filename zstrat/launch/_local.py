@@ -23,7 +23,7 @@ from zstrat.config import environment, settings_from
 from zstrat.errors import ClosedError, DeadlineExceededError
 
 from ._child import Child, KeptLogs, wait_ready
-from ._runtime_dir import RuntimeDir, daemon_environment, share, virtual
+from ._runtime_dir import RuntimeDir, daemon_environment, divided, share, virtual
 from ._task import GRACE
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class LocalCluster:
             (the last one that the system has). Default: ``ZSTRAT_LANE``.
         env: Variables for the daemons, over those of this process. The folder of the
             program comes before a ``PYTHONPATH``. ``NPROC`` is the number of XLA's
-            threads; if it is in neither, the workers share the cores.
+            threads; if it is in neither, the workers share the cores. They divide the
+            GPUs that ``CUDA_VISIBLE_DEVICES`` lists, or all, equally.
         worker_devices: Virtual CPU devices per worker, with ``JAX_PLATFORMS=cpu``.
         logs: "files" in the cluster's folder, or "terminal".
         directory: Folder for sockets and logs, kept afterwards; default: a new one of
@@ -108,6 +109,8 @@ class LocalCluster:
             and says where it is kept.
         DeadlineExceededError: The daemons were not ready in ``timeouts.connect``.
         TypeError: A count is not a whole number.
+        RuntimeError: nvidia-smi is there and fails; ``CUDA_VISIBLE_DEVICES`` is what
+            it would be asked for.
     """
 
     def __init__(
@@ -128,16 +131,21 @@ class LocalCluster:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
         self.lane = lane or self._settings.lane
-        place = RuntimeDir.made(self.lane, directory)
-        self.directory = place.folder
         self._extra = () if worker_devices is None else virtual(worker_devices)
         daemons = daemon_environment(self._settings, self.lane, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
+        if self._extra:
+            workers["JAX_PLATFORMS"] = "cpu"
+        found: dict[str, list[Mapping[str, str]]] = {
+            "ps": [daemons] * num_ps,
+            "worker": divided(workers, num_workers),
+        }
+        place = RuntimeDir.made(self.lane, directory)
+        self.directory = place.folder
         self._children: dict[str, Child] = {}
         kept = KeptLogs(directory is None)
-        jobs = ("ps", num_ps, daemons), ("worker", num_workers, workers)
-        for job, count, variables in jobs:
-            for index in range(count):
+        for job, environments in found.items():
+            for index, variables in enumerate(environments):
                 name = f"{job}-{index}"
                 path = place.folder / f"{name}.log" if logs == "files" else None
                 child = Child(job, index, place.address(name), path, variables, kept)

@@ -16,7 +16,7 @@ from zstrat.telemetry import TaskTold, report
 from zstrat.transport.health import register, unregister
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
     from typing import NoReturn, Self
 
@@ -38,12 +38,24 @@ def told_by(status: TaskStatus) -> TaskTold:
 @final
 class ObservedRun:
     """The tasks of one cluster, looked at once a second by an observer. A context
-    manager, on the loop: in the block whoever asks this process is answered."""
+    manager, on the loop: in the block whoever asks this process is answered.
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._began = time.monotonic()
+    Args:
+        patience: Seconds of silence after which a task that has answered is lost, as
+            its peers would take it.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        patience: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._observer, self._patience, self._clock = observer, patience, clock
+        self._began = clock()
         self._seen: dict[str, TaskTold] = {}
+        self._answered: dict[str, float] = {}
+        """When each task has done so last."""
         self._lines: deque[PlainTree] = deque(maxlen=LINES)
 
     def readiness(self) -> str:
@@ -55,7 +67,7 @@ class ObservedRun:
         """As of the session of a program: ``coordinator`` has its metrics. From any
         thread."""
         metrics: dict[str, PlainTree] = {
-            "seconds": time.monotonic() - self._began,
+            "seconds": self._clock() - self._began,
             **report(dict(self._seen)),
             "logs": list(self._lines),
         }
@@ -65,9 +77,17 @@ class ObservedRun:
         """What one look has found."""
         for status in seen:
             told, before = told_by(status), self._seen.get(status.task)
+            if not status.problem:
+                self._answered[status.task] = self._clock()
+            elif self._is_patient(status.task):
+                continue
             if before is None or before.state != told.state:
                 self._line(status.task, told)
             self._seen[status.task] = told
+
+    def _is_patient(self, task: str) -> bool:
+        answered = self._answered.get(task)
+        return answered is not None and self._clock() - answered < self._patience
 
     async def look_on(self) -> NoReturn:
         """Looks until cancelled."""
@@ -92,4 +112,4 @@ class ObservedRun:
     def _line(self, task: str, told: TaskTold) -> None:
         level = "INFO" if told.state == "open" else "ERROR"
         words = f"{task} is {told.state}: {told.last_error or told.address}"
-        self._lines.append([time.monotonic() - self._began, "observer", level, words])
+        self._lines.append([self._clock() - self._began, "observer", level, words])

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from zstrat.cluster import GPUS_VARIABLE, parts_of
 from zstrat.config import LANES
 
 from ._child import inherited
@@ -68,6 +69,16 @@ def share(workers: int) -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, cores // workers)
+
+
+def divided(env: Mapping[str, str], tasks: int) -> list[Mapping[str, str]]:
+    """The environment of each of several tasks of this machine, which divide its GPUs.
+
+    Raises:
+        RuntimeError: nvidia-smi is there and fails.
+    """
+    parts = parts_of(env, tasks)
+    return [{**env, GPUS_VARIABLE: ",".join(part)} if part else env for part in parts]
 
 
 def daemon_environment(

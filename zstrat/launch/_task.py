@@ -32,7 +32,7 @@ from zstrat.ps import (
 )
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
-from zstrat.wire import DropStore, HostStore, Inspect, Job, Statistics
+from zstrat.wire import AskCopies, DropStore, HostStore, Inspect, Job, Statistics
 
 from ._imports import kept_for_good
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
-    from zstrat.worker import Listen
+    from zstrat.worker import Listen, WorkerService
 
 
 def resident_bytes() -> int:
@@ -126,6 +126,8 @@ class Task:
         self._hosted: HostedStores | None = None
         """Of a ps."""
         self._ps: PsService | None = None
+        self.worker: WorkerService | None = None
+        """If it is one."""
         self._returns = 0.0
         """Seconds in which another process goes on with what was here."""
         self._handover, self._inherited = self._left()
@@ -253,7 +255,8 @@ class Task:
             return Statistics(self.statistics())
         if type(message) in GROUP_MESSAGES:
             return self._node.handle(remote, message)
-        if isinstance(message, HostStore | DropStore) and self._hosted is not None:
+        hosting = AskCopies | HostStore | DropStore
+        if isinstance(message, hosting) and self._hosted is not None:
             return self._hosted.handle(remote, message)
         return self._service.handle(remote, message)
 
@@ -329,6 +332,7 @@ class Task:
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
+            on_adopted=lambda owner: hosted.adopt(owner),
             leaves=self._handover is not None,
             inherited=None if left is None else left.own,
         )
@@ -357,6 +361,7 @@ class Task:
             listen=self._listen,
             tells=True,
         )
+        self.worker = service
         return service, service.close, None
 
     def _link_to_ps(

@@ -3,7 +3,7 @@
 A coordinator owns the session, creates, deletes and ships optimizers; it and the
 workers pull, push, and tell which variables an optimizer moves (data, no code); the
 evaluator pulls; anybody may inspect. A worker that is a program of its own joins the
-session of the one that creates the variables.
+session of the one that creates the variables; one that no program knows reports itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zstrat.errors import (
     StaleSessionError,
 )
 from zstrat.wire import (
+    AnswerReport,
     AskClock,
     AskParts,
     AttachBackup,
@@ -46,6 +47,7 @@ from zstrat.wire import (
     RaiseMark,
     ReadSnapshot,
     ReleaseSnapshot,
+    ReportWorker,
     StoreTensors,
     Withdraw,
     WriteSnapshot,
@@ -71,6 +73,8 @@ class Caller(Protocol):
 ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
     JoinSession: frozenset({Job.WORKER}),
+    ReportWorker: frozenset({Job.WORKER}),
+    AnswerReport: frozenset({Job.CHIEF}),
     CloseSession: frozenset({Job.CHIEF}),
     CreateVariables: frozenset({Job.CHIEF}),
     InitializeVariables: frozenset({Job.CHIEF}),

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Final, cast
 
 from zstrat.errors import (
+    InvalidArgumentError,
     StaleSessionError,
     ZstratError,
 )
@@ -22,6 +23,7 @@ from zstrat.telemetry.timeline import columns_of
 from zstrat.transport import lanes, moved_bytes
 from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
+    AnswerReport,
     AppliedParts,
     AskClock,
     AskParts,
@@ -42,6 +44,7 @@ from zstrat.wire import (
     Inspect,
     Job,
     JoinSession,
+    LeftCopy,
     Message,
     OpenSession,
     Ownership,
@@ -50,11 +53,13 @@ from zstrat.wire import (
     PullRows,
     Push,
     RaiseMark,
+    ReportWorker,
     SessionOpened,
     Statistics,
 )
 
 from ._joining import Joining
+from ._reports import WorkerReports
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
 from ._serving import Serving
@@ -88,6 +93,9 @@ _LARGE: Final = 2**20
 """
 
 
+_REPORTS: Final = (ReportWorker, AnswerReport)
+"""What is answered by any process that a program has, whichever stores it serves."""
+
 Capturing = AskClock | BeginCapture | EndCapture
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
@@ -104,6 +112,7 @@ class PsService:
         backup_of: Whose session, the view in it, and the incarnation of the primary, of
             which this is the backup until it is made the primary itself.
         on_cleared: Called when a session is over, and all that it had.
+        on_adopted: Called when another program goes on with what is here.
         make_thread: Makes the threads that do what would hold up the loop.
         leaves: What is here when it ends is left for another process (`left`).
         tells: It tells its coordinator how it is, about once a second.
@@ -121,6 +130,7 @@ class PsService:
         connect: Connect | None = None,
         backup_of: tuple[Owner, int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
+        on_adopted: Callable[[Owner], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
         leaves: bool = False,
@@ -131,6 +141,9 @@ class PsService:
         self._task = task
         self._incarnation = incarnation
         self._on_exit, self._on_cleared = on_exit, on_cleared
+        self._on_adopted = on_adopted
+        self.left_at: float | None = None
+        """When the coordinator was lost; None: it is there. Seconds of ``clock``."""
         self._clock, self._started_at = clock, clock()
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
@@ -169,9 +182,11 @@ class PsService:
             set_aside=self._set_aside,
             connect=connect,
             patience=settings.timeouts.connect,
+            clock=clock,
         )
         admit = self._standing.require_alone
         self._joining = Joining(task, self._ownership, self._store, admit)
+        self._reports = WorkerReports(task, self._ownership, self._tell_owner)
         self._is_aside = backup_of is not None
         """It does not serve its store."""
         self._host = None if backup_of is None else backup_of[0]
@@ -229,7 +244,7 @@ class PsService:
         if self._silence is not None and not isinstance(message, Inspect):
             return self._silence
         try:
-            if self._is_aside:
+            if self._is_aside and not isinstance(message, _REPORTS):
                 return self._handle_aside(remote, message)
             check_role(self._task, remote, message)
             if isinstance(message, Stored):
@@ -244,6 +259,13 @@ class PsService:
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
+                case ReportWorker():
+                    self._require_open()
+                    return self._reports.ask(remote, message)
+                case AnswerReport():
+                    self._ownership.check(message.session)
+                    self._reports.answered(message)
+                    return Done()
                 case AskParts():
                     self._ownership.check(message.session)
                     self._store.claim(message.step, message.attempt)
@@ -345,7 +367,12 @@ class PsService:
         """A connection ended. What its session has here stays until another opens, but
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
+        self._reports.lost(remote)
+        following = self._standing.following
+        if following is not None and following.is_primary(remote):
+            self._standing.parted_at = self._clock()
         if self._ownership.lost(remote):
+            self.left_at = self._clock()
             self._snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
@@ -407,6 +434,7 @@ class PsService:
         self._is_aside |= self._standing.has_backup  # for whatever comes from now on
         if self._silence is None:
             self._joining.close(self._standing.parting)
+            self._reports.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -474,9 +502,16 @@ class PsService:
     ) -> SessionOpened | Awaitable[SessionOpened]:
         self._require_open()
         session, now, ownership = asked.session, time.time(), self._ownership
+        self._require_alone(asked)
         if ownership.adopt(session, remote, remote.hello, now, asked.name):
             self._snapshots.clear()
+            self._standing.adopted(self.left_at, self._settings.timeouts)
+            self._standing.is_to_have_backup = asked.replicas > 0
+            owner = ownership.owner
+            if self._on_adopted is not None and owner is not None:
+                self._on_adopted(owner)
             return self._adopted(session)
+        self.left_at = None
         new = ownership.open(
             session,
             remote,
@@ -492,6 +527,22 @@ class PsService:
         self._joining.look()
         return self._opened(resumed=not new)
 
+    def _require_alone(self, asked: OpenSession) -> None:
+        """
+        Raises:
+            InvalidArgumentError: A program would go on that has no second copies, with
+                what was left in two.
+        """
+        owner = self._ownership.owner
+        if owner is None or owner.session == asked.session or asked.replicas:
+            return
+        if asked.name and owner.name == asked.name and self._standing.is_to_have_backup:
+            raise InvalidArgumentError(
+                f"{self._task}: the session {asked.name!r} was left with second copies "
+                "of the parameter servers: give replicas=1 to go on with it, or "
+                "another name as resume= to begin anew"
+            )
+
     async def _adopted(self, session: int) -> SessionOpened:
         await self._serving.settled()  # what was computed for the session before
         self._ownership.check(session)
@@ -502,6 +553,7 @@ class PsService:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
+        self._reports.look()
         if self._tells and self._notices is None:
             self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
@@ -551,6 +603,39 @@ class PsService:
         """It is the primary of a store that is new, from the beginning, for who asks
         that."""
         self._promoted(remote, view)
+
+    def adopt(self, owner: Owner, left_at: float | None) -> None:
+        """Another program has the process that keeps this copy, and goes on with it.
+
+        Args:
+            left_at: When the process had lost the one before.
+        """
+        self._standing.adopted(left_at, self._settings.timeouts)
+        if (following := self._standing.following) is not None:
+            self._host = owner
+            following.adopt(owner.session)
+
+    def left_copy(self, number: int, left_at: float | None) -> LeftCopy | None:
+        """What a lost program has left here of the store ``number``, if anything.
+
+        Args:
+            left_at: When the process had lost that program.
+        """
+        standing = self._standing
+        owner = self.owner if standing.following is None else self._host
+        if owner is None or not standing.has_any:
+            return None
+        return LeftCopy(
+            number,
+            self.view,
+            "",
+            self._incarnation,
+            owner.origin,
+            is_primary=standing.following is None,
+            is_whole=standing.following is None or standing.following.is_whole,
+            is_sure=standing.is_sure(left_at, self._settings.timeouts),
+            variables=len(self._store),
+        )
 
     def _set_aside(self, aside: bool) -> None:
         self._is_aside = aside

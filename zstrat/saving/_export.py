@@ -6,6 +6,8 @@ program reaches it. Slots of optimizers stay out: nobody else could read them.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -24,15 +26,17 @@ from zstrat.checkpoint import (
 from ._blocking import FileThread, ProgressBar, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
 from ._save import components_of
+from ._servers import cluster_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy as np
 
     from zstrat.checkpoint import StoredTensor
+    from zstrat.variables import Variable
 
     from ._graph import Graph
 
@@ -68,13 +72,16 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
         async with FileThread() as disk:
             await disk(_copy, folder, final)
         return final
-    await _stream(_values_graph(source), final)
+    graph = _values_graph(source)
+    components = components_of(graph)
+    await steadily(components, lambda: _stream(graph, components, final))
     return final
 
 
 def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
     """Writes all values as an Orbax checkpoint (``pip install zstrat[orbax]``): nested
-    dicts of arrays, by the path of each variable. All of them are held in memory.
+    dicts of arrays, by the path of each variable. All of them are held in memory, and
+    training stands still while they are read.
 
     Args: As `export_safetensors`; ``path`` must not exist.
 
@@ -105,8 +112,8 @@ def _values_graph(source: Any) -> Graph:
     return graph_of(source, skip=frozenset({SAVE_COUNTER}))
 
 
-async def _stream(graph: Graph, path: str) -> None:
-    async with FileThread() as disk, PinnedSnapshot(components_of(graph), []) as pinned:
+async def _stream(graph: Graph, components: Sequence[Variable], path: str) -> None:
+    async with FileThread() as disk, PinnedSnapshot(components, []) as pinned:
         logicals = logical_tensors(graph, pinned)
         infos = [
             TensorInfo(each.name or each.variable.value.name, each.dtype, each.shape)
@@ -155,13 +162,28 @@ def _copy(folder: str, path: str) -> None:
 
 def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
     if not isinstance(source, str | os.PathLike):
-        for node in _values_graph(source).variables:
-            yield node.path or node.value.name, node.value.numpy()
+        graph = _values_graph(source)
+        components = components_of(graph)
+        yield from run_blocking(steadily(components, lambda: _read(graph, components)))
         return
     folder = os.fspath(source)
     with CheckpointFiles(folder) as files:
         for name, tensor in _stored_values(folder):
             yield name, files.read(tensor)
+
+
+async def _read(
+    graph: Graph, components: Sequence[Variable]
+) -> list[tuple[str, np.ndarray]]:
+    """All values, as they are between two steps."""
+    clusters = {id(at): at for each in components if (at := cluster_of(each))}
+    async with contextlib.AsyncExitStack() as resting:
+        for cluster in clusters.values():
+            await resting.enter_async_context(cluster.at_rest())
+        return [
+            (node.path or node.value.name, await asyncio.to_thread(node.value.numpy))
+            for node in graph.variables
+        ]
 
 
 def _plain(part: str) -> str:

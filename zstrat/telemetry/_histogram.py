@@ -90,18 +90,9 @@ class Histogram:
 
     def add_many(self, values: ArrayLike) -> None:
         """Counts values ([n], in the unit)."""
-        array = np.ascontiguousarray(values, np.float64)
-        if not array.size:
-            return
-        array = np.where(array > 0, array, 0.0)
-        first, _ = _OCTAVES[self.unit]
-        places = (array.view(np.int64) >> _MANTISSA) - (
-            (first + _BIAS) * _PER_OCTAVE - 1
-        )
-        np.clip(places, 0, len(self._counts) - 1, out=places)
-        self._counts += np.bincount(places, minlength=len(self._counts))
-        self.total += float(array.sum())
-        self.max = max(self.max, float(array.max()))
+        array = np.asarray(values, np.float64)
+        if array.size:
+            self.take(*_counted(array, self.unit))
 
     def merge(self, other: Histogram) -> None:
         """Adds all that the other one has counted.
@@ -196,8 +187,11 @@ class Windowed:
         second = math.floor(now)
         if not self._ring or self._ring[-1][0] != second:
             self._ring.append((second, Histogram(self.total.unit)))
-        self._ring[-1][1].add_many(values)
-        self.total.add_many(values)
+        array = np.asarray(values, np.float64)
+        if array.size:
+            counted = _counted(array, self.total.unit)
+            self._ring[-1][1].take(*counted)
+            self.total.take(*counted)
 
     def recent(self, now: float) -> Histogram:
         """Of those that came in the last `RECENT` seconds, and in the present one, or
@@ -210,6 +204,18 @@ class Windowed:
     def plain(self, now: float) -> dict[str, Plain]:
         """Both, as plain data: ``total`` and ``recent``."""
         return {"total": self.total.plain(), "recent": self.recent(now).plain()}
+
+
+def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
+    """Counts by bucket of values ([n] float64, n > 0), their sum and the largest."""
+    values = np.maximum(values, 0.0)
+    np.copyto(values, 0.0, where=np.isnan(values))
+    first, _ = _OCTAVES[unit]
+    places = (values.view(np.int64) >> _MANTISSA) - ((first + _BIAS) * _PER_OCTAVE - 1)
+    width = len(EDGES[unit])
+    np.clip(places, 0, width - 1, out=places)
+    counts = np.bincount(places, minlength=width)
+    return counts, float(values.sum()), float(values.max())
 
 
 def merged(histograms: Iterable[Histogram], unit: Unit = Unit.SECONDS) -> Histogram:

@@ -44,7 +44,7 @@ class Limit:
     task: str
     what: str
     """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``push``,
-    ``draw``, ``queue``, ``stale``, ``imbalance``."""
+    ``draw``, ``queue``, ``full queue``, ``stale``, ``imbalance``."""
     share: float
     words: str
     advice: str
@@ -61,8 +61,11 @@ def limits(metrics: Mapping[str, Any]) -> list[Limit]:
     workers = _of_job(tasks, "worker")
     servers = _of_job(tasks, "ps")
     found: list[Limit] = []
+    queued, full = metrics.get("queued_closures", 0), metrics.get("queue_full", False)
     for name, worker in workers.items():
-        found += _of_worker(name, worker, servers, metrics.get("queued_closures", 0))
+        found += _of_worker(name, worker, servers, queued, full)
+    if full:
+        found.append(_full(queued))
     for name, server in servers.items():
         found += _of_server(name, server)
     found += _imbalance(servers, workers)
@@ -123,6 +126,7 @@ def _of_worker(
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
     queued: int = 0,
+    full: bool = False,
 ) -> list[Limit]:
     time: Mapping[str, float] = worker.get("time", {})
     shares = {
@@ -141,7 +145,7 @@ def _of_worker(
             case "pull":
                 found.append(_long(_pull(name, share, worker, servers), worker))
             case _:
-                found.append(_queue(name, share, worker, queued))
+                found.append(_queue(name, share, worker, queued, full))
     return found
 
 
@@ -218,7 +222,9 @@ def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
     return replace(limit, words=words, numbers=numbers)
 
 
-def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> Limit:
+def _queue(
+    name: str, share: float, worker: Mapping[str, Any], queued: int, full: bool
+) -> Limit:
     words = f"has nothing to do for {_percent(share)} of its time"
     advice = "schedule more steps before you join or fetch; fewer workers would do"
     if queued:
@@ -227,11 +233,26 @@ def _queue(name: str, share: float, worker: Mapping[str, Any], queued: int) -> L
             "let workers hold more: ClusterCoordinator(closures_in_flight=...) is too "
             "low, or left out better; or the program's process is short of a core"
         )
+    elif full:
+        words += ", and the program may not schedule more"
+        advice = "its queue is short: leave out ClusterCoordinator(max_queued=...)"
     numbers = _numbers("wait", worker) | {
         "waiting": float(worker.get("waiting", 0)),
         "queued_closures": float(queued),
     }
     return Limit(name, "queue", share, words, advice, numbers)
+
+
+def _full(queued: int) -> Limit:
+    """No worker waits for it, so it is a remark."""
+    return Limit(
+        "program",
+        "full queue",
+        0.0,
+        f"waits in schedule(): its queue is full, and {queued} closures are left in it",
+        "workers are slower than the program: see what they are at, or add some",
+        {"queued_closures": float(queued)},
+    )
 
 
 def _of_server(name: str, server: Mapping[str, Any]) -> Iterable[Limit]:

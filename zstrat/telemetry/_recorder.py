@@ -39,13 +39,14 @@ PENDING: Final = 4096
 EAGER: Final = 256
 """The same of eager steps, each of which may have noted hundreds of spans."""
 
-QUICK: Final = 3
-"""Numbers of a step that has neither drawn nor pulled: when it was received and when
-its preparation had ended; the seconds that it ran."""
+QUICK: Final = 2
+"""Numbers of a step that has neither drawn nor pulled: the seconds that it waited, and
+that it ran."""
 FULL: Final = 10
-"""Numbers of any other, and of all in a capture: its number; those; when it ended; the
-seconds that its preparation took; when its values were asked for first and were there
-last, and the seconds in between that they were awaited; how many examples it drew."""
+"""Numbers of any other, and of all in a capture: its number; when it was received, and
+when its preparation had ended; the seconds that it ran; when it ended; the seconds that
+its preparation took; when its values were asked for first and were there last, and the
+seconds in between that they were awaited; how many examples it drew."""
 
 
 @final
@@ -288,10 +289,10 @@ class Recorder:
         return float(np.maximum(0.0, ended - np.maximum(began, before)).sum())
 
     def _digest_quick(self, rows: np.ndarray, now: float) -> None:
-        received, prepared, ran = rows.T
+        waited, ran = rows.T
         self.count("steps", len(rows), now)
         self._shares.add("compute", float(ran.sum()), now)
-        self._phases[Phase.WAIT].add_many(prepared - received, now)
+        self._phases[Phase.WAIT].add_many(waited, now)
         self._phases[Phase.COMPUTE].add_many(ran, now)
 
     def _digest_full(self, rows: np.ndarray, now: float) -> None:

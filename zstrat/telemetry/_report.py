@@ -58,6 +58,8 @@ def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
     made: dict[str, Plain] = {
         "steps_per_s": sum(_rate(told, "steps") for told in workers.values()),
         "examples_per_s": examples or None,
+        "queued_closures": max(_gauge(workers, "program_waiting"), default=0),
+        "queue_full": any(_gauge(workers, "program_full")),
         "phases": {
             str(phase): phases.merged((name, phase) for name in workers).summary()
             for phase in WORKER_PHASES
@@ -118,6 +120,12 @@ def _task(
             "pushes_per_s": _rate(told, "pushes"),
         }
     return made
+
+
+def _gauge(tasks: Mapping[str, Mapping[str, Plain]], name: str) -> Iterable[int]:
+    """Of each task; 0 of one that does not tell."""
+    for told in tasks.values():
+        yield int(_number(_part(told, "gauges").get(name)))
 
 
 def _job(name: str) -> str:

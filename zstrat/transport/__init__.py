@@ -1,6 +1,7 @@
 """Sockets, connections and keys: how tasks reach each other. The door to ZeroMQ."""
 
 from ._address import check_address as check_address
+from ._address import check_told as check_told
 from ._address import parse as parse
 from ._address import reached_as as reached_as
 from ._curve import Security as Security

@@ -72,6 +72,17 @@ def check_address(text: str) -> None:
         raise ValueError(f"address {text!r}: expected a port above 0")
 
 
+def check_told(text: str) -> None:
+    """Whether others may be told to reach a task at that.
+
+    Raises:
+        ValueError: As `check_address`; or it stands for all interfaces.
+    """
+    check_address(text)
+    if _is_any(parse(text).host):
+        raise ValueError(f"address {text!r}: expected the one that others reach it at")
+
+
 def reached_as(bound: str, known: str) -> str:
     """How another endpoint of a process is reached.
 

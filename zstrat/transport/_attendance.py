@@ -1,6 +1,7 @@
 """Which tasks are here, and which of two that claim to be one is the one.
 
-`Roster` decides, without I/O, who may be here. A worker, ps or evaluator exists once.
+`Roster` decides, without I/O, who may be here. A worker, ps or evaluator exists once;
+workers that have no number yet may be several.
 The process that is here and answers stays; another one that claims to be the same task
 is refused until the first is lost. A process whose connection broke is replaced by the
 newcomer, and its incarnation is refused from then on, so that a process which was
@@ -84,7 +85,8 @@ class Roster:
                     "greeted later: stop one of the two, or give it another index"
                 )
             )
-        replaced = self._rivals(hello) if hello.job in _SINGLE else ()
+        is_single = hello.job in _SINGLE and hello.index >= 0
+        replaced = self._rivals(hello) if is_single else ()
         for rival in replaced:
             if answers(rival):
                 return Verdict(_taken(self._present[rival], hello))

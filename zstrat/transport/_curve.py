@@ -59,6 +59,8 @@ class Security:
         self._found: object = None
         self._since = 0.0
         """Since when the folder has these, and not all that are valid."""
+        self._rest_until = 0.0
+        """Until when no stranger has us look."""
 
     @classmethod
     def load(
@@ -106,6 +108,16 @@ class Security:
             both = {**self._keys.owners, **found.owners}
             self._keys = replace(self._keys, owners=both)
 
+    def look_again(self) -> None:
+        """`refresh` for whoever comes with a key that is not known, so far. Strangers
+        do not have us look more than a twentieth of the time."""
+        began = self._clock()
+        if began < self._rest_until:
+            return
+        self.refresh()
+        ended = self._clock()
+        self._rest_until = ended + 19 * (ended - began)
+
     def _is_settled(self, found: Keys) -> bool:
         """Whether nothing is missing, or has been for long."""
         if self._keys.owners.keys() <= found.owners.keys():
@@ -148,11 +160,16 @@ class Security:
         socket.zap_enforce_domain = True
 
     def arm_client(
-        self, socket: zmq.Socket[bytes], server: Job, index: int, failed: int = 0
+        self,
+        socket: zmq.Socket[bytes],
+        server: Job,
+        index: int | None,
+        failed: int = 0,
     ) -> None:
         """Lets ``socket`` talk only to a task with a key of that server.
 
         Args:
+            index: None: any that has the key of the role.
             failed: Handshakes that failed with the keys tried before. While keys change
                 a server has one of several; each has its turn.
 

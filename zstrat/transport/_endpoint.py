@@ -214,7 +214,7 @@ class Endpoint:
         if security is None:
             return False
         if security.role_of(key) is None:
-            security.refresh()  # it may have come with new keys, before our next tick
+            security.look_again()  # it may have come with new keys before our next tick
         return security.role_of(key) is not None
 
     @property

@@ -16,8 +16,10 @@ which the folder is copied to all machines. The tasks notice and read it again.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -52,7 +54,7 @@ class Keys:
     owners: Mapping[str, Owner]
     stamp: object
 
-    def of(self, job: Job, index: int) -> list[str]:
+    def of(self, job: Job, index: int | None) -> list[str]:
         """The public keys that a task may have: its own, else those of its role."""
         own = [key for key, owner in self.owners.items() if owner == (job, index)]
         return own or [k for k, owner in self.owners.items() if owner == (job, None)]
@@ -160,7 +162,8 @@ def _write_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
 
 def rotate_keys(path: str | PathLike[str]) -> str:
     """Takes the next of the three steps by which the keys of a folder are changed; one
-    that was interrupted is taken to its end.
+    that was interrupted is taken to its end. Of pairs that were added after the first
+    step it is taken once more, so that the second one changes all.
 
     Returns:
         What was done: `NEXT` was made, the keys in use became `PREVIOUS`, or "".
@@ -170,19 +173,28 @@ def rotate_keys(path: str | PathLike[str]) -> str:
     """
     folder = Path(path)
     following, previous = folder / NEXT, folder / PREVIOUS
-    if not key_names(folder):
+    names = key_names(folder)
+    if not names:
         raise FileNotFoundError(
             f"{folder} holds no keys: make some with `zstrat keygen {folder}`"
         )
+    making = folder / f".{NEXT}"
+    shutil.rmtree(making, ignore_errors=True)
     if following.exists():
-        _switch(folder, following, previous)
-        return PREVIOUS
+        late = set(names).difference(key_names(following))
+        if previous.exists() or not late:
+            _switch(folder, following, previous)
+            return PREVIOUS
+        # They were added since: the first step, for these. A pair counts from its
+        # public half on.
+        for file in reversed(_write_pairs(making, sorted(late))):
+            file.replace(following / file.name)
+        making.rmdir()
+        return NEXT
     if previous.exists():
         shutil.rmtree(previous)
         return ""
-    making = folder / f".{NEXT}"
-    shutil.rmtree(making, ignore_errors=True)
-    _write_pairs(making, key_names(folder))
+    _write_pairs(making, names)
     making.rename(following)
     return NEXT
 
@@ -222,7 +234,8 @@ def _publics(folder: Path) -> dict[str, str]:
 def _states(folders: Iterable[Path]) -> Iterator[tuple[str, int, int, int]]:
     for folder in folders:
         try:
-            files = sorted(folder.glob("*.*"))
+            with os.scandir(folder) as listed:
+                files = sorted(listed, key=lambda file: file.name)
         except OSError:  # gone while it was listed, or no descriptor is left
             continue
         for file in files:
@@ -230,8 +243,9 @@ def _states(folders: Iterable[Path]) -> Iterator[tuple[str, int, int, int]]:
                 state = file.stat()
             except OSError:  # gone meanwhile, or a link to nothing
                 continue
-            # Ctime: modes count, too.
-            yield str(file), state.st_ino, state.st_size, state.st_ctime_ns
+            if not stat.S_ISDIR(state.st_mode):
+                # Ctime: modes count, too.
+                yield file.path, state.st_ino, state.st_size, state.st_ctime_ns
 
 
 def _owner(name: str) -> Owner:
@@ -243,7 +257,10 @@ def _read(file: Path) -> str:
     try:
         key = file.read_text("ascii").strip()
     except OSError as error:
-        raise ValueError(f"cannot read the key {file}: {error.strerror}") from error
+        raise ValueError(
+            f"cannot read the key {file}: {error.strerror}; copy the folder that "
+            "`zstrat keygen` has made, or of its secrets this one"
+        ) from error
     except UnicodeDecodeError:
         key = ""
     if len(key) != _KEY_LENGTH:

@@ -79,7 +79,7 @@ class Link:
             made them leave: `backlog` may have become less.
         security: Keys of this process; needs ``expect``, which says whose key the task
             must have.
-        expect: Job and index that must answer.
+        expect: Job and index that must answer; an index of None is any.
         sockets: Where they come from.
     """
 
@@ -95,7 +95,7 @@ class Link:
         on_lost: Callable[[PeerLostError], None] = _ignore,
         on_flushed: Callable[[], None] | None = None,
         security: Security | None = None,
-        expect: tuple[str, int] | None = None,
+        expect: tuple[str, int | None] | None = None,
         sockets: Sockets = ZEROMQ,
     ) -> None:
         self.name, self.address = name, address

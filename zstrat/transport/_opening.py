@@ -9,6 +9,7 @@ that, once for each loss, without I/O.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError
@@ -17,6 +18,8 @@ from zstrat.wire.connection import described
 if TYPE_CHECKING:
     from zstrat.wire import Hello
 
+
+_LOG: Final = logging.getLogger("zstrat.transport")
 
 HANDSHAKE_FAILED: Final = (
     "the handshake failed: one side may use keys and the other none, or they have keys "
@@ -47,6 +50,7 @@ class Opening:
         self._target = target
         self._refusal: Exception | None = None
         self._waiters: set[asyncio.Future[Hello]] = set()
+        self._is_told = False
         self._failed, self._failed_at = 0, 0.0
         self.trouble = NOTHING
         """What is wrong so far, for whoever waits in vain."""
@@ -82,7 +86,7 @@ class Opening:
 
     def opened(self, hello: Hello) -> None:
         """The task greeted."""
-        self._refusal = None
+        self._refusal, self._is_told = None, False
         self._failed = 0
         self.trouble = "it was connected before"
         for waiter in self._waiters:
@@ -136,7 +140,11 @@ class Opening:
         )
 
     def refuse(self, error: Exception) -> None:
-        """One side does not want the other: waiting longer is of no use."""
+        """One side does not want the other: waiting longer is of no use. Where nobody
+        waits the log is told, once until the task greets."""
+        if not self._waiters and not self._is_told:
+            self._is_told = True
+            _LOG.warning("%s", error)
         self._refusal = error
         self.fail(error)
 

@@ -14,10 +14,12 @@ from ._codec import encode as encode
 from ._messages import PROTOCOL as PROTOCOL
 from ._messages import AbortCall as AbortCall
 from ._messages import Again as Again
+from ._messages import AnswerReport as AnswerReport
 from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
 from ._messages import AskClock as AskClock
+from ._messages import AskCopies as AskCopies
 from ._messages import AskParts as AskParts
 from ._messages import AttachBackup as AttachBackup
 from ._messages import Awaited as Awaited
@@ -39,6 +41,8 @@ from ._messages import Completions as Completions
 from ._messages import CopiedPart as CopiedPart
 from ._messages import CopiedSlot as CopiedSlot
 from ._messages import CopiedVariable as CopiedVariable
+from ._messages import CopiesTold as CopiesTold
+from ._messages import CopyKept as CopyKept
 from ._messages import CopyLedger as CopyLedger
 from ._messages import CopyParts as CopyParts
 from ._messages import CopySlots as CopySlots
@@ -75,8 +79,10 @@ from ._messages import Inspect as Inspect
 from ._messages import Job as Job
 from ._messages import JoinGroup as JoinGroup
 from ._messages import JoinSession as JoinSession
+from ._messages import KeptOptimizer as KeptOptimizer
 from ._messages import LayoutMessage as LayoutMessage
 from ._messages import LeaveGroup as LeaveGroup
+from ._messages import LeftCopy as LeftCopy
 from ._messages import LoadEntry as LoadEntry
 from ._messages import LoadTensors as LoadTensors
 from ._messages import LogMade as LogMade
@@ -110,6 +116,7 @@ from ._messages import Read as Read
 from ._messages import ReadSnapshot as ReadSnapshot
 from ._messages import Released as Released
 from ._messages import ReleaseSnapshot as ReleaseSnapshot
+from ._messages import ReportWorker as ReportWorker
 from ._messages import ResourceBuilt as ResourceBuilt
 from ._messages import SessionOpened as SessionOpened
 from ._messages import SnapshotPart as SnapshotPart
@@ -126,6 +133,7 @@ from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp
 from ._messages import VariableEntry as VariableEntry
 from ._messages import Withdraw as Withdraw
+from ._messages import WorkerReported as WorkerReported
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership

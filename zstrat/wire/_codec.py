@@ -121,9 +121,7 @@ def encode(
         TypeError: No message, or a field that cannot travel; names it.
         ValueError: A number beyond 64 bits, or a header above ``limit``.
     """
-    form = _BY_CLASS.get(type(message))
-    if form is None:
-        raise TypeError(f"{type(message).__name__} is no message")
+    form = _BY_CLASS[type(message)]
     fields: Sequence[Any] = form.fields(message)
     frames: tuple[np.ndarray, ...] = ()
     if not form.plain:
@@ -156,9 +154,9 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
             f"header: expected [kind, request, ...], got {describe(values)}"
         )
     kind, request, *fields = values
-    form = _BY_KIND.get(kind) if type(kind) is int else None
-    if form is None:
-        raise ProtocolError(f"header: no message has the kind {describe(kind)}")
+    if type(kind) is not int:
+        raise _no_kind(kind)
+    form = _BY_KIND[kind]
     if type(request) is not int or request < 0:
         raise _wrong(form, Mismatch("an int of 0 or more", request), ".request")
     if len(fields) != len(form.names):
@@ -317,9 +315,35 @@ def _wrong(form: _Form, wrong: Mismatch, field: str = "") -> ProtocolError:
     return ProtocolError(f"{place}: expected {wrong.expected}, got {wrong.got}")
 
 
+def _no_kind(kind: Any) -> ProtocolError:
+    return ProtocolError(f"header: no message has the kind {describe(kind)}")
+
+
+class _FormsByClass(dict[type, _Form]):
+    """Each is made when it is first used. A process uses some of the messages, and all
+    forms would be a quarter of the import of this package."""
+
+    def __missing__(self, cls: type) -> _Form:
+        if cls not in _CLASSES:
+            raise TypeError(f"{cls.__name__} is no message")
+        form = self[cls] = _Form(cls)
+        return form
+
+
+class _FormsByKind(dict[int, _Form]):
+    """The same forms, by the number that a message begins with."""
+
+    def __missing__(self, kind: int) -> _Form:
+        if kind not in _KINDS:
+            raise _no_kind(kind)
+        form = self[kind] = _BY_CLASS[_KINDS[kind]]
+        return form
+
+
 _make_announced: Final = partial(tuple.__new__, Announced)
-_FORMS: Final = tuple(_Form(cls) for cls in get_args(Message))
-_BY_CLASS: Final[dict[type, _Form]] = {form.cls: form for form in _FORMS}
-_BY_KIND: Final[dict[int, _Form]] = {form.kind: form for form in _FORMS}
-if len(_BY_KIND) != len(_FORMS):
+_CLASSES: Final[tuple[type[Message], ...]] = get_args(Message)
+_KINDS: Final = {cls.kind: cls for cls in _CLASSES}
+_BY_CLASS: Final = _FormsByClass()
+_BY_KIND: Final = _FormsByKind()
+if len(_KINDS) != len(_CLASSES):
     raise TypeError(f"{_messages.__name__}: two messages have the same kind")

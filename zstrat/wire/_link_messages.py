@@ -32,7 +32,8 @@ class Hello:
     another one has lost everything that it held, and a parameter server that goes on
     with what the process before it has left keeps its number. ``link`` numbers the
     links of one process, so that a connection which comes back replaces its own
-    predecessor and not that of another link.
+    predecessor and not that of another link. A worker that has no number yet has the
+    ``index`` -1; there may be several of these.
     """
 
     kind: ClassVar = 1

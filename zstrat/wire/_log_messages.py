@@ -114,6 +114,23 @@ class CopyLedger:
     arrays: Arrays
 
 
+class KeptOptimizer(NamedTuple):
+    """An optimizer of an earlier program, of which there may be slots."""
+
+    optimizer: int
+    name: str
+
+
+@message
+class CopyKept:
+    """What an earlier program has left, which no creation that fails takes back. One
+    array of int64: the keys of variables."""
+
+    kind: ClassVar = 79
+    optimizers: list[KeptOptimizer]
+    arrays: Arrays
+
+
 @message
 class CopyTree:
     """A tree of an optimizer, in one array of uint8, and the keys of the variables that

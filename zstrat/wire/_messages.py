@@ -38,21 +38,26 @@ from ._link_messages import Released as Released
 from ._log_messages import CopiedPart as CopiedPart
 from ._log_messages import CopiedSlot as CopiedSlot
 from ._log_messages import CopiedVariable as CopiedVariable
+from ._log_messages import CopyKept as CopyKept
 from ._log_messages import CopyLedger as CopyLedger
 from ._log_messages import CopyParts as CopyParts
 from ._log_messages import CopySlots as CopySlots
 from ._log_messages import CopyTree as CopyTree
 from ._log_messages import CopyVariables as CopyVariables
 from ._log_messages import CopyWhole as CopyWhole
+from ._log_messages import KeptOptimizer as KeptOptimizer
 from ._log_messages import LogMade as LogMade
 from ._log_messages import LogTaken as LogTaken
 from ._log_messages import OpenLog as OpenLog
 from ._log_messages import RaiseWriterMark as RaiseWriterMark
+from ._replication_messages import AskCopies as AskCopies
 from ._replication_messages import AttachBackup as AttachBackup
 from ._replication_messages import BackupLost as BackupLost
+from ._replication_messages import CopiesTold as CopiesTold
 from ._replication_messages import DetachBackup as DetachBackup
 from ._replication_messages import DropStore as DropStore
 from ._replication_messages import HostStore as HostStore
+from ._replication_messages import LeftCopy as LeftCopy
 from ._replication_messages import MoveServer as MoveServer
 from ._replication_messages import PromoteBackup as PromoteBackup
 from ._replication_messages import StoreHosted as StoreHosted
@@ -88,6 +93,7 @@ from ._step_messages import PrintedText as PrintedText
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._task_messages import AnswerReport as AnswerReport
 from ._task_messages import AskClock as AskClock
 from ._task_messages import Awaited as Awaited
 from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
@@ -101,9 +107,11 @@ from ._task_messages import Failure as Failure
 from ._task_messages import Inspect as Inspect
 from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
+from ._task_messages import ReportWorker as ReportWorker
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
 from ._task_messages import Telemetry as Telemetry
+from ._task_messages import WorkerReported as WorkerReported
 from ._variable_messages import AppliedParts as AppliedParts
 from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
@@ -151,6 +159,9 @@ Message = (
     | SessionOpened
     | JoinSession
     | CloseSession
+    | ReportWorker
+    | WorkerReported
+    | AnswerReport
     | CreateVariables
     | InitializeVariables
     | DeleteVariables
@@ -192,8 +203,10 @@ Message = (
     | BuildResource
     | ResourceBuilt
     | DropResources
+    | AskCopies
     | AttachBackup
     | BackupLost
+    | CopiesTold
     | DetachBackup
     | DropStore
     | HostStore
@@ -207,6 +220,7 @@ Message = (
     | CopySlots
     | CopyParts
     | CopyLedger
+    | CopyKept
     | CopyTree
     | CopyWhole
     | RaiseWriterMark

@@ -10,7 +10,7 @@ it is used. Whatever names an older view than its receiver knows is refused as s
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ._schema import message
 
@@ -48,6 +48,48 @@ class DropStore:
     session: int
     store: int
     view: int
+
+
+@message
+class AskCopies:
+    """A coordinator that goes on with what another one has left asks the process of a
+    parameter server which copies of stores it has. Answered by `CopiesTold`."""
+
+    kind: ClassVar = 98
+    session: int
+
+
+class LeftCopy(NamedTuple):
+    """A copy of a store that a lost program has left.
+
+    Args:
+        view: The newest one of the store that it knows of.
+        address, incarnation: Where it greets, and as whom; "": at that of its process.
+        origin: Of the session that it belongs to.
+        is_primary: It serves the store, if nobody has taken its place.
+        is_whole: It has all that was acknowledged, in this view.
+        is_sure: And in all others: a primary that goes on alone; or one of two whose
+            other one was lost when the program had been lost for long.
+        variables: How many it holds.
+    """
+
+    store: int
+    view: int
+    address: str
+    incarnation: int
+    origin: int
+    is_primary: bool
+    is_whole: bool
+    is_sure: bool
+    variables: int
+
+
+@message
+class CopiesTold:
+    """Those of one process."""
+
+    kind: ClassVar = 99
+    copies: list[LeftCopy]
 
 
 @message

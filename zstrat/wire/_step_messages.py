@@ -65,13 +65,17 @@ class Batch(NamedTuple):
 @message
 class Dispatch:
     """Runs the closures in order. A notice, answered by `Completions` as they end.
-    ``inputs`` are the small arrays among their arguments, closure after closure."""
+    ``inputs`` are the small arrays among their arguments, closure after closure;
+    ``waiting`` is how many are left in the program, and ``full`` whether it could not
+    schedule more."""
 
     kind: ClassVar = 51
     session: int
     low_water: int
     batches: list[Batch]
     inputs: bytes
+    waiting: int = 0
+    full: bool = False
 
 
 class Completion(NamedTuple):

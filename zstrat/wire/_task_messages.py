@@ -132,6 +132,47 @@ class JoinSession:
 
 
 @message
+class ReportWorker:
+    """A worker that no program knows reports itself to a parameter server, which passes
+    it on to the program whose session it serves. Answered by `AnswerReport` when it is
+    in that session; refused by that program, or after ``patience`` seconds.
+
+    ``address``: where it is to be reached. ``index`` is its number, and -1 that of a
+    worker which asks for one and serves nobody yet.
+    """
+
+    kind: ClassVar = 111
+    address: str
+    index: int
+    patience: float
+
+
+@message
+class WorkerReported:
+    """Tells the program of a `ReportWorker`. A notice; it is told again, under the same
+    number ``report``, when the program has opened its session anew."""
+
+    kind: ClassVar = 112
+    session: int
+    report: int
+    address: str
+    index: int
+    patience: float
+
+
+@message
+class AnswerReport:
+    """What becomes of a worker that has reported itself: it has this ``index``; or
+    `zstrat.errors.to_wire` of what is in the way."""
+
+    kind: ClassVar = 113
+    session: int
+    report: int
+    index: int
+    error: PlainTree = None
+
+
+@message
 class CloseSession:
     """Drop all of the session; with ``exit`` the process drains and ends."""
 

@@ -118,6 +118,9 @@ class WorkerService:
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
         self._session: WorkerSession | None = None
+        self.sessions = 0
+        """So many were opened here."""
+        self._left = asyncio.Event()
         self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
@@ -191,6 +194,7 @@ class WorkerService:
         # its closures to others: it starts afresh too, but for code that is compiled.
         before = None if new else self._session
         self._session = session = self._new_session(remote, message, before)
+        self.sessions += 1
         return self._opened(session)
 
     async def _opened(self, session: WorkerSession) -> SessionOpened:
@@ -279,6 +283,7 @@ class WorkerService:
         session, self._session = self._session, None
         if session is None:
             return
+        self._left.set()
         session.leave()
         if is_over and self._is_alone:
             self._executor.tell(jax.clear_caches)
@@ -287,6 +292,13 @@ class WorkerService:
         )
         self._leaving.add(task)  # awaited by close()
         task.add_done_callback(self._leaving.discard)
+
+    async def wait_left(self, since: int) -> None:
+        """Until one is over that was opened behind the first ``since`` `sessions`, and
+        no other is open. Cancellation: loses nothing."""
+        while self._session is not None or self.sessions == since:
+            self._left.clear()
+            await self._left.wait()
 
     # The end
 
@@ -367,6 +379,8 @@ class WorkerService:
             recorder.reach(self._sums(), now)
             values |= recorder.plain(now, session.under_way)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
+            gauges["program_waiting"] = session.program_waiting
+            gauges["program_full"] = session.program_full
             gauges["retries"] = session.client.repeats
         return {**values, "lanes": _plain_lanes(), "gauges": gauges}
 

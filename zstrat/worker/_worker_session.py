@@ -122,6 +122,8 @@ class WorkerSession:
         self._servers, self._counts = servers, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
+        self.program_waiting, self.program_full = 0, False
+        """What the program had left when it sent closures last."""
         self._heard = 0.0
         """When the thread that runs steps has posted last."""
         self._closed = False
@@ -213,6 +215,7 @@ class WorkerSession:
             self._send_back(batches, refusal)
             return
         self._low_water = message.low_water
+        self.program_waiting, self.program_full = message.waiting, message.full
         self._executor.tell(partial(self.runner.dispatch, batches, message.low_water))
         if self.notices is not None:
             self.notices.touch()

@@ -12,19 +12,29 @@ A worker has an *index*, its place in the session, which grows with each newcome
 Laws of the file: a number that the program has removed is never given to another
 address; a worker that lives is let go only if the program says so, or if the resolver
 names another address for its number and not its own any more; what the program has
-removed no resolver brings back.
+removed no resolver brings back, and it does not come back by itself.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from zstrat.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
+
+
+PROMISES: Final = 1024
+"""Numbers that are kept for workers which may never come."""
 
 
 class Presence(enum.Enum):
@@ -108,6 +118,8 @@ class Membership:
         self._workers: list[_Worker] = []
         """By index."""
         self._numbers: dict[int, _Worker] = {}
+        self._promised: OrderedDict[str, int] = OrderedDict()
+        """Numbers of workers that have asked for one and are not here yet."""
         self._bound: str | None = None
         for number, address in sorted(workers.items()):
             self._enter(number, address).has_come = True
@@ -148,11 +160,10 @@ class Membership:
             )
         if known is not None and number in (None, known.number):
             return self._revive(known, address, is_listed=False)
-        wanted = self._next() if number is None else number
+        wanted = self._next(address) if number is None else number
         worker = self._numbers.get(wanted)
         if worker is None:
-            if self._bound is not None:
-                raise InvalidArgumentError(self._no_index(address))
+            self._require_indices(address)
             return self._admitted(self._enter(wanted, address, is_listed=False))
         if worker.is_present:
             raise AlreadyExistsError(
@@ -185,6 +196,47 @@ class Membership:
         """The worker was in the session: its number is its own."""
         worker = self._workers[index]
         worker.has_come, worker.is_dismissed = True, False
+
+    # ---- a worker's own word ---------------------------------------------------------
+
+    def promise(self, address: str) -> int:
+        """The number that a worker at the address is to have: that which it had, or one
+        that nobody else gets.
+
+        Raises:
+            PermissionDeniedError, InvalidArgumentError: As `reported`.
+        """
+        known = self._find(address)
+        if known is not None and known.has_come:
+            return known.number
+        self._require_indices(address)
+        if address not in self._promised:
+            self._promised[address] = self._highest() + 1
+        if len(self._promised) > PROMISES:
+            self._promised.popitem(last=False)
+        return self._promised[address]
+
+    def reported(self, address: str, number: int) -> AdmitWorker | int:
+        """A worker that is there, with this number; its index, if it is one of those
+        that are present.
+
+        Raises:
+            PermissionDeniedError: The program has removed it.
+            AlreadyExistsError, InvalidArgumentError: As `add`.
+        """
+        known = self._find(address)
+        if known is not None and known.is_present and known.number == number:
+            return known.index
+        return self.add(address, number)
+
+    def _find(self, address: str) -> _Worker | None:
+        known = self._at(address)
+        if known is not None and known.presence is Presence.REMOVED:
+            raise PermissionDeniedError(
+                f"the program has removed worker {known.number} at {address}, and "
+                f"takes it back by strategy.workers.add({address!r})"
+            )
+        return known
 
     # ---- the resolver's word ---------------------------------------------------------
 
@@ -272,18 +324,28 @@ class Membership:
         found = [worker for worker in self._workers if worker.address == address]
         return next((w for w in found if w.is_present), found[-1] if found else None)
 
-    def _next(self) -> int:
+    def _next(self, address: str) -> int:
+        if address in self._promised:
+            return self._promised[address]
         spare = [
             worker.number
             for worker in self._workers
             if worker.presence is Presence.AWAY and not worker.has_come
         ]
-        return min(spare) if spare else max(self._numbers, default=-1) + 1
+        return min(spare) if spare else self._highest() + 1
+
+    def _highest(self) -> int:
+        return max((*self._numbers, *self._promised.values()), default=-1)
+
+    def _require_indices(self, address: str) -> None:
+        if self._bound is not None:
+            raise InvalidArgumentError(self._no_index(address))
 
     def _enter(self, number: int, address: str, *, is_listed: bool = True) -> _Worker:
         worker = _Worker(len(self._workers), number, address, is_listed=is_listed)
         self._workers.append(worker)
         self._numbers[number] = worker
+        self._promised.pop(address, None)
         return worker
 
     def _revive(self, worker: _Worker, address: str, *, is_listed: bool) -> AdmitWorker:

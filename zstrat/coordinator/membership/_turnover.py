@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.errors import BusyError
-from zstrat.transport import check_address
+from zstrat.transport import check_address, check_told
 
 from ._membership import (
     AdmitWorker,
@@ -21,6 +21,7 @@ from ._membership import (
     RefuseWorker,
     ReleaseWorker,
 )
+from ._reports import AnsweredReports
 from ._resolver_watch import ResolverWatch
 
 if TYPE_CHECKING:
@@ -65,14 +66,20 @@ class Turnover:
 
     Args:
         drain: Seconds that a worker which the resolver takes back has to finish.
+        arrival: Seconds that one which reports itself has to come, at most.
     """
 
     def __init__(
-        self, cluster: ChangingCluster, membership: Membership, drain: float
+        self,
+        cluster: ChangingCluster,
+        membership: Membership,
+        drain: float,
+        arrival: float,
     ) -> None:
         self.membership: Final = membership
         self.counts: Final = Counter[str]()
-        self._cluster, self._drain = cluster, drain
+        self.reports: Final = AnsweredReports(self)
+        self._cluster, self._drain, self._arrival = cluster, drain, arrival
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
@@ -99,21 +106,35 @@ class Turnover:
         deadline = asyncio.get_running_loop().time() + patience
         async with self._lock:
             wanted = self.membership.add(address, number)
-            if wanted.index in self._leaving:
-                self.membership.withdraw(wanted.index)
-                raise BusyError(
-                    f"worker {wanted.number} is leaving just now: add one in its place "
-                    "when remove() has returned"
-                )
-            task = self._cluster.admit(wanted.index, wanted.number, address)
-        try:
-            await task.wait_ready(deadline)
-        except BaseException:  # to the caller, who has no such worker
-            self.membership.withdraw(wanted.index)
-            await self._part(task, "it did not come", 0.0)
-            raise
-        self._came(wanted, "the program has added it")
+            task = self._admit(wanted)
+        await self._take_in(wanted, task, deadline, "the program has added it")
         return wanted.number
+
+    async def report(self, address: str, number: int, patience: float) -> int:
+        """A worker has reported itself: takes it in, and waits until it is in the
+        session; returns its number. One that asks for a number, by -1, is told it.
+
+        Raises:
+            PermissionDeniedError: The program has removed it.
+            Others: As `add`.
+
+        Cancellation: it is not taken in, unless it was there before.
+        """
+        check_told(address)
+        deadline = asyncio.get_running_loop().time() + min(patience, self._arrival)
+        async with self._lock:
+            if number < 0:
+                return self.membership.promise(address)
+            wanted = self.membership.reported(address, number)
+            if isinstance(wanted, int):
+                task = self._cluster.workers[wanted]
+            else:
+                task = self._admit(wanted)
+        if isinstance(wanted, int):
+            await task.wait_ready(deadline)
+        else:
+            await self._take_in(wanted, task, deadline, "it has reported itself")
+        return number
 
     async def remove(self, address: str, patience: float) -> None:
         """Lets a worker go, and waits until it has.
@@ -148,6 +169,7 @@ class Turnover:
 
     async def stop(self) -> None:
         """Nobody comes or goes any more."""
+        await self.reports.stop()
         if self._watch is not None:
             self._watch.stop()
         if self._following is not None:
@@ -217,6 +239,27 @@ class Turnover:
                 if self._refused.get(number) != words:
                     log.warning("%s", words)
                 self._refused[number] = words
+
+    def _admit(self, wanted: AdmitWorker) -> TaskSession:
+        if wanted.index in self._leaving:
+            self.membership.withdraw(wanted.index)
+            raise BusyError(
+                f"worker {wanted.number} is leaving just now: add one in its place "
+                "when remove() has returned"
+            )
+        return self._cluster.admit(wanted.index, wanted.number, wanted.address)
+
+    async def _take_in(
+        self, wanted: AdmitWorker, task: TaskSession, deadline: float, why: str
+    ) -> None:
+        """Waits until a worker that was admitted is in the session, or lets it go."""
+        try:
+            await task.wait_ready(deadline)
+        except BaseException:  # to the caller, who has no such worker
+            self.membership.withdraw(wanted.index)
+            await self._part(task, "it did not come", 0.0)
+            raise
+        self._came(wanted, why)
 
     async def _part(self, task: TaskSession, reason: str, patience: float) -> None:
         self._leaving.add(task.index)

@@ -137,6 +137,17 @@ class Workers:
         work = self._session.cluster.turnover.remove(address, patience)
         await self._session.run_async(work, f"removing {address}")
 
+    def accept_joining(self, accept: bool = True) -> None:
+        """From now on workers are taken in, as by `add`, that report themselves:
+        daemons started with ``zstrat-worker --join``, which have a worker's key. Up to
+        then, and behind ``accept_joining(False)``, they are refused."""
+        reports = self._session.cluster.turnover.reports
+
+        def take() -> None:
+            reports.are_wished = accept
+
+        self._session.portal.call_soon(take)
+
     # ---- for the strategy ------------------------------------------------------------
 
     def follow(self, ask: Callable[[], ClusterSpec]) -> None:

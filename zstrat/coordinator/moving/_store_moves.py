@@ -138,8 +138,23 @@ class StoreMoves:
                 raise
             self._addresses[number], self._numbers[address] = address, number
             log.info("%s at %s: the program has added it", process.name, address)
-            await self._level(replication, process)
+            await self._level(replication)
         return number
+
+    async def level(self, patience: float) -> None:
+        """Has those that serve two stores more than another one give some to it.
+
+        Raises:
+            InvalidArgumentError: The session has a name.
+            DeadlineExceededError: A process is away, for ``patience`` seconds.
+            UnavailableError: A store stays where it was; says why.
+            PSUnavailableError: One is lost.
+
+        Cancellation: stores that have moved stay there.
+        """
+        async with self._changing:
+            deadline = asyncio.get_running_loop().time() + patience
+            await self._level(await self._watched(deadline))
 
     async def drain(self, address: str, patience: float | None) -> None:
         """Has others serve all stores of a process, and lets it go.
@@ -202,7 +217,7 @@ class StoreMoves:
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
-            await self._cluster.told(HEARING)
+                await self._cluster.told(HEARING)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.index, False)
             if isinstance(error, TimeoutError):
@@ -297,15 +312,16 @@ class StoreMoves:
 
     # ---- moves -----------------------------------------------------------------------
 
-    async def _level(self, replication: Replication, newcomer: TaskSession) -> None:
+    async def _level(self, replication: Replication) -> None:
         placement = replication.placement
         serving = [store.primary.process for store in placement.stores]
-        there = [each.index for each in _present(replication)]
-        for store, target in levelled(serving, there):
+        present = [each.index for each in _present(replication)]
+        for store, target in levelled(serving, present):
             await self._move(replication, store, target)
             if placement.stores[store].primary.process != target:
+                there = replication.processes[target]
                 raise UnavailableError(
-                    f"{newcomer.name} at {newcomer.address} is in the cluster, but the "
+                    f"{there.name} at {there.address} is in the cluster, but the "
                     f"store of {self._cluster.ps[store].name} stays where it was: "
                     f"{placement.stores[store].reason}"
                 )
@@ -420,6 +436,8 @@ def _words(replication: Replication, process: TaskSession) -> str:
         for store in replication.placement.stores
         if process.index in _processes_of(store)
     ]
+    if not stores:
+        return "not all workers have heard where its stores are now"
     return f"store {', '.join(stores)}"
 
 

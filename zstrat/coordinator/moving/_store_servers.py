@@ -139,7 +139,29 @@ class StoreServers:
         work = self._draining(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
+    def level(self) -> None:
+        """Moves stores while training goes on, until no ps serves two more than another
+        one, and blocks until they are there. Behind a failover one may serve several,
+        as nothing moves back by itself.
+
+        Raises:
+            InvalidArgumentError: The session has a name (``resume=``).
+            DeadlineExceededError: A ps is away, for ``timeouts.connect``.
+            UnavailableError: A store stays where it was; says why.
+            PSUnavailableError: A ps is lost.
+        """
+        self._session.run(self._levelling(), "levelling", math.inf)
+
+    async def level_async(self) -> None:
+        """As `level`, awaited. Cancellation: stores that have moved stay there."""
+        await self._session.run_async(self._levelling(), "levelling")
+
     # ---- private ---------------------------------------------------------------------
+
+    def _levelling(self) -> Coroutine[Any, Any, None]:
+        return self._session.cluster.moves.level(
+            self._session.settings.timeouts.connect
+        )
 
     def _adding(
         self, address: str, index: int | None, timeout: float | None

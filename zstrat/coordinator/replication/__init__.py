@@ -16,3 +16,4 @@ from ._orders import Serve as Serve
 from ._placement import StorePlace as StorePlace
 from ._placement import StorePlacement as StorePlacement
 from ._replication import Replication as Replication
+from ._succession import successors as successors

@@ -45,9 +45,10 @@ from ._orders import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ._orders import Asked, PlacementOrder
+    from ._succession import Successor
 
 
 _HAVING: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
@@ -55,6 +56,7 @@ _HAVING: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
 _BARE: Final = (CopyPhase.ALONE, CopyPhase.EMPTY)
 """No other process has anything of the store."""
 MOVES: Final = "it moves"
+SUCCEEDED: Final = "another program goes on with it"
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +134,36 @@ class StorePlacement:
             if self.is_own(store.number):
                 self._go_home(store)
         return self._seek_all()
+
+    def succeed(self, left: Mapping[int, Successor]) -> list[PlacementOrder]:
+        """Another program has left these copies, of processes that are there: each goes
+        on alone. Comes instead of `start`."""
+        self._is_started = True
+        orders: list[PlacementOrder] = []
+        for number, (found, partner, useless, view) in left.items():
+            store, copy = self.stores[number], found.copy
+            place = Copy(
+                found.process,
+                self._processes[found.process].life,
+                copy.address or self._processes[found.process].address,
+                copy.incarnation,
+            )
+            store.view = view
+            if copy.is_primary:
+                store.primary = place
+                store.backup = None if partner is None else self._left_at(partner)
+                orders += self._detach(store, SUCCEEDED)
+            else:
+                store.primary, store.backup = self._left_at(store.home, life=-1), place
+                orders += self._promote(store, SUCCEEDED)
+            gone = {*useless, number} - {found.process, partner}
+            orders += [Drop(number, store.view, process) for process in sorted(gone)]
+        return orders
+
+    def _left_at(self, process: int, life: int | None = None) -> Copy:
+        """A copy that is not asked for anything."""
+        known = self._processes[process]
+        return Copy(process, known.life if life is None else life, known.address)
 
     def found(self) -> list[PlacementOrder]:
         """Stores that no process has by itself are made where they belong. Comes before

@@ -17,17 +17,21 @@ from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
+    PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
 from zstrat.transport import reached_as
 from zstrat.wire import (
+    AskCopies,
     BackupLost,
     CloseSession,
+    CopiesTold,
     DropStore,
     Message,
     OpenSession,
     StoreHosted,
+    WorkerReported,
 )
 
 from ._backup_task import BackupTask
@@ -44,13 +48,13 @@ from ._orders import (
     Serve,
 )
 from ._placement import StorePlacement
+from ._succession import successors
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import MakeTaskLink
-    from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient
     from zstrat.wire import Hello, PlainTree, SessionOpened
 
@@ -81,6 +85,10 @@ class ReplicatedCluster(Protocol):
         """The parameter server that is not there, and no other in its place."""
         ...
 
+    def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
+        """A worker has reported itself at the process."""
+        ...
+
     def store_moved(self, store: int, view: int, address: str) -> None:
         """The store is served there."""
         ...
@@ -99,6 +107,7 @@ class Replication:
         replicas: Second copies that each store is to have: 0, then there are some only
             while stores move.
         stores_per_ps: Stores of each process.
+        name: What the session is called.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Replication:
         make_link: MakeTaskLink,
         replicas: int = 1,
         stores_per_ps: int = 1,
+        name: str = "",
     ) -> None:
         self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
@@ -117,6 +127,7 @@ class Replication:
         self.addresses: Final = list(addresses)
         self._timeouts, self._make_link = timeouts, make_link
         self._lives = [0] * len(addresses)
+        self._name = name
         self.processes: Final = [
             self._process(number, number, address)
             for number, address in enumerate(addresses)
@@ -139,7 +150,9 @@ class Replication:
             number,
             index,
             address,
-            OpenSession(self._session, index, 0, []),
+            OpenSession(
+                self._session, index, 0, [], name=self._name, replicas=self.replicas
+            ),
             self._make_link,
             self,
             one_life=True,
@@ -157,6 +170,70 @@ class Replication:
             return
         self.is_started, self._is_renewed = True, False
         self._carry_out(self.placement.start())
+
+    async def take_over(self, deadline: float) -> int | None:
+        """Goes on with the copies that another program has left under the name of the
+        session, each alone at first. Comes before `open`.
+
+        Returns:
+            What keys are counted from; None if nothing is there.
+
+        Raises:
+            PSUnavailableError: Of a store no copy is left that has all.
+            ZstratError: As of `arrive`.
+        """
+        self._is_watching = True
+        await arrive(self.processes, (), deadline)
+        ask = AskCopies(self._session)
+        answers = await asyncio.gather(
+            *(each.link.submit(ask, deadline=deadline) for each in self.processes)
+        )
+        told = {}
+        for number, answer in enumerate(answers):
+            assert isinstance(answer, CopiesTold), answer
+            told[number] = answer.copies
+        left = successors(self._name, self._session, told, len(self.addresses))
+        if not left:
+            return None
+        origin = left[0].chosen.copy.origin
+        await self._keep_origin(origin, deadline)
+        self.is_started = True
+        orders = self.placement.succeed(left)
+        for store, (found, *_) in left.items():
+            if found.copy.is_primary:
+                self._cluster.ps[store].move(
+                    self.placement.stores[store].primary.address
+                )
+        self._carry_out(orders)
+        await self._wait_served(deadline)
+        return origin
+
+    async def _keep_origin(self, origin: int, deadline: float) -> None:
+        """Those that began empty count from there, too."""
+        for process in self.processes:
+            process.keep_origin(origin)
+            if process.opened is not None and process.opened.origin != origin:
+                process.renew(self._session, [CloseSession(self._session, False)])
+        for process in self.processes:
+            await process.wait_ready(deadline)
+
+    async def _wait_served(self, deadline: float) -> None:
+        stores = self.placement.stores
+        waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.wait_until(
+                    lambda: all(s.phase not in waiting for s in stores)
+                )
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"resume={self._name!r}: what is left of it is not served in time: "
+                f"{self._words()}; look at the logs of the parameter servers"
+            ) from None
+        for store in stores:
+            if store.phase is CopyPhase.EMPTY:
+                name = self._cluster.ps[store.number].name
+                raise PSUnavailableError(name, store.reason, lost=True)
 
     async def found(self, deadline: float) -> None:
         """Takes all processes, and has them make the stores that they do not have by
@@ -413,6 +490,8 @@ class Replication:
             log.warning("%s has lost its backup: %s", task.name, message.reason)
             store, view = task.index, message.view
             self._carry_out(self.placement.backup_lost(store, view, message.reason))
+        elif isinstance(message, WorkerReported):
+            self._cluster.worker_reported(task, message)
 
     def _take_back(self, task: TaskSession) -> None:
         """What it held is gone, and it is as good as any for a new copy."""

@@ -45,6 +45,7 @@ from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
 from ._keys import write_keys as write_keys
 from ._ray import ray as ray
+from ._slurm import GPUS_BY_NODE as GPUS_BY_NODE
 from ._slurm import Allocation as Allocation
 from ._slurm import requeue as requeue
 from ._slurm import slurm as slurm

@@ -34,6 +34,8 @@ def run_beside(fleet: Fleet, command: Sequence[str]) -> int:
         "TF_CONFIG": json.dumps(config),
         "ZSTRAT_KEYS": str(fleet.keys),
     }
+    # It may be on the host of a worker, which would find its GPU full.
+    env.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     heard: list[int] = []
     before = {each: signal.getsignal(each) for each in (*FORWARDED, signal.SIGINT)}
     process: subprocess.Popen[bytes] | None = None

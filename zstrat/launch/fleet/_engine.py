@@ -38,8 +38,9 @@ class TaskLaunch:
     the files of its key folder, name -> text: the secret of its role and all public
     halves. ``env`` are variables for it, and ``arguments`` those of its daemon beside
     index and address. ``beside`` is the number of tasks of its job on the same host,
-    which share its cores. ``log`` is the file that takes what it prints; None: it goes
-    where this process's own errors go. ``logged`` is the size of that file, in bytes,
+    which share its cores and GPUs, ``place`` its own number among them. ``log`` is the
+    file that takes what it prints; None: it goes where this process's own errors go.
+    ``logged`` is the size of that file, in bytes,
     when this attempt began: what is in it is of others.
     """
 
@@ -49,6 +50,7 @@ class TaskLaunch:
     env: Mapping[str, str]
     arguments: tuple[str, ...]
     beside: int
+    place: int
     log: Path | None
     logged: int = 0
 

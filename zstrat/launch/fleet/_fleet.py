@@ -91,15 +91,19 @@ class FleetPlan:
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task, log = self.tasks[name], self.log(name)
-        place = task.job, task.where
-        beside = sum((each.job, each.where) == place for each in self.tasks.values())
+        beside = [
+            each
+            for each in self.tasks.values()
+            if (each.job, each.where) == (task.job, task.where)
+        ]
         return TaskLaunch(
             task,
             bind,
             self.keys.of(task.job),
             self.env,
             self.arguments.get(task.job, ()),
-            beside,
+            len(beside),
+            beside.index(task),
             log,
             log.stat().st_size if log is not None and log.exists() else 0,
         )

@@ -61,6 +61,10 @@ class Piped(ABC):
     def python(self, task: FleetTask) -> str:
         """The interpreter there."""
 
+    def env(self, task: FleetTask) -> Mapping[str, str]:
+        """Variables that tasks find there, where the fleet has no others for them."""
+        return {}
+
     def why(self, launch: TaskLaunch, code: int, *, has_served: bool) -> str:
         """What the exit code of the command says beyond its number, and what to do."""
         return ""
@@ -173,8 +177,9 @@ class _Conversation:
                 _hang_up(process)
             return
         launch = self._launch
-        told = {"env": dict(launch.env), "keys": dict(launch.keys)}
-        told["beside"] = {"count": str(launch.beside)}
+        env = {**self._engine.env(launch.task), **launch.env}
+        told = {"env": env, "keys": dict(launch.keys)}
+        told["beside"] = {"count": str(launch.beside), "place": str(launch.place)}
         with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
             _stream(process.stdin).write(json.dumps(told).encode() + b"\n")
             _stream(process.stdin).flush()

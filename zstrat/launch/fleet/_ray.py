@@ -7,18 +7,21 @@ there, to its port. What starts again is the fleet, as on every engine, and not 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, final
 
+from zstrat.cluster import GPUS_VARIABLE
 from zstrat.errors import UnavailableError
+from zstrat.launch._runtime_dir import share
 
 from ._engine import End, FleetTask
 from ._fleet import Fleet
 from ._task_host import TaskHost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
 
     from zstrat.config import Settings
@@ -49,8 +52,18 @@ class RayHost(TaskHost):
     """On the machine where Ray has put this actor, by the address that Ray knows."""
 
     def __init__(self, launch: TaskLaunch) -> None:
-        node = _ray().get_runtime_context().get_node_id()
-        super().__init__(launch, _addresses(_ray())[node])
+        context = _ray().get_runtime_context()
+        super().__init__(
+            _with_gpus(launch, context.get_accelerator_ids()["GPU"]),
+            _addresses(_ray())[context.get_node_id()],
+        )
+
+
+def _with_gpus(launch: TaskLaunch, gpus: Sequence[str]) -> TaskLaunch:
+    """With the GPUs that Ray gave to its actor, none if it gave none: they are divided
+    already, and only the cores are not."""
+    env = {GPUS_VARIABLE: ",".join(gpus), "NPROC": str(share(launch.beside))}
+    return dataclasses.replace(launch, env={**env, **launch.env}, beside=1, place=0)
 
 
 def _addresses(ray: Any) -> dict[str, str]:

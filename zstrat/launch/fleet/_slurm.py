@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
     from ._engine import TaskLaunch
 
+GPUS_BY_NODE: Final = (
+    "each task is a step of its own here, to which Slurm would not give GPUs as it was "
+    "asked; ask for --gpus-per-node=N, which the workers of a node divide among them"
+)
+
+_GPUS_BY_TASK: Final = ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
+
 PATIENCE: Final = 30.0
 """Seconds for a question to Slurm's controller."""
 
@@ -37,6 +44,10 @@ PATIENCE: Final = 30.0
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """What Slurm gave to this job: its number, and node -> tasks that it has room for.
+
+    Each task is a step of its own. A step of a job that has its GPUs by task gets one
+    of them, all steps the same one; where it has so many on several nodes together,
+    Slurm gives a step none at all. So both are refused.
 
     Raises:
         ValueError: This is no job of Slurm, or it cannot be read.
@@ -57,6 +68,13 @@ class Allocation:
             )
         job, nodes, tasks = (env[name] for name in wanted)
         hosts, counts = expand_hostlist(nodes), expand_tasks_per_node(tasks)
+        by_task = [name for name in _GPUS_BY_TASK if name in env]
+        if len(hosts) > 1 and "SLURM_GPUS" in env:
+            by_task.append("SLURM_GPUS")
+        if by_task:
+            raise ValueError(
+                f"job {job} has {by_task[0]}={env[by_task[0]]}: {GPUS_BY_NODE}"
+            )
         return cls(job, dict(zip(hosts, counts, strict=True)))
 
     def tasks(self, num_ps: int, num_workers: int) -> list[FleetTask]:

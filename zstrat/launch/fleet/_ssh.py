@@ -14,6 +14,7 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING, Final, Literal, final
 
+from zstrat.cluster import GPUS_VARIABLE
 from zstrat.errors import UnavailableError
 
 from ._fleet import Fleet
@@ -85,6 +86,10 @@ class SshEngine(Piped):
 
     def python(self, task: FleetTask) -> str:
         return self._hosts[task.where].python
+
+    def env(self, task: FleetTask) -> dict[str, str]:
+        gpus = self._hosts[task.where].gpus
+        return {} if gpus is None else {GPUS_VARIABLE: ",".join(gpus)}
 
     def turn(self, task: FleetTask) -> threading.BoundedSemaphore:
         return self._turns[task.where]

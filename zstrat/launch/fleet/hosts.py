@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from zstrat.cluster import GPUS_VARIABLE, visible_gpus
 from zstrat.config import read_toml
 
 from ._engine import FleetTask
@@ -28,6 +29,7 @@ class SshHost:
     ``name`` is what ssh is told. Others reach its tasks at ``address``; "": the host
     name that ssh's own configuration has for it. ``options`` are those of ``ssh -o``.
     ``python`` is the interpreter there that has zstrat, ``jobs`` what may run there.
+    ``gpus`` are those that its workers divide among them, None: all that they see.
     """
 
     name: str
@@ -39,6 +41,7 @@ class SshHost:
     options: tuple[str, ...] = ()
     python: str = sys.executable
     jobs: tuple[str, ...] = JOBS
+    gpus: tuple[str, ...] | None = None
 
     def words(self) -> list[str]:
         """The options of ssh for this host."""
@@ -135,7 +138,8 @@ def _host(file: str, name: str, said: Mapping[str, object]) -> SshHost:
         if key == "name" or key not in kinds:
             known = ", ".join(sorted(kinds.keys() - {"name"}))
             raise ValueError(f"{file}: {key!r} is no setting of a host: only {known}")
-        kind = list if isinstance(kinds[key], tuple) else type(kinds[key])
+        is_list = kinds[key] is None or isinstance(kinds[key], tuple)
+        kind = list if is_list else type(kinds[key])
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(
                 f"{file}: {key} = {value!r}: expected a {kind.__name__} there"
@@ -155,6 +159,11 @@ def _wrong(host: SshHost) -> str:
             f"python = {host.python!r}: expected a path from / on, or a program in "
             "PATH there (no shell puts a home in place of ~)"
         )
+    gpus = list(host.gpus or ())
+    if visible_gpus({GPUS_VARIABLE: ",".join(gpus)}) != gpus or len({*gpus}) < len(
+        gpus
+    ):
+        return f"gpus = {gpus}: expected different numbers, or names as in 'GPU-...'"
     return ""
 
 

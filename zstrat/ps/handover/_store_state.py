@@ -3,8 +3,7 @@
 The messages that make it on an empty store (`StoreCopy`) are arrays of the file, a
 header and its frames each; what is pinned follows in parts, as values of the file. Who
 reads it makes them as a backup does (`repeat`), so what the store answers next depends
-on nothing that is not told there, but for what no backup needs: what was kept of the
-program before, and counts.
+on nothing that is not told there, but for what no backup needs: counts.
 
 Decides without I/O. `StoreWriting` belongs to the owner of the stores, while nothing is
 under way there; nobody else has seen the store that `restore` fills.
@@ -60,7 +59,6 @@ class StoreWriting:
             "at": at,
             "values": [list(tensor.entry[:3]) for tensor in copy.tensors],
             "messages": [len(frames) for frames in told],
-            "kept": [list(store.kept), list(store.kept_optimizers.items())],
             "counts": asdict(store.counts),
         }
 
@@ -84,9 +82,6 @@ def restore(store: Store, facts: Facts, arrays: StoredArrays) -> None:
             data = np.frombuffer(part, np.uint8)
             _make(store, CopyParts([CopiedPart(key, optimizer, leaf, start)], (data,)))
             start += len(part)
-    variables, optimizers = facts["kept"]
-    store.kept.update(variables)
-    store.kept_optimizers.update(dict(optimizers))
     for name, number in facts["counts"].items():
         setattr(store.counts, name, int(number))
 

@@ -18,11 +18,13 @@ from zstrat.wire import (
     AskParts,
     CopiedSlot,
     CopiedVariable,
+    CopyKept,
     CopyLedger,
     CopySlots,
     CopyTree,
     CopyVariables,
     CreateOptimizer,
+    KeptOptimizer,
     Message,
     PushPart,
     TensorEntry,
@@ -65,6 +67,7 @@ class StoreCopy:
             *_variables(store),
             *_optimizers(store),
             *_slots(store),
+            *_kept(store),
         ]
         """What makes the rest, in order."""
 
@@ -154,6 +157,12 @@ def _slots(store: Store) -> Iterator[Message]:
     ]
     for at in range(0, len(entries), _ENTRIES):
         yield CopySlots(entries[at : at + _ENTRIES])
+
+
+def _kept(store: Store) -> Iterator[Message]:
+    if store.kept or store.kept_optimizers:
+        names = [KeptOptimizer(*each) for each in store.kept_optimizers.items()]
+        yield CopyKept(names, (np.array(sorted(store.kept), np.int64),))
 
 
 def _leaves(key: int, optimizer: int, slots: Slots) -> Iterator[CopiedSlot]:

@@ -107,7 +107,9 @@ class Following:
         self._whole_at: int | None = None
         """The number of the change behind which nothing of the copy is missing."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
-        self._is_inherited = False
+        self._is_inherited = self._begins_anew = False
+        self._earlier: set[int] = set()
+        """Sessions of programs that are lost."""
         self._made_all = asyncio.Event()
         """Set when nothing waits here."""
         self._made_all.set()
@@ -160,7 +162,8 @@ class Following:
     # ---- changes -----------------------------------------------------------------
 
     def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
-        self.require(opening.session, opening.view)
+        known = opening.session in self._earlier
+        self.require(self.session if known else opening.session, opening.view)
         if remote.hello.incarnation != self._named:
             raise PermissionDeniedError(
                 f"{self._task}: this copy takes changes from incarnation "
@@ -289,6 +292,16 @@ class Following:
         has all, and cannot follow it any further."""
         self._is_inherited, self.is_whole = True, is_whole
 
+    def is_primary(self, remote: object) -> bool:
+        """Whether the changes come from there."""
+        return remote is self._primary
+
+    def adopt(self, session: int) -> None:
+        """Another program goes on, in this session: steps begin anew if it has this
+        copy take its primary's place. The primary is heard up to then."""
+        self._earlier.add(self.session)
+        self.session, self._begins_anew = session, True
+
     async def finish(self, deadline: float) -> None:
         """Makes all that was taken, behind which nothing more may come; is not whole if
         that is not done at the deadline (loop time)."""
@@ -341,6 +354,8 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            if self._begins_anew:
+                self._store.begin_anew()
             self._tell(PromoteBackup(self.session, self.view))
             self._primary = None
         promotion.set_result(None)

@@ -18,10 +18,20 @@ from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableE
 from zstrat.ps._service import PsService
 from zstrat.ps.handover._handover import StoreRole
 from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
-from zstrat.wire import Done, DropStore, HostStore, Job, Message, StoreHosted
+from zstrat.wire import (
+    AskCopies,
+    CopiesTold,
+    Done,
+    DropStore,
+    HostStore,
+    Job,
+    LeftCopy,
+    Message,
+    StoreHosted,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.config import Settings
     from zstrat.errors import PeerLostError
@@ -33,7 +43,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
-HostingRequest = HostStore | DropStore
+HostingRequest = AskCopies | HostStore | DropStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,9 @@ class HostedStores:
                 f"{remote.name} is {remote.role}"
             )
         async with self._changing:
+            if isinstance(message, AskCopies):
+                self._require_session(message.session)
+                return CopiesTold(list(self._left()))
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(remote, message)
@@ -132,6 +145,20 @@ class HostedStores:
                 self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
+
+    def adopt(self, owner: Owner) -> None:
+        """Another program goes on with what the process has."""
+        for store, copy in self._copies.items():
+            self._copies[store] = replace(copy, session=owner.session)
+            copy.service.adopt(owner, self._own.left_at)
+
+    def _left(self) -> Iterator[LeftCopy]:
+        left_at = self._own.left_at
+        if (own := self._own.left_copy(self._me.index, left_at)) is not None:
+            yield own
+        for store, copy in self._copies.items():
+            if (left := copy.service.left_copy(store, left_at)) is not None:
+                yield left._replace(address=copy.hosted.address)
 
     def look(self) -> None:
         """The session of the process, or of a copy, has changed: what belongs to one
@@ -191,22 +218,25 @@ class HostedStores:
 
     # ---- private -----------------------------------------------------------------
 
-    def _require(self, message: HostingRequest) -> None:
+    def _require(self, message: HostStore | DropStore) -> None:
         if self._is_over:
             raise UnavailableError(f"{self._task} is shutting down")
         if isinstance(message, HostStore):
             self._require_role_key()
+        self._require_session(message.session)
         mine, copy = self._own.session, self._copies.get(message.store)
-        if mine != message.session:
-            raise StaleSessionError(
-                f"{self._task} serves session {mine or 0:#x}, and keeps no copies for "
-                f"{message.session:#x}"
-            )
         newest = -1 if copy is None else max(copy.view, copy.service.view)
         if message.view < newest and copy is not None and copy.session == mine:
             raise StaleSessionError(
                 f"{self._task} keeps store {message.store} in view {newest}, and view "
                 f"{message.view} is over"
+            )
+
+    def _require_session(self, session: int) -> None:
+        if (mine := self._own.session) != session:
+            raise StaleSessionError(
+                f"{self._task} serves session {mine or 0:#x}, and keeps no copies for "
+                f"{session:#x}"
             )
 
     def _require_role_key(self) -> None:

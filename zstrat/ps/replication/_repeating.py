@@ -25,6 +25,7 @@ from zstrat.rows import lasting
 from zstrat.wire import (
     AskParts,
     BindOptimizer,
+    CopyKept,
     CopyLedger,
     CopyParts,
     CopySlots,
@@ -80,6 +81,7 @@ CHANGES = (
     | LoadTensors
     | StoreTensors
     | CopyLedger
+    | CopyKept
     | CopyVariables
     | CopySlots
     | CopyTree
@@ -147,6 +149,9 @@ def _remember(store: Store, change: Message) -> None:
             store.raise_writer_mark(writer, low_water)
         case CopyLedger():
             _copy_ledger(store, change)
+        case CopyKept(optimizers=optimizers, arrays=(keys,)):
+            store.kept.update(keys.tolist())
+            store.kept_optimizers.update(optimizers)
         case CopyWhole():
             pass  # says something about the changes before it
         case _:

@@ -32,6 +32,7 @@ from ._forwarding import Forwarding
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from zstrat.config import Timeouts
     from zstrat.errors import ZstratError
     from zstrat.ps.store._store import Store
     from zstrat.wire import PlainTree
@@ -56,6 +57,7 @@ class Standing:
         tell: Sends a notice to the coordinator that holds the session.
         set_aside: Told whether another process serves the store by now.
         connect: None: it may have no backup.
+        clock: Seconds.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Standing:
         set_aside: Callable[[bool], None],
         connect: Connect | None,
         patience: float,
+        clock: Callable[[], float],
     ) -> None:
         self.following: Following | None = None
         """If it is a backup."""
@@ -79,6 +82,12 @@ class Standing:
         self._task, self._store, self._turn = task, store, turn
         self._tell, self._set_aside = tell, set_aside
         self._connect, self._patience = connect, patience
+        self._clock = clock
+        self.parted_at: float | None = None
+        """When the other one of two copies was lost, the last time; seconds."""
+        self._is_known_sure = self._was_without = False
+        """What is known of the time before: nothing is missing here; and the program
+        had no second copies."""
         self._forwarding: Forwarding | None = None
         self._copying: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -109,6 +118,38 @@ class Standing:
     def has_backup(self) -> bool:
         """Whether a backup has everything that was acknowledged."""
         return self._forwarding is not None and self._forwarding.is_strict
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything of the store may be here. A primary that is to have a backup
+        and never had one has acknowledged nothing."""
+        if self.following is not None:
+            return True
+        was_to_have = self.is_to_have_backup and not self._was_without
+        return not self.is_dropped and bool(self.view or not was_to_have)
+
+    def is_sure(self, left_at: float | None, timeouts: Timeouts) -> bool:
+        """Whether nobody can have acknowledged what is not here, although the other one
+        of two copies is gone.
+
+        Args:
+            left_at: When the program was lost.
+        """
+        if self.is_replaced:
+            return False
+        if self._is_known_sure or (self.following is None and not self.has_backup):
+            return True
+        if left_at is None or self.parted_at is None:
+            return False
+        # Within that time a program that lives, and is only not heard here, has one of
+        # the two go on alone, and the other one hears it from that.
+        return self.parted_at - left_at >= timeouts.patience + timeouts.reconnect
+
+    def adopted(self, left_at: float | None, timeouts: Timeouts) -> None:
+        """Another program is here. If it is lost before it gives an order, all is as it
+        was: it may have waited in vain for other processes."""
+        self._is_known_sure = self.is_sure(left_at, timeouts)
+        self._was_without |= not self.is_to_have_backup
 
     def require_alone(self) -> None:
         """
@@ -158,6 +199,7 @@ class Standing:
         Cancellation: the copy goes on.
         """
         self.require(message.view)
+        self._is_known_sure = False
         if isinstance(message, AttachBackup):
             await self._attach(message)
             return Done()
@@ -203,7 +245,7 @@ class Standing:
             forwarding.refuse(error)
             self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
-        self.is_to_have_backup = False
+        self.is_to_have_backup = self._is_known_sure = self._was_without = False
 
     def step_aside(self, *, is_dropped: bool) -> None:
         """Another process may serve the store: a coordinator says whether this one does
@@ -303,6 +345,7 @@ class Standing:
     def _lost(self, why: str) -> None:
         forwarding = self._forwarding
         if forwarding is not None and forwarding.is_strict:
+            self.parted_at = self._clock()
             session = forwarding.attached.session
             self._tell(BackupLost(session, self.view, why))
 

@@ -12,7 +12,7 @@ the same in all programs. A creation that failed has no place in it, in any of t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 
@@ -112,7 +112,8 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         cluster_resolver: Tells the tasks of the cluster, and which one this program is.
             Left out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first.
         devices: The replicas of this program; left out: all of its devices.
-        replicas: Of `ParameterServerStrategy`; here only 0.
+        replicas, stores_per_ps, on_ps_loss, resume: Of `ParameterServerStrategy`; here
+            only their defaults, as no program has the others' ear.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -129,15 +130,18 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         *,
         devices: Sequence[jax.Device] | None = None,
         replicas: int = 0,
+        stores_per_ps: int = 1,
+        on_ps_loss: str = "raise",
+        resume: str | None = None,
         settings: Settings | None = None,
         connect: Connect = _connect,
     ) -> None:
-        if replicas != 0:
-            raise ValueError(
-                f"replicas={replicas!r}: programs that share parameter servers cannot "
-                "have second copies yet, as each would have to hear where they are: "
-                "leave it out, or use ParameterServerStrategy"
-            )
+        _refuse_what_needs_a_coordinator(
+            replicas=replicas,
+            stores_per_ps=stores_per_ps,
+            on_ps_loss=on_ps_loss,
+            resume=resume,
+        )
         resolver = cluster_resolver or detect()
         spec, job, index = _task(resolver)
         settings = settings_from(environment()) if settings is None else settings
@@ -179,6 +183,26 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
             f"<zstrat.BetweenGraphStrategy: {self._extended.worker_devices[0]}, "
             f"{len(self._extended.parameter_devices)} ps>"
         )
+
+
+_NEEDED: Final[dict[str, tuple[object, str]]] = {
+    "replicas": (0, "each would have to hear where second copies take over"),
+    "stores_per_ps": (1, "each would have to hear where stores are"),
+    "on_ps_loss": ("raise", "each would have to go back to the same checkpoint"),
+    "resume": (None, "the others would have to enter the session of the next chief"),
+}
+"""The default, and what the programs lack for others."""
+
+
+def _refuse_what_needs_a_coordinator(**given: object) -> None:
+    for option, value in given.items():
+        default, why = _NEEDED[option]
+        if value != default:
+            raise ValueError(
+                f"{option}={value!r}: BetweenGraphStrategy cannot have that, as its "
+                f"programs share parameter servers without a coordinator, and {why}: "
+                "leave it out and save checkpoints, or use ParameterServerStrategy"
+            )
 
 
 def _task(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:

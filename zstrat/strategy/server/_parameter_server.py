@@ -109,7 +109,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             without a name, which empties the cluster. `close` ends the session; a
             program that ends otherwise leaves it. A step that was under way when the
             program before ended may have reached some ps and not others; none has an
-            effect later. Datasets begin where this program begins them.
+            effect later. Datasets begin where this program begins them. With
+            ``replicas`` both programs have to give that.
         ps_wait_timeout: Seconds that ``on_ps_loss="restore"`` waits for a lost ps,
             before calls raise `PSUnavailableError`. Default: 600.
         replicas: 1: what each ps holds is in the memory of another one, too, and no
@@ -180,11 +181,6 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         patience = _ps_patience(on_ps_loss, ps_wait_timeout)
         if replicas not in (0, 1):
             raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
-        if replicas and resume is not None:
-            raise ValueError(
-                "resume= with replicas=1: a program cannot go on with what another one "
-                "has left in two copies; leave out one of them"
-            )
         _check_stores(stores_per_ps, resume)
         if stores_per_ps > 1:
             connect = partial(connect, stores_per_ps=int(stores_per_ps))

@@ -45,12 +45,13 @@ def described(hello: Hello) -> str:
 
 
 def mismatch(
-    me: Hello, other: Hello, expect: tuple[str, int] | None = None
+    me: Hello, other: Hello, expect: tuple[str, int | None] | None = None
 ) -> ZstratError | None:
     """Why ``me`` cannot work with ``other``, or None.
 
     Args:
-        expect: Job and index that must answer, where the caller knows.
+        expect: Job and index that must answer, where the caller knows; an index of
+            None is any.
     """
     if other.protocol != PROTOCOL:
         return VersionMismatchError(
@@ -66,15 +67,20 @@ def mismatch(
             f"expected printable names of at most {_NAME} characters, and at most "
             f"{_VERSIONS} versions"
         )
-    if other.job not in _JOBS or other.index < 0:
+    lowest = -1 if other.job == Job.WORKER else 0  # one without a number yet
+    if other.job not in _JOBS or other.index < lowest:
         return ProtocolError(
             f"host {quoted(other.host, 80)}, pid {other.pid} calls itself "
             f"{task_name(other)}: expected one of {', '.join(Job)} and an index of "
             "0 or more"
         )
-    if expect is not None and (other.job, other.index) != expect:
+    if expect is not None and expect not in (
+        (other.job, other.index),
+        (other.job, None),
+    ):
+        wanted = expect[0] if expect[1] is None else f"{expect[0]}:{expect[1]}"
         return ProtocolError(
-            f"expected {expect[0]}:{expect[1]}, but {described(other)} answers there: "
+            f"expected {wanted}, but {described(other)} answers there: "
             "check the addresses of the cluster"
         )
     return _python_mismatch(me, other)

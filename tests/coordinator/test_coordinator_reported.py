@@ -1,0 +1,114 @@
+"""Workers that report themselves while a program trains."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import Workers
+from zstrat.coordinator.membership import AdmitWorker, Membership
+from zstrat.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    from_wire,
+)
+from zstrat.wire import WorkerReported
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+@pytest.fixture
+def reported(make_world):
+    """``reported(address, index)`` is how a program answers a worker that has reported
+    itself at its server."""
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    server = world.ps[0]
+
+    def report(address, index=-1, patience=20.0):
+        known = len(server.answers)
+        session = world.session.cluster.session
+        told = WorkerReported(session, known + 1, address, index, patience)
+        world.on_loop(server.link.say, told)
+        world.until(lambda: len(server.answers) > known)
+        answer = server.answers[-1]
+        assert (answer.session, answer.report) == (session, known + 1)
+        if answer.error is not None:
+            raise from_wire(answer.error)
+        return answer.index
+
+    report.world, report.coordinator = world, coordinator
+    report.workers = Workers(world.session)
+    return report
+
+
+def test_a_worker_that_reports_itself_is_refused_unless_that_is_wished(reported):
+    with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
+        reported("late:1")
+    reported.workers.accept_joining()
+    assert reported("late:1") == 1
+    reported.workers.accept_joining(False)
+    with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
+        reported("late:1")
+
+
+def test_a_worker_that_reports_itself_gets_a_number_and_closures(reported):
+    reported.workers.accept_joining()
+    numbers = [reported(address) for address in ("late:1", "later:1", "late:1")]
+    assert numbers == [1, 2, 1], "each its own, and the same when it asks again"
+    late = reported.world.newcomer("later:1", 2)
+    assert reported("later:1", 2) == 2
+    assert reported.workers.addresses == {0: "worker0:1", 2: "later:1"}
+    reported.workers.remove("worker0:1")
+    assert reported.coordinator.schedule(good).fetch() == 1
+    assert len(late.ran) == 1
+    assert reported("later:1", 2) == 2, "it is there"
+    assert len(late.sessions) == 1
+    assert reported.coordinator.metrics()["workers_added"] == 1
+
+
+def test_who_reports_itself_and_cannot_join_is_told_why(reported):
+    reported.workers.accept_joining()
+    unlike = reported.world.newcomer("late:1", reported("late:1"))
+    unlike.devices = 4
+    with pytest.raises(InvalidArgumentError, match="4 devices"):
+        reported("late:1", 1)
+    with pytest.raises(AlreadyExistsError, match="worker 0 of the cluster is at"):
+        reported("late:1", 0)
+    with pytest.raises(ValueError, match="others reach it at"):
+        reported("0.0.0.0:1")
+    with pytest.raises(ValueError, match="expected"):
+        reported("late")
+    assert reported.workers.addresses == {0: "worker0:1"}
+    unlike.devices = 2
+    assert reported("late:1", 1) == 1
+
+
+def test_who_was_removed_does_not_come_back_by_itself(reported):
+    reported.workers.accept_joining()
+    reported.world.newcomer("late:1", reported("late:1"))
+    reported("late:1", 1)
+    reported.workers.remove("late:1")
+    for index in (-1, 1):
+        with pytest.raises(PermissionDeniedError, match=r"workers\.add\('late:1'\)"):
+            reported("late:1", index)
+    assert reported("other:1") == 2, "a number is never given to another address"
+    with pytest.raises(InvalidArgumentError, match="not given to another address"):
+        reported("other:1", 1)
+    assert reported.workers.add("late:1") == 1
+
+
+def test_numbers_that_were_promised_are_nobody_elses():
+    membership = Membership({0: "host:1"})
+    assert [membership.promise(f"host:{n}") for n in (2, 3)] == [1, 2]
+    assert membership.add("host:4") == AdmitWorker(1, 3, "host:4")
+    assert membership.add("host:3") == AdmitWorker(2, 2, "host:3")
+    assert membership.reported("host:3", 2) == 2
+    membership.bind("a variable has a value per worker")
+    with pytest.raises(InvalidArgumentError, match="a value per worker"):
+        membership.promise("host:5")

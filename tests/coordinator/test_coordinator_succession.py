@@ -1,0 +1,86 @@
+"""Which copies a program goes on with that another one has left."""
+
+import pytest
+
+from zstrat.coordinator.replication import (
+    Detach,
+    Drop,
+    Promote,
+    StorePlacement,
+    successors,
+)
+from zstrat.errors import PSUnavailableError
+from zstrat.wire import LeftCopy
+
+FORMER, SESSION = 11, 12
+
+
+def primary(store=0, view=5, *, sure=False, origin=FORMER, variables=2):
+    return LeftCopy(store, view, "", 1, origin, True, True, sure, variables)
+
+
+def backup(store=0, view=5, *, sure=False, whole=True):
+    return LeftCopy(store, view, f"b{store}:1", 2, FORMER, False, whole, sure, 2)
+
+
+def chosen(*told, stores=1):
+    """The process of each store, and whether it is the primary there."""
+    found = successors("run", SESSION, dict(enumerate(told)), stores)
+    return [
+        (found[store].chosen.process, found[store].chosen.copy.is_primary)
+        for store in sorted(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "goes_on"),
+    [
+        (([primary()], [backup()]), (0, True)),  # nothing was lost
+        (([primary(sure=True)], []), (0, True)),  # it was alone, or is for long
+        (([], [backup(sure=True)]), (1, False)),
+        (([primary()], [backup(whole=False)]), (0, True)),
+        (([primary(view=5)], [primary(view=6, sure=True)]), (1, True)),  # a failover
+        (([primary(view=5)], [primary(view=8)], [backup(view=8)]), (1, True)),
+        (([backup(view=5)], [], [primary(view=8, sure=True)]), (2, True)),
+        # One that was started again has a store that is new, and empty.
+        (([primary(view=0, origin=SESSION)], [backup(sure=True)]), (1, False)),
+    ],
+)
+def test_a_copy_of_the_newest_view_goes_on(told, goes_on):
+    assert chosen(*told) == [goes_on]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ([primary()], []),  # the other one may have taken its place
+        ([], [backup()]),  # the other one may have gone on alone
+        ([], [backup(sure=True, whole=False)]),
+        ([primary(view=5, sure=True)], [backup(view=8)]),  # nor is an older one taken
+        ([], [], [primary(store=1, sure=True)]),
+        ([primary(sure=True)], [primary(1, sure=True, origin=10)]),
+    ],
+)
+def test_without_one_that_is_known_to_have_all_the_session_is_lost(told):
+    with pytest.raises(PSUnavailableError, match=r"session 'run'.* restore") as error:
+        chosen(*told, stores=2 if told[-1] and told[-1][0].store else 1)
+    assert error.value.lost
+
+
+def test_where_nothing_was_created_all_begins_anew():
+    assert chosen([primary(variables=0)], []) == []
+    assert chosen([primary(view=0, origin=SESSION)], []) == []
+
+
+def test_each_goes_on_alone_in_a_newer_view_and_others_are_dropped():
+    placement = StorePlacement(["p0:1", "p1:1"])
+    for process in (0, 1):
+        placement.joined(process, 0)
+    told = {0: [primary(0), backup(1, sure=True)], 1: [backup(0)]}
+    orders = placement.succeed(successors("run", SESSION, told, 2))
+    detach, promote, dropped = orders
+    assert detach == Detach(0, 6)
+    assert isinstance(promote, Promote)
+    assert (promote.store, promote.view, promote.backup.address) == (1, 6, "b1:1")
+    assert dropped == Drop(1, 6, 1)
+    assert Drop(0, 6, 1) in placement.detached(detach)

@@ -1,0 +1,143 @@
+"""What a lost program has left in two copies, and who goes on with it."""
+
+from dataclasses import replace
+
+import pytest
+from ps_callers import SESSION, caller
+from ps_copies import Copies, create, pull, push
+
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import (
+    AttachBackup,
+    CloseSession,
+    DetachBackup,
+    Done,
+    Job,
+    OpenSession,
+    PromoteBackup,
+    Withdraw,
+)
+
+LONG = 6.0
+"""Seconds: patience and reconnect, by default."""
+
+
+class Left(Copies):
+    """Of a session that is called "run". ``now`` is what their clocks say."""
+
+    now = 100.0
+
+    def __init__(self):
+        super().__init__("run")
+        self.session = SESSION
+
+    def service(self, **options):
+        return super().service(clock=lambda: self.now, **options)
+
+    def opening(self, replicas=1):
+        return OpenSession(self.session, 0, 1, [], name="run", replicas=replicas)
+
+    def lose_program(self):
+        self.primary.lost(self.chief, "killed")
+
+    async def next_program(self, replicas=1):
+        """It comes to the process of the primary, and to that of the backup."""
+        self.session += 1
+        self.chief = caller(Job.CHIEF, self.session)
+        left_at = self.primary.left_at
+        opened = await self.ask(self.opening(replicas))
+        self.backup.adopt(self.primary.owner, left_at)
+        return opened
+
+    async def value(self, service):
+        asked = replace(pull(), session=self.session)
+        return (await self.ask(asked, service)).arrays[0]
+
+    def is_sure(self, service):
+        return service.left_copy(0, self.primary.left_at).is_sure
+
+
+@pytest.fixture
+async def left():
+    rig = Left()
+    await rig.ask(create(0, 1))
+    await rig.attach()
+    await rig.ask(push(1))
+    yield rig
+    await rig.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, LONG / 2, LONG])
+@pytest.mark.parametrize("lost", ["primary", "backup"])
+async def test_who_is_left_is_sure_if_the_program_was_lost_long_before(
+    left, lost, seconds
+):
+    assert not left.is_sure(left.primary)  # the other one is there, and decides
+    left.lose_program()
+    left.now += seconds
+    if lost == "backup":
+        left.link.cut()
+        service = left.primary
+    else:
+        left.backup.lost(left.talkers[-1], "killed")
+        service = left.backup
+    assert left.is_sure(service) == (seconds >= LONG)
+    # A program that came in vain, and gave no order, has changed nothing of that.
+    left.now += 1.0
+    await left.next_program()
+    left.lose_program()
+    assert left.is_sure(service) == (seconds >= LONG)
+
+
+async def test_a_primary_that_goes_on_alone_is_sure(left):
+    await left.ask(DetachBackup(left.session, 2))
+    left.lose_program()
+    assert left.is_sure(left.primary)
+
+
+async def test_a_backup_that_takes_the_place_begins_its_steps_anew(left):
+    left.lose_program()
+    await left.next_program()
+    told = left.backup.left_copy(0, None)
+    assert (told.is_primary, told.is_whole, told.variables) == (False, True, 2)
+    assert told.origin == left.primary.owner.origin
+    promote = PromoteBackup(left.session, 2)
+    assert await left.ask(promote, left.backup) == Done()
+    opened = await left.ask(left.opening(), left.backup)
+    assert (opened.resumed, opened.origin) == (True, told.origin)
+    its_own = replace(push(1), session=left.session)
+    assert (await left.ask(its_own, left.backup)).applied
+    assert (await left.value(left.backup)).tolist() == [2.0] * 3
+
+
+async def test_what_is_kept_of_a_program_before_is_kept_in_both_copies(left):
+    left.lose_program()
+    await left.next_program()
+    await left.ask(DetachBackup(left.session, 2))
+    left.host(view=3)
+    attach = AttachBackup(left.session, 3, "nowhere:1", left.incarnation)
+    assert await left.ask(attach) == Done()
+    # A creation that fails elsewhere takes back what is new, and no more.
+    assert await left.ask(Withdraw(left.session, [0, 1], [])) == Done()
+    assert await left.ask(PromoteBackup(left.session, 4), left.backup) == Done()
+    assert (await left.value(left.backup)).tolist() == [1.0] * 3
+
+
+async def test_what_a_program_without_second_copies_has_left_is_there():
+    rig = Copies("run")
+    rig.primary.handle(caller(Job.CHIEF, SESSION), CloseSession(SESSION, False))
+    for session, replicas in ((11, 0), (12, 1), (13, 1)):
+        chief = caller(Job.CHIEF, session)
+        opening = OpenSession(session, 0, 1, [], name="run", replicas=replicas)
+        await rig.ask(opening, peer=chief)
+        told = rig.primary.left_copy(0, None)
+        assert (told.view, told.is_primary, told.is_sure) == (0, True, True)
+        rig.primary.lost(chief, "killed")
+    await rig.close()
+
+
+async def test_two_copies_are_not_taken_for_one(left):
+    left.lose_program()
+    with pytest.raises(InvalidArgumentError, match="give replicas=1"):
+        await left.next_program(replicas=0)
+    assert (await left.next_program()).resumed

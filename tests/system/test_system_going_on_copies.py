@@ -1,0 +1,97 @@
+"""Programs that are killed, and parameter servers whose second copies go on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killed_program import Counting
+from system_worlds import all_running
+
+import zstrat as zs
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import InvalidArgumentError, PSUnavailableError
+from zstrat.testing import leak_check
+
+pytestmark = pytest.mark.processes
+
+SETTINGS = Settings(timeouts=Timeouts(patience=30.0, reconnect=0.5, turn=30.0))
+"""Who loses the other copy within half a minute of the program cannot know what that
+has done: longer than this test."""
+OPTIONS = {"resume": "run", "replicas": 1, "settings": SETTINGS}
+
+
+@pytest.fixture
+def local():
+    with leak_check(), zs.LocalCluster(2, 1, settings=SETTINGS) as cluster:
+        yield all_running(cluster)
+
+
+def left(strategy):
+    """It ends as one that has failed."""
+    with pytest.raises(ZeroDivisionError), strategy:
+        1 / 0  # noqa: B018
+
+
+def trained(work, numbers):
+    work.schedule(numbers)
+    work.coordinator.join()
+
+
+def counted_once(work, numbers):
+    return all((count.numpy()[list(numbers)] == 1).all() for count in work.counts)
+
+
+def test_a_program_that_is_killed_goes_on_with_both_copies(local):
+    script = Path(__file__).with_name("killed_program.py")
+    run = [sys.executable, str(script), json.dumps(local.spec.as_dict()), "20", "40"]
+    assert subprocess.run([*run, "1"], check=False).returncode == -9
+    with pytest.raises(InvalidArgumentError, match="give replicas=1"):
+        zs.ParameterServerStrategy(local.resolver, **{**OPTIONS, "replicas": 0})
+    strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)
+    assert strategy.resumed
+    work = Counting(strategy, learns=True)
+    assert counted_once(work, range(21))
+    assert max(count.numpy().max() for count in work.counts) == 1
+    metrics = work.coordinator.metrics
+    assert metrics()["stores_without_backup"] == 0
+    trained(work, range(100, 110))
+
+    # The backups of a program that went on take over; there is one process then.
+    local.kill("ps:1")
+    trained(work, range(110, 120))
+    moved = work.w.numpy()
+    left(strategy)
+    local.restart("ps:1")
+    strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)
+    work = Counting(strategy, learns=True)
+    assert strategy.resumed
+    assert counted_once(work, range(100, 120))
+    assert work.w.numpy().tolist() == moved.tolist()
+    local.kill("ps:0")  # which served all
+    trained(work, range(120, 130))
+    assert counted_once(work, [*range(21), *range(100, 130)])
+    assert not any(count.numpy()[130:].any() for count in work.counts)
+
+    # With the program goes one of two copies: the other one may lack something.
+    local.restart("ps:0")
+    strategy.session.run(_paired(strategy), "the test")
+    left(strategy)
+    local.kill("ps:1")
+    local.restart("ps:1")
+    with pytest.raises(PSUnavailableError, match="of its two copies only one is left"):
+        zs.ParameterServerStrategy(local.resolver, **OPTIONS)
+    with zs.ParameterServerStrategy(
+        local.resolver, on_ps_loss="restore", **OPTIONS
+    ) as strategy:
+        assert not strategy.resumed
+        trained(work := Counting(strategy), range(10))
+        assert counted_once(work, range(10))
+        assert not work.counts[0].numpy()[10:].any()
+
+
+async def _paired(strategy):
+    session = strategy.session
+    deadline = session.portal.loop.time() + 60
+    await session.cluster.replication.wait_whole(deadline)

@@ -1,0 +1,63 @@
+"""A real daemon that reports itself is taken in while a program trains."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+def late_worker(server):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    command = [sys.executable, "-m", "zstrat.daemons.worker", "--join", server]
+    started = subprocess.Popen(
+        [*command, "--bind", address],
+        env={**os.environ, "ZSTRAT_CONNECT_TIMEOUT": "300"},  # where cores are busy
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return started, address
+
+
+def test_a_daemon_that_reports_itself_gets_closures():
+    with zs.LocalCluster(1, 1, lane="tcp") as cluster:
+        server = cluster.spec.task_address("ps", 0)
+        first = cluster.spec.task_address("worker", 0)
+        with zs.ParameterServerStrategy(cluster.resolver) as strategy:
+            coordinator = zs.ClusterCoordinator(strategy)
+            with strategy.scope():
+                count = zs.Variable(np.float32(0))
+
+            @zs.function
+            def step():
+                count.assign_add(jnp.float32(1))
+
+            refused, _ = late_worker(server)
+            words = refused.communicate(timeout=300)[1]
+            assert refused.returncode == 2
+            assert "strategy.workers.accept_joining()" in words
+
+            strategy.workers.accept_joining()
+            strategy.workers.remove(first)
+            values = [coordinator.schedule(step) for _ in range(10)]
+            late, address = late_worker(server)
+            coordinator.join()
+            assert strategy.workers.addresses == {1: address}
+            assert {value.run.worker for value in values} == {"/job:worker/task:1"}
+            assert count.numpy() == 10
+
+            strategy.workers.remove(address)
+            words = late.communicate(timeout=300)[1]
+            assert late.returncode == 2
+            assert "the program has removed worker 1" in words

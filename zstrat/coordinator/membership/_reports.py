@@ -1,0 +1,83 @@
+"""Answers workers that report themselves: they are taken in, or told why not.
+
+They come by way of a parameter server, and only with a worker's key. Even so a program
+takes them only if it says so: who is in its cluster is its own business. On the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Protocol, cast, final
+
+from zstrat.errors import PermissionDeniedError, ZstratError, to_wire
+from zstrat.wire import AnswerReport
+
+if TYPE_CHECKING:
+    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.wire import Message, PlainTree, WorkerReported
+
+log = logging.getLogger("zstrat.coordinator")
+
+MOST: Final = 1024
+"""Workers that are on their way at a time; others wait at their server in vain."""
+
+NOT_WISHED: Final = (
+    "the program takes no workers that report themselves: it does so behind "
+    "strategy.workers.accept_joining()"
+)
+
+
+class TakingWorkers(Protocol):
+    """What takes a worker in (`Turnover`)."""
+
+    async def report(self, address: str, number: int, patience: float) -> int:
+        """Returns the number of a worker that has reported itself, when it is in the
+        session; at once if it asks for a number, by -1."""
+        ...
+
+
+@final
+class AnsweredReports:
+    """Those of one session. ``are_wished``: the program takes such workers."""
+
+    def __init__(self, taking: TakingWorkers) -> None:
+        self.are_wished = False
+        self._taking = taking
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def heard(self, server: TaskSession, message: WorkerReported) -> None:
+        """A worker has reported itself at the server."""
+        if len(self._answering) >= MOST:
+            return
+        answering = asyncio.get_running_loop().create_task(
+            self._answer(server, message), name=f"a worker at {message.address:.80}"
+        )
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+
+    async def stop(self) -> None:
+        """Nobody is taken in any more. Cancellation: as without."""
+        for answering in self._answering:
+            answering.cancel()
+        if self._answering:
+            await asyncio.wait(list(self._answering))
+
+    async def _answer(self, server: TaskSession, message: WorkerReported) -> None:
+        session, report, index = message.session, message.report, message.index
+        try:
+            if not self.are_wished:
+                raise PermissionDeniedError(NOT_WISHED)
+            index = await self._taking.report(message.address, index, message.patience)
+            answer = AnswerReport(session, report, index)
+        except (ZstratError, ValueError) as error:  # to the worker, and to the log
+            log.warning("no worker at %.80s: %s", message.address, error)
+            plain = cast("PlainTree", to_wire(error))
+            answer = AnswerReport(session, report, index, plain)
+        server.link.submit(answer).add_done_callback(_heed)
+
+
+def _heed(answer: asyncio.Future[Message]) -> None:
+    """A server that was lost tells us again, or the worker tells another one."""
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("answering a worker that has reported itself: %s", error)

@@ -1,0 +1,106 @@
+"""Which copies a program goes on with that another one has left. Decides only.
+
+A *view* of a store is made by the program that holds the session, and there is none
+while nobody does. So a copy has all that was acknowledged if it is of the newest view
+that there ever was. The law of this file: that is only taken for granted of a primary
+that went on alone, of two copies that are both there, and of one whose other copy was
+lost when the program had been lost for so long that it cannot have heard of that. Else
+the store is lost, and with it the session: a model of which a part is gone is none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from zstrat.errors import PSUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.wire import LeftCopy
+
+_AGAIN = (
+    "What is left stays until a program takes the cluster without resume=, or with "
+    "another name: do so and restore the last checkpoint, or give "
+    "on_ps_loss='restore', which then begins anew"
+)
+
+
+class FoundCopy(NamedTuple):
+    """A copy in the process of that index."""
+
+    process: int
+    copy: LeftCopy
+
+
+class Successor(NamedTuple):
+    """What becomes of one store.
+
+    Args:
+        chosen: Goes on: as primary, or is made it.
+        partner: The process of the other copy of its view, if that is there.
+        useless: Processes that have older copies.
+        view: The newest one that anybody knows of.
+    """
+
+    chosen: FoundCopy
+    partner: int | None
+    useless: list[int]
+    view: int
+
+
+def successors(
+    name: str, session: int, told: Mapping[int, Sequence[LeftCopy]], stores: int
+) -> dict[int, Successor]:
+    """The copies to go on with, by store; none if nothing is there under the name.
+
+    Args:
+        name: What the session is called.
+        session: Its number now, which nobody had before.
+        told: By process.
+        stores: How many the cluster has, numbered from 0.
+
+    Raises:
+        PSUnavailableError: Of a part of the stores no copy is left that has all.
+    """
+    found: dict[int, list[FoundCopy]] = {}
+    for process, copies in told.items():
+        for copy in copies:
+            if copy.origin != session:  # else it is empty, and new
+                found.setdefault(copy.store, []).append(FoundCopy(process, copy))
+    if not any(each.copy.variables for copies in found.values() for each in copies):
+        return {}
+    chosen = {
+        store: _successor(name, store, found.get(store, [])) for store in range(stores)
+    }
+    if len(origins := {each.chosen.copy.origin for each in chosen.values()}) > 1:
+        raise _lost(name, 0, f"there are parts of {len(origins)} different sessions")
+    return chosen
+
+
+def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
+    view = max((each.copy.view for each in found), default=0)
+    newest = [each for each in found if each.copy.view == view]
+    # The primary first: it has whatever its backup has.
+    fit = sorted(
+        (each for each in newest if each.copy.is_whole),
+        key=lambda each: not each.copy.is_primary,
+    )
+    if not fit:
+        raise _lost(name, store, "no process has a copy of it that has all")
+    chosen = fit[0]
+    if not chosen.copy.is_sure and len(newest) < 2:
+        raise _lost(
+            name,
+            store,
+            "of its two copies only one is left, which may lack what the other one had "
+            "acknowledged: that was lost while the program lived, or with it",
+        )
+    others = [each.process for each in newest if each is not chosen]
+    useless = [each.process for each in found if each.copy.view < view]
+    return Successor(chosen, others[0] if others else None, useless, view)
+
+
+def _lost(name: str, store: int, why: str) -> PSUnavailableError:
+    words = f"it cannot go on with the session {name!r}: {why}. {_AGAIN}"
+    return PSUnavailableError(f"/job:ps/task:{store}", words, lost=True)

@@ -1,0 +1,123 @@
+"""Brings a worker that no program knows into the session of the one that trains.
+
+It reports itself at a parameter server, whose address is the only one it has to know,
+and whose program decides. It does so again whenever its session is over, for the next
+program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import DeadlineExceededError, PeerLostError
+from zstrat.transport import Link, check_address, check_told, hello
+from zstrat.wire import AnswerReport, Job, ReportWorker
+
+from ._task import load_keys
+
+if TYPE_CHECKING:
+    from zstrat.config import Settings
+    from zstrat.worker import WorkerService
+
+log = logging.getLogger("zstrat.task")
+
+UNNUMBERED: Final = -1
+"""The index of a worker that has none yet."""
+
+_LONG: Final = 86400.0
+"""Seconds that a worker waits for the next program before it asks once more."""
+_SLACK: Final = 5.0
+"""Seconds for the server to say that the patience is over, beyond that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPlace:
+    """``server``: the address of a parameter server; ``address``: where others reach
+    the worker.
+
+    Raises:
+        ValueError: One of them is none.
+    """
+
+    server: str
+    address: str
+
+    def __post_init__(self) -> None:
+        check_address(self.server)
+        check_told(self.address)
+
+
+@final
+class WorkerJoin:
+    """Of one process. ``incarnation`` is that of its task."""
+
+    def __init__(self, place: JoinPlace, settings: Settings, incarnation: int) -> None:
+        self._place, self._settings = place, settings
+        self._incarnation = incarnation
+
+    async def number(self) -> int:
+        """Asks the program for a number, which nobody else has or ever had.
+
+        Raises:
+            ZstratError: The program does not take the worker, or the server does not
+                let it in; says why.
+            DeadlineExceededError: There was no program for ``timeouts.connect``.
+
+        Cancellation: nothing has happened.
+        """
+        return await self._report(UNNUMBERED, self._settings.timeouts.connect)
+
+    async def stay(self, index: int, worker: WorkerService) -> None:
+        """Reports the worker, which serves by now, and again each time that it is in no
+        session any more. Ends by an error alone.
+
+        Raises: As `number`.
+
+        Cancellation: it is reported no more.
+        """
+        patience = self._settings.timeouts.connect
+        while True:
+            before = worker.sessions
+            try:
+                await self._report(index, patience)
+            except DeadlineExceededError:
+                if patience != _LONG:
+                    raise
+                continue
+            log.info("in the session of the program as worker %d", index)
+            await worker.wait_left(before)
+            patience = _LONG
+
+    async def _report(self, index: int, patience: float) -> int:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        link = self._link(index)
+        link.start()
+        try:
+            while True:
+                await link.wait_open(deadline)
+                left = deadline - loop.time()
+                report = ReportWorker(self._place.address, index, max(0.0, left))
+                log.info("reported at %s: waits for its program", self._place.server)
+                try:
+                    answer = await link.request(report, deadline=deadline + _SLACK)
+                except PeerLostError:  # it is told to the server that comes back
+                    continue
+                assert isinstance(answer, AnswerReport), answer
+                return answer.index
+        finally:
+            await link.close()
+
+    def _link(self, index: int) -> Link:
+        """For each report its own: keys may have changed since the last one."""
+        return Link(
+            self._place.server,
+            hello(Job.WORKER, index, self._incarnation),
+            name="the parameter server",
+            settings=self._settings,
+            security=load_keys(self._settings.keys, Job.WORKER, index),
+            expect=(Job.PS, None),
+        )

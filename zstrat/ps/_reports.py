@@ -1,0 +1,127 @@
+"""Workers that report themselves at a parameter server, for the program that has it.
+
+The server is where they can reach: it passes them on to the program whose session it
+serves, and the answer back. Who finds no program there waits for one. What is decided
+about a worker, the program decides.
+
+Lives on the loop. Law of the file: whoever changes the session calls `look` afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import BusyError, DeadlineExceededError, from_wire
+from zstrat.wire import AnswerReport, Message, ReportWorker, WorkerReported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.errors import ZstratError
+    from zstrat.wire import Ownership
+
+MOST: Final = 1024
+"""Reports that wait at a time; each is a process with a worker's key."""
+_LONGEST: Final = 7 * 86400.0
+"""Seconds that anybody may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingReport:
+    """Who has reported what, and what ends it if nobody answers."""
+
+    peer: object
+    message: ReportWorker
+    answer: asyncio.Future[Message]
+    timer: asyncio.TimerHandle
+
+
+@final
+class WorkerReports:
+    """Those that wait at one parameter server, named ``task`` in errors.
+
+    Args:
+        tell: Sends a notice to the program that has the session, if it is there.
+    """
+
+    def __init__(
+        self, task: str, ownership: Ownership, tell: Callable[[Message], None]
+    ) -> None:
+        self._task, self._ownership, self._tell = task, ownership, tell
+        self._waiting: dict[int, _WaitingReport] = {}
+        self._numbers = itertools.count(1)
+
+    def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
+        """The answer of the program; DeadlineExceededError at the latest when the
+        patience of the worker is over.
+
+        Raises:
+            BusyError: Too many wait.
+        """
+        if len(self._waiting) >= MOST:
+            raise BusyError(f"{self._task}: {MOST} workers have reported themselves")
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        seconds = min(max(0.0, message.patience), _LONGEST)
+        timer = loop.call_later(seconds, self._late, number)
+        answer: asyncio.Future[Message] = loop.create_future()
+        self._waiting[number] = _WaitingReport(peer, message, answer, timer)
+        self._pass_on(number)
+        return answer
+
+    def look(self) -> None:
+        """The program may not have heard of those that wait."""
+        for number in self._waiting:
+            self._pass_on(number)
+
+    def answered(self, message: AnswerReport) -> None:
+        """The program has decided."""
+        waiting = self._take(message.report)
+        if waiting is None or waiting.answer.done():
+            return  # its patience is over, or it is gone
+        if message.error is None:
+            waiting.answer.set_result(message)
+        else:
+            waiting.answer.set_exception(from_wire(message.error))
+
+    def lost(self, peer: object) -> None:
+        """Nobody is there to be answered."""
+        gone = [n for n, waiting in self._waiting.items() if waiting.peer is peer]
+        for number in gone:
+            if (waiting := self._take(number)) is not None:
+                waiting.answer.cancel()
+
+    def close(self, error: ZstratError) -> None:
+        """Tells all who wait that they do so in vain."""
+        for number in list(self._waiting):
+            self._fail(number, error)
+
+    def _pass_on(self, number: int) -> None:
+        session, message = self._ownership.session, self._waiting[number].message
+        if session is not None:
+            address, index = message.address, message.index
+            patience = message.patience
+            self._tell(WorkerReported(session, number, address, index, patience))
+
+    def _late(self, number: int) -> None:
+        message, owner = self._waiting[number].message, self._ownership.owner
+        words = "no program has opened a session here"
+        if owner is not None and owner.alive:
+            words = f"{owner} has not taken the worker"
+        elif owner is not None:
+            words = f"{owner}, which has opened a session here, is gone"
+        patience = f"within {message.patience:g} s"
+        self._fail(number, DeadlineExceededError(f"{self._task}: {words} {patience}"))
+
+    def _fail(self, number: int, error: ZstratError) -> None:
+        waiting = self._take(number)
+        if waiting is not None and not waiting.answer.done():
+            waiting.answer.set_exception(error)
+
+    def _take(self, number: int) -> _WaitingReport | None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+        return waiting
