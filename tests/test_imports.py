@@ -64,3 +64,15 @@ for count, module in enumerate({sorted(JAX_AT_IMPORT)}, start=2):
 print(jax.device_count())
 """
     assert printed(program).split() == [str(1 + len(JAX_AT_IMPORT))]
+
+
+def test_a_look_at_a_cluster_imports_no_other_command() -> None:
+    """It may be asked every few seconds by whoever watches a cluster."""
+    program = """
+import sys
+from zstrat.cli import main
+main(["status", "--help"], standalone_mode=False)
+absent = "jax", "psutil", "zstrat.ps", "zstrat.collectives", "zstrat.launch.fleet"
+print("there:", [name for name in absent if name in sys.modules])
+"""
+    assert printed(program).splitlines()[-1] == "there: []"
