@@ -93,3 +93,15 @@ for door in ("zstrat.collectives", "zstrat.launch"):
         if isinstance(value, type) and pickle.loads(pickle.dumps(value)) is not value:
             print(value)
 """
+
+
+def test_a_look_at_a_cluster_imports_no_other_command() -> None:
+    """It may be asked every few seconds by whoever watches a cluster."""
+    program = """
+import sys
+from zstrat.cli import main
+main(["status", "--help"], standalone_mode=False)
+absent = "jax", "psutil", "zstrat.ps", "zstrat.collectives", "zstrat.launch.fleet"
+print("there:", [name for name in absent if name in sys.modules])
+"""
+    assert printed(program).splitlines()[-1] == "there: []"
