@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MARK: Final = "zstrat clock"
 _MARKS: Final = 8
 """Of which the shortest counts: the first one takes thirty times as long as others."""
-_LONGEST: Final = 200
+_MAX_NAME_CHARACTERS: Final = 200
 """Characters of a name: those of fusions may have thousands."""
 
 
@@ -127,4 +127,4 @@ def _events(folder: Path) -> Iterator[JaxEvent]:
                 if event.duration_ns > 0:
                     began = event.start_ns * 1e-9
                     ended = began + event.duration_ns * 1e-9
-                    yield JaxEvent(row, event.name[:_LONGEST], began, ended)
+                    yield JaxEvent(row, event.name[:_MAX_NAME_CHARACTERS], began, ended)
