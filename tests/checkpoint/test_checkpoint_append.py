@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstrat.checkpoint import BLOCK
-from zstrat.checkpoint._append import LARGE, AppendedFile
+from zstrat.checkpoint._append import DIRECT_FROM_BYTES, AppendedFile
 from zstrat.errors import AlreadyExistsError, ResourceExhaustedError
 from zstrat.rows import aligned
 from zstrat.testing import full_disk
@@ -22,7 +22,7 @@ portions = st.lists(
         st.one_of(
             st.integers(0, 3 * BLOCK),
             st.integers(0, 300).map(lambda blocks: blocks * BLOCK),
-            st.integers(LARGE - 1, LARGE + BLOCK),
+            st.integers(DIRECT_FROM_BYTES - 1, DIRECT_FROM_BYTES + BLOCK),
         ),
         st.sampled_from([0, 1, 64, BLOCK - 1]),
     ),
@@ -52,7 +52,7 @@ def is_direct(path) -> bool:
 
 
 @settings(max_examples=40)
-@given(portions, st.sampled_from([0, LARGE]))
+@given(portions, st.sampled_from([0, DIRECT_FROM_BYTES]))
 def test_the_file_is_what_was_appended(tmp_path_factory, portions, size):
     path = tmp_path_factory.mktemp("append") / "file"
     file = AppendedFile(str(path), size)
@@ -68,7 +68,7 @@ def test_the_file_is_what_was_appended(tmp_path_factory, portions, size):
 
 
 def test_a_large_file_goes_past_the_cache_and_a_small_one_does_not(tmp_path):
-    for size, large in ((LARGE - 1, False), (LARGE, True)):
+    for size, large in ((DIRECT_FROM_BYTES - 1, False), (DIRECT_FROM_BYTES, True)):
         path = tmp_path / f"{size}"
         file = AppendedFile(str(path), size)
         file.append(data(size - 1))
@@ -87,8 +87,8 @@ def test_a_file_system_that_knows_no_direct_files(tmp_path, monkeypatch):
         return real(descriptor, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refuses)
-    file = AppendedFile(str(tmp_path / "file"), 9 * LARGE)
-    part = data(9 * LARGE)
+    file = AppendedFile(str(tmp_path / "file"), 9 * DIRECT_FROM_BYTES)
+    part = data(9 * DIRECT_FROM_BYTES)
     file.append(part)
     assert not is_direct(tmp_path / "file")
     file.finish()
@@ -111,28 +111,33 @@ def test_a_file_system_that_refuses_in_the_middle(tmp_path, monkeypatch, transfe
         return real(descriptor, view)
 
     monkeypatch.setattr(os, "write", refuses)
-    file = AppendedFile(str(path), LARGE)
-    parts = [data(BLOCK), data(7, 1, 1), data(2 * LARGE + 5, 1, 2), data(BLOCK, 0, 3)]
+    file = AppendedFile(str(path), DIRECT_FROM_BYTES)
+    parts = [
+        data(BLOCK),
+        data(7, 1, 1),
+        data(2 * DIRECT_FROM_BYTES + 5, 1, 2),
+        data(BLOCK, 0, 3),
+    ]
     for part in parts:
         file.append(part)
     file.finish()
     assert path.read_bytes() == b"".join(part.tobytes() for part in parts)
 
 
-@pytest.mark.parametrize("room", [BLOCK, 3 * BLOCK + 100, LARGE + 512])
+@pytest.mark.parametrize("room", [BLOCK, 3 * BLOCK + 100, DIRECT_FROM_BYTES + 512])
 def test_a_disk_that_is_full_is_an_error_and_leaves_no_file(tmp_path, room):
     path = str(tmp_path / "file")
     with full_disk(room):
-        file = AppendedFile(path, 2 * LARGE)
+        file = AppendedFile(path, 2 * DIRECT_FROM_BYTES)
         file.append(data(BLOCK))
         with pytest.raises(ResourceExhaustedError, match="free some space"):
-            file.append(data(2 * LARGE))
+            file.append(data(2 * DIRECT_FROM_BYTES))
     assert not file.is_open
     assert os.listdir(tmp_path) == []
 
 
 def test_the_end_may_be_what_does_not_fit(tmp_path):
-    file = AppendedFile(str(tmp_path / "file"), LARGE)
+    file = AppendedFile(str(tmp_path / "file"), DIRECT_FROM_BYTES)
     file.append(data(100))
     with full_disk(50), pytest.raises(ResourceExhaustedError):
         file.finish()
@@ -143,12 +148,12 @@ def test_who_creates_a_file_is_the_only_one_to_write_it(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"mine")
     with pytest.raises(AlreadyExistsError):
-        AppendedFile(str(path), LARGE)
+        AppendedFile(str(path), DIRECT_FROM_BYTES)
     assert path.read_bytes() == b"mine"
 
 
 def test_abort_removes_what_is_not_finished(tmp_path):
-    file = AppendedFile(str(tmp_path / "file"), LARGE)
+    file = AppendedFile(str(tmp_path / "file"), DIRECT_FROM_BYTES)
     file.append(data(3 * BLOCK))
     file.abort()
     file.abort()
@@ -167,6 +172,6 @@ def test_a_file_that_cannot_be_begun_is_not_left(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "fcntl", broken)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="the disk is gone"):
-        AppendedFile(str(tmp_path / "f"), LARGE)
+        AppendedFile(str(tmp_path / "f"), DIRECT_FROM_BYTES)
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == len(before)

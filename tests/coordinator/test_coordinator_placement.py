@@ -159,7 +159,7 @@ class Stores(RuleBasedStateMachine):
         if self.news[process]:
             happened = self.news[process].pop(0)
             if happened == "lost":
-                self.take(self.placement.lost(process, "silence"))
+                self.take(self.placement.process_lost(process, "silence"))
             elif not self.news[process]:  # else it is away again
                 self.take(self.placement.joined(process, self.lives[process]))
 
@@ -168,7 +168,7 @@ class Stores(RuleBasedStateMachine):
         """The link to a primary is lost, while that to its process may be open."""
         store %= self.count
         reason = "cut"
-        if not self.placement.keeps(store):
+        if not self.placement.has_or_wants_backup(store):
             return
         self.take(self.placement.primary_lost(store, self.lines[store], reason))
 
@@ -351,7 +351,7 @@ class MovingStores(Stores):
 
     @rule(store=PLACES)
     def stays(self, store):
-        self.take(self.placement.stay(store % self.count, "the program says so"))
+        self.take(self.placement.cancel_move(store % self.count, "the program says so"))
 
     @rule(store=PLACES)
     def evicts(self, store):

@@ -199,7 +199,7 @@ async def test_what_was_read_is_remembered():
 
 
 async def test_parts_of_thousands_of_variables_travel_apart(monkeypatch):
-    monkeypatch.setattr(exchange_module, "MOST", 1000)
+    monkeypatch.setattr(exchange_module, "MAX_EXCHANGED_VARIABLES", 1000)
     link = Script()
     client = PsClient([link], 7)
     many = [Ref(0, key) for key in range(5000)]
@@ -212,7 +212,7 @@ async def test_parts_of_thousands_of_variables_travel_apart(monkeypatch):
 
 
 async def test_a_second_message_to_a_server_only_reads(monkeypatch):
-    monkeypatch.setattr(exchange_module, "MOST", 10**6)
+    monkeypatch.setattr(exchange_module, "MAX_EXCHANGED_VARIABLES", 10**6)
     link = Script()
     many = [Ref(0, key) for key in range(5000)]
     PsClient([link], 7).exchange(1, 0, 0, [add(0, 1, A)], many)

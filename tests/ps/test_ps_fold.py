@@ -46,7 +46,7 @@ CHUNKS = Limits(chunk=64, window=4)
 
 @pytest.fixture(autouse=True)
 def _small_arrays_fold(monkeypatch):
-    monkeypatch.setattr(fold_module, "LEAST", 1)
+    monkeypatch.setattr(fold_module, "MIN_FOLDED_BYTES", 1)
 
 
 class Ps(Gated):
@@ -376,7 +376,7 @@ class Folding(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.least, fold_module.LEAST = fold_module.LEAST, 1
+        self.least, fold_module.MIN_FOLDED_BYTES = fold_module.MIN_FOLDED_BYTES, 1
         self.ps = Ps()
         self.want = np.zeros(SIZE, "f4")
         self.leases, self.steps = [], 0
@@ -388,7 +388,7 @@ class Folding(RuleBasedStateMachine):
             self.carry(which, 10**6)
         self.nothing_is_lost_or_twice()
         assert not any(self.open)
-        fold_module.LEAST = self.least
+        fold_module.MIN_FOLDED_BYTES = self.least
 
     @rule(
         which=st.integers(0, 2),

@@ -163,7 +163,7 @@ async def test_only_workers_join(rig):
 
 
 async def test_a_worker_that_is_lost_is_forgotten(rig, monkeypatch):
-    monkeypatch.setattr(_joining, "MOST", 2)
+    monkeypatch.setattr(_joining, "MAX_WAITING_REQUESTS", 2)
     lost = FakeRemote(Job.WORKER, 5)
     first, second = rig.join(session=0, peer=lost), rig.join(session=0)
     with pytest.raises(BusyError, match="2 workers wait"):

@@ -95,7 +95,7 @@ async def test_another_optimizer_in_its_place_is_refused(ps):
 
 async def test_who_waited_long_enough_hears_what_is_missing(ps, monkeypatch):
     create(ps, 1, "a", np.zeros(2, "f4"))
-    monkeypatch.setattr(_joining, "MOST", 2)
+    monkeypatch.setattr(_joining, "MAX_WAITING_REQUESTS", 2)
     some = [A] + [(n, f"v{n}", "int32", []) for n in range(2, 8)]
     several = join(ps, *some, patience=0.0)
     optimizer = join(ps, optimizers=[(4, "sgd")], patience=0.0)

@@ -133,7 +133,7 @@ async def test_thousands_of_tensors_are_described_in_several_answers(rig, monkey
 
 
 async def test_pins_that_cannot_be_made_leave_nothing(rig, monkeypatch):
-    monkeypatch.setattr(snapshot_module, "MOST", 2)
+    monkeypatch.setattr(snapshot_module, "MAX_SNAPSHOTS", 2)
     ref = await rig.create(0, 1, np.ones(2))
     with pytest.raises(NotFoundError, match="no variable with key 5"):
         await rig.client.pin(1, [ref, Ref(0, 5)], [])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BLOCK: Final = 4096
 """What direct transfers are multiples of: the largest block of disks, and a page."""
 
-LARGE: Final = 4 * 2**20
+DIRECT_FROM_BYTES: Final = 4 * 2**20
 """Bytes of a file from which on it is direct. Also the stage: a transfer of so many
 takes so long that the time between two of them does not show."""
 
@@ -57,8 +57,12 @@ class AppendedFile:
         with blamed(path, "writing"):
             self._file = create(path)
         with self._removed_if_it_fails():
-            self._is_direct = size >= LARGE and _set_direct(self._file, True)
-            self._stage = aligned((LARGE if self._is_direct else 0,), _BYTE, BLOCK)
+            self._is_direct = size >= DIRECT_FROM_BYTES and _set_direct(
+                self._file, True
+            )
+            self._stage = aligned(
+                (DIRECT_FROM_BYTES if self._is_direct else 0,), _BYTE, BLOCK
+            )
         self._held = 0
         """Bytes that wait in the stage."""
         self._written = self._sent = 0
@@ -114,10 +118,10 @@ class AppendedFile:
 
     def _put_on_stage(self, view: memoryview) -> int:
         """Copies the first bytes; returns how many."""
-        part = np.frombuffer(view[: LARGE - self._held], _BYTE)
+        part = np.frombuffer(view[: DIRECT_FROM_BYTES - self._held], _BYTE)
         self._stage[self._held : self._held + len(part)] = part
         self._held += len(part)
-        if self._held == LARGE:
+        if self._held == DIRECT_FROM_BYTES:
             self._flush()
         return len(part)
 

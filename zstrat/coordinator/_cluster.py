@@ -240,7 +240,7 @@ class Cluster:
         if self.replication is not None and self._stores_per_ps > 1:
             for task in self.ps[len(self._home) :]:
                 task.park()
-            await self.replication.found(deadline)
+            await self.replication.create_stores(deadline)
         if self.replication is None or not self.name:
             await arrive(self.ps, self.workers, deadline)
         if self.name:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ._leaf import LeafRule
     from ._transformation import Shape
 
-MOST: Final = 1 << 24
+MAX_DESCRIPTION_BYTES: Final = 1 << 24
 """Bytes of one description: a tree of a hundred thousand leaves."""
 
 _MALFORMED: Final = (
@@ -84,10 +84,10 @@ class Binding:
         Raises:
             InvalidArgumentError: It is none, or the optimizer is cut otherwise here.
         """
-        if len(data) > MOST:
+        if len(data) > MAX_DESCRIPTION_BYTES:
             raise InvalidArgumentError(
                 f"the tree of optimizer {name!r} takes {len(data)} bytes, the limit "
-                f"is {MOST}"
+                f"is {MAX_DESCRIPTION_BYTES}"
             )
         try:
             told = json.loads(data)

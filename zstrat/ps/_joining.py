@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from .store._store import Store
 
-MOST: Final = 4096
+MAX_WAITING_REQUESTS: Final = 4096
 """Requests that wait at a time: a worker has one for some hundred variables, and there
 are fewer workers."""
-_LONGEST: Final = 7 * 86400.0
+_MAX_WAIT_SECONDS: Final = 7 * 86400.0
 """Seconds that anybody may wait."""
 _NAMED: Final = 3
 """Missing variables that an error names; of more, it says how many."""
@@ -91,11 +91,14 @@ class Joining:
         """
         if (answer := self._answer(message)) is not None:
             return answer
-        if len(self._waiting) >= MOST:
-            raise BusyError(f"{self._task}: {MOST} workers wait for a session already")
+        if len(self._waiting) >= MAX_WAITING_REQUESTS:
+            raise BusyError(
+                f"{self._task}: {MAX_WAITING_REQUESTS} workers wait for a session "
+                "already"
+            )
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Message] = loop.create_future()
-        seconds = min(max(0.0, message.patience), _LONGEST)
+        seconds = min(max(0.0, message.patience), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, waiting)
         self._waiting[waiting] = _WaitingJoin(peer, message, timer)
         return waiting

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from zstrat.errors import ZstratError
     from zstrat.wire import Ownership
 
-MOST: Final = 1024
+MAX_WAITING_REPORTS: Final = 1024
 """Reports that wait at a time; each is a process with a worker's key."""
-_LONGEST: Final = 7 * 86400.0
+_MAX_WAIT_SECONDS: Final = 7 * 86400.0
 """Seconds that anybody may wait."""
 
 
@@ -61,10 +61,12 @@ class WorkerReports:
         Raises:
             BusyError: Too many wait.
         """
-        if len(self._waiting) >= MOST:
-            raise BusyError(f"{self._task}: {MOST} workers have reported themselves")
+        if len(self._waiting) >= MAX_WAITING_REPORTS:
+            raise BusyError(
+                f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves"
+            )
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        seconds = min(max(0.0, message.patience), _LONGEST)
+        seconds = min(max(0.0, message.patience), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, number)
         answer: asyncio.Future[Message] = loop.create_future()
         self._waiting[number] = _WaitingReport(peer, message, answer, timer)

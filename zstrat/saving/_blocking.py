@@ -110,7 +110,7 @@ def _undo(undo: Callable[[T], object], made: Future[T]) -> None:
 
 _PAUSE: Final = 0.1
 """Seconds between two lines: faster than anybody reads."""
-_LONG: Final = 0.5
+_REPORT_AFTER_SECONDS: Final = 0.5
 """Seconds after which an operation is long enough to talk about."""
 _WIDTH: Final = 24
 
@@ -128,7 +128,7 @@ class ProgressBar:
         self._done = 0
         self._out = sys.stderr if out is None else out
         self._is_shown = self._out is not None and self._out.isatty()
-        self._next = time.monotonic() + _LONG
+        self._next = time.monotonic() + _REPORT_AFTER_SECONDS
         self._has_written = False
 
     def add(self, size: int) -> None:

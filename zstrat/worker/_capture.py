@@ -111,7 +111,7 @@ class SessionCapture:
 _MARK: Final = "zstrat clock"
 _MARKS: Final = 8
 """Of which the shortest counts: the first one takes thirty times as long as others."""
-_LONGEST: Final = 200
+_MAX_NAME_CHARACTERS: Final = 200
 """Characters of a name: those of fusions may have thousands."""
 
 
@@ -215,4 +215,4 @@ def _events(folder: Path) -> Iterator[JaxEvent]:
                 if event.duration_ns > 0:
                     began = event.start_ns * 1e-9
                     ended = began + event.duration_ns * 1e-9
-                    yield JaxEvent(row, event.name[:_LONGEST], began, ended)
+                    yield JaxEvent(row, event.name[:_MAX_NAME_CHARACTERS], began, ended)

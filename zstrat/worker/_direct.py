@@ -45,11 +45,11 @@ if TYPE_CHECKING:
         VariableSpec,
     )
 
-MOST: Final = 4096
+MAX_UPDATES: Final = 4096
 """Updates of one push: they fit into a header by far."""
-LARGEST: Final = 256 * 2**20
+MAX_WAITING_BYTES: Final = 256 * 2**20
 """Bytes of operands that wait, beyond the last update."""
-_LONGEST: Final = 1800
+_MAX_NAME_CHARACTERS: Final = 1800
 """Characters of the names of a push: the servers remember them."""
 
 
@@ -69,7 +69,7 @@ class WaitingUpdates:
 
     @property
     def is_full(self) -> bool:
-        return len(self.updates) >= MOST or self._nbytes > LARGEST
+        return len(self.updates) >= MAX_UPDATES or self._nbytes > MAX_WAITING_BYTES
 
     def add(self, updates: Sequence[HomeUpdate]) -> None:
         """One call of the user's, of one variable or of the rows of a table."""
@@ -104,7 +104,7 @@ def _bounded(names: list[str]) -> list[str]:
     length = 0
     for at, name in enumerate(names):
         length += len(name)
-        if length > _LONGEST:
+        if length > _MAX_NAME_CHARACTERS:
             rest = digest("\n".join(names[at:]).encode()).hex()
             return [*names[:at], f"{len(names) - at} more updates ({rest})"]
     return names

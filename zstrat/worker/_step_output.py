@@ -32,7 +32,7 @@ LINES: Final = 1000
 WINDOW: Final = 1.0
 PENDING: Final = 64 * 1024
 """Bytes that wait for the loop: a quarter of what a header may have."""
-LONGEST: Final = 8 * 1024
+MAX_LINE_CHARACTERS: Final = 8 * 1024
 """Characters of a line; a longer one is cut in several."""
 BEGUN: Final = 64
 """Threads that may have begun a line; with more of them, all these lines end."""
@@ -103,23 +103,27 @@ class StepOutput:
         with self._lock:
             place = threading.get_ident(), stream
             text = self._begun.pop(place, "") + text
-            if "\n" not in text and "\r" not in text and len(text) <= LONGEST:
+            if (
+                "\n" not in text
+                and "\r" not in text
+                and len(text) <= MAX_LINE_CHARACTERS
+            ):
                 self._begun[place] = text  # as of print, which writes by the word
                 return
             if "\r" in text:  # a bar that is drawn over and over
                 text = _RETURNS.sub(r"\1", text.replace("\r\n", "\n"))
                 text = text.replace("\r", "\n")
             *lines, rest = text.split("\n")
-            if len(rest) > LONGEST:  # the last piece waits for its end
-                begun = (len(rest) - 1) // LONGEST * LONGEST
+            if len(rest) > MAX_LINE_CHARACTERS:  # the last piece waits for its end
+                begun = (len(rest) - 1) // MAX_LINE_CHARACTERS * MAX_LINE_CHARACTERS
                 lines.append(rest[:begun])
                 rest = rest[begun:]
             if rest:
                 self._begun[place] = rest
                 self._bound()
             for line in lines:
-                for at in range(0, len(line) or 1, LONGEST):
-                    self._add(stream, line[at : at + LONGEST])
+                for at in range(0, len(line) or 1, MAX_LINE_CHARACTERS):
+                    self._add(stream, line[at : at + MAX_LINE_CHARACTERS])
 
     def end_lines(self) -> None:
         """The calling thread is done with something: a line that it has begun ends, and

@@ -396,10 +396,10 @@ class StoreMoves:
         while was_away:
             self._require_whole()  # between two moves nobody looked after the store
             await replication.move(store, target)
-            if was_away := place.is_lost:
+            if was_away := place.is_reported_lost:
                 # It is said to be lost when its line was cut for too long.
                 await replication.wait_until(
-                    lambda: not place.is_lost or cluster.broken is not None
+                    lambda: not place.is_reported_lost or cluster.broken is not None
                 )
         await self._settled(replication)
 

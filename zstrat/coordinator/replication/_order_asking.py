@@ -32,7 +32,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 AGAIN: Final = 0.1
 """Seconds until an order is given again whose answer did not come."""
-LONG: Final = 86400.0
+ATTACH_SECONDS: Final = 86400.0
 """Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
 
 
@@ -121,7 +121,7 @@ class OrderAsking:
 
     async def _answer(self, order: Asked) -> Message:
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
-        deadline = loop.time() + LONG
+        deadline = loop.time() + ATTACH_SECONDS
         match order:
             case Host(store, _, number):
                 primary, process = (

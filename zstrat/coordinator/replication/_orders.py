@@ -98,7 +98,7 @@ PlacementOrder = Asked | Drop | Serve | Lose
 class CopyPhase(enum.Enum):
     """What is asked for a store now."""
 
-    FOUNDING = "founding"
+    CREATING = "creating"
     ALONE = "alone"
     HOSTING = "hosting"
     ATTACHING = "attaching"

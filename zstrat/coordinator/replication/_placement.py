@@ -1,11 +1,12 @@
 """Which process has which copy of each store, and what follows if one is lost. Decides
 only: it is told what happened and returns orders, each for one process.
 
-A store is *served* at its primary's address. Its *view* grows with each change of that,
-and is in each order, so that what an earlier one has begun is refused, and what is said
-of it is not heard here.
+A store is *served* at its primary's address. Its *view* grows with each order that
+changes who has a copy, and is in each order: so what an earlier order has begun is
+refused, and an answer to that is not heard here.
 
-    FOUNDING: one that no process has from the beginning is made, empty.
+    CREATING ──created──▶ ALONE, or ──refused──▶ EMPTY: a store that no process has
+                                                 from the beginning is made, empty.
 
     ALONE ──host──▶ HOSTING ──attach──▶ ATTACHING ──whole──▶ PAIRED
       ▲ ▲                                   │ │                │ │
@@ -15,7 +16,8 @@ of it is not heard here.
       │              refuses,  │     ▼        ▼                  │
       └──promoted── or is lost └─ PROMOTING ◀────────────────────┘
                                      │
-    EMPTY: no copy lives that has all; whoever asks for the store is told.
+    any phase ──no copy lives that has all──▶ EMPTY: whoever asks for the store is told.
+    any phase ──another session (`enter_session`)──▶ ALONE, or CREATING.
 
 The law of this file: a copy is only promoted, and a primary only goes on alone, if no
 other copy can have acknowledged what it lacks. So while one of the two is asked, and
@@ -23,7 +25,9 @@ does not answer, the other is not; and a copy that is not known to be whole may 
 
 A store *moves* in the same way, on purpose: it gets a backup in the process that is its
 *target*, which is promoted when it is whole. What ends that copy before ends the move,
-and the store stays where it is. Without replicas a store has a backup only to move.
+and the store stays where it is (`_end_move` names all that does). Without replicas a
+store has a backup only to move. While a store is promoted, detached or created, its
+target is kept, and the move begins when the store is served again.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
     from ._succession import Successor
 
 
-_HAVING: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
+_WITH_BACKUP: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
 """The primary has a backup, or fills it."""
 _BARE: Final = (CopyPhase.ALONE, CopyPhase.EMPTY)
 """No other process has anything of the store."""
@@ -69,7 +73,7 @@ class StorePlace:
     phase: CopyPhase = CopyPhase.ALONE
     backup: Copy | None = None
     """While it is hosted its address is not known yet."""
-    is_lost: bool = False
+    is_reported_lost: bool = False
     """That nobody serves it was ordered."""
     reason: str = ""
     """Why a copy of it was lost, the last time."""
@@ -98,7 +102,7 @@ class _Process:
 @final
 class StorePlacement:
     """That of all stores: they are dealt out to the processes. Store ``i`` is what the
-    process ``i`` has by itself; others it hosts, when that is asked (`found`).
+    process ``i`` has by itself; others it hosts, when that is asked (`create_stores`).
 
     Args:
         addresses: Of the processes.
@@ -148,49 +152,49 @@ class StorePlacement:
                 copy.address or self._processes[found.process].address,
                 copy.incarnation,
             )
-            store.view = view
+            store.view = view  # of the program before; `_change` counts on from it
             if copy.is_primary:
                 store.primary = place
-                store.backup = None if partner is None else self._left_at(partner)
+                store.backup = None if partner is None else self._copy_at(partner)
                 orders += self._detach(store, SUCCEEDED)
             else:
-                store.primary, store.backup = self._left_at(store.home, life=-1), place
+                store.primary, store.backup = self._copy_at(store.home, life=-1), place
                 orders += self._promote(store, SUCCEEDED)
             gone = {*useless, number} - {found.process, partner}
             orders += [Drop(number, store.view, process) for process in sorted(gone)]
         return orders
 
-    def _left_at(self, process: int, life: int | None = None) -> Copy:
+    def _copy_at(self, process: int, life: int | None = None) -> Copy:
         """A copy that is not asked for anything."""
         known = self._processes[process]
         return Copy(process, known.life if life is None else life, known.address)
 
-    def found(self) -> list[PlacementOrder]:
+    def create_stores(self) -> list[PlacementOrder]:
         """Stores that no process has by itself are made where they belong. Comes before
         `start`."""
         orders: list[PlacementOrder] = []
         for store in self.stores:
             if not self.is_own(store.number):
-                self._change(store, CopyPhase.FOUNDING, "")
+                self._change(store, CopyPhase.CREATING, "")
                 orders.append(Establish(store.number, store.view, store.home))
         return orders
 
     @property
-    def is_founding(self) -> bool:
-        return any(store.phase is CopyPhase.FOUNDING for store in self.stores)
+    def is_creating(self) -> bool:
+        return any(store.phase is CopyPhase.CREATING for store in self.stores)
 
     def is_own(self, number: int) -> bool:
         """Whether the process where the store belongs has it by itself."""
         return number < self._own and self.stores[number].home == number
 
-    def reset(self) -> None:
+    def enter_session(self) -> None:
         """All stores begin anew where they belong, in another session; up to `start`
         nothing is decided. Views go on."""
         self._is_started = False
         for store in self.stores:
-            store.phase, store.backup, store.is_lost = CopyPhase.ALONE, None, False
-            store.target = None
-            store.view += 1
+            self._end_move(store)
+            self._change(store, CopyPhase.ALONE)
+            store.backup, store.is_reported_lost = None, False
             self._go_home(store)
 
     def _go_home(self, store: StorePlace) -> None:
@@ -200,8 +204,8 @@ class StorePlacement:
     # ---- processes -------------------------------------------------------------------
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
-        """The process is in the session. ``life`` is the one of before if it has all
-        that it had."""
+        """The process is in the session. Its ``life`` is the same number as before if
+        it has all that it had."""
         process = self._processes[number]
         process.is_there, process.life = True, life
         process.unwilling.clear()
@@ -212,14 +216,14 @@ class StorePlacement:
             orders += self._returned(store, number)
         return orders + self._seek_all()
 
-    def lost(self, number: int, reason: str) -> list[PlacementOrder]:
+    def process_lost(self, number: int, reason: str) -> list[PlacementOrder]:
         """The process is away."""
         self._processes[number].is_there = False
         if not self._is_started:
             return []
         orders: list[PlacementOrder] = []
         for store in self.stores:
-            if not self.keeps(store.number):
+            if not self.has_or_wants_backup(store.number):
                 continue  # the way to the store itself says so
             if store.primary.process == number:
                 orders += self._primary_lost(store, reason)
@@ -232,7 +236,7 @@ class StorePlacement:
         self._processes.append(_Process(address))
         return len(self._processes) - 1
 
-    def spare(self, number: int, is_leaving: bool) -> None:
+    def set_leaving(self, number: int, is_leaving: bool) -> None:
         """The process is to get no copies, or may get some again."""
         self._processes[number].is_leaving = is_leaving
 
@@ -244,7 +248,7 @@ class StorePlacement:
 
     # ---- moves -----------------------------------------------------------------------
 
-    def keeps(self, number: int) -> bool:
+    def has_or_wants_backup(self, number: int) -> bool:
         """Whether the store has more than a primary, or is to have."""
         return bool(self._replicas) or not self.stores[number].is_bare
 
@@ -253,9 +257,9 @@ class StorePlacement:
         is None again, or stays where it was."""
         store = self.stores[number]
         if not self._is_started or store.primary.process == target:
-            return self.stay(number, "it is there")
+            return self.cancel_move(number, "it is there")
         store.target = target
-        at_target = store.backup is not None and store.backup.process == target
+        at_target = self._is_at_target(store)
         match store.phase:
             case CopyPhase.ALONE:
                 return self._seek(store)
@@ -266,27 +270,28 @@ class StorePlacement:
             case CopyPhase.ATTACHING | CopyPhase.PAIRED if not at_target:
                 return self._detach(store, MOVES)
             case CopyPhase.EMPTY:
-                store.target = None
+                self._end_move(store)
         return []
 
-    def stay(self, number: int, reason: str) -> list[PlacementOrder]:
+    def cancel_move(self, number: int, reason: str) -> list[PlacementOrder]:
         """The store is to stay where it is; a switch that is under way ends."""
         store = self.stores[number]
         if store.target is None or store.phase is CopyPhase.PROMOTING:
             return []
-        target, store.target = store.target, None
-        if self._replicas or store.backup is None or store.backup.process != target:
+        is_for_move = self._is_at_target(store)
+        self._end_move(store)
+        if self._replicas or not is_for_move:
             return []
         if store.phase is CopyPhase.HOSTING:
             return self._not_hosted(store, unwilling=False)
-        return self._detach(store, reason) if store.phase in _HAVING else []
+        return self._detach(store, reason) if store.phase in _WITH_BACKUP else []
 
     def evict(self, number: int) -> list[PlacementOrder]:
         """The backup of the store is to be in another process."""
         store = self.stores[number]
         if store.phase is CopyPhase.HOSTING:
             return self._not_hosted(store, unwilling=False)
-        return self._detach(store, MOVES) if store.phase in _HAVING else []
+        return self._detach(store, MOVES) if store.phase in _WITH_BACKUP else []
 
     # ---- copies ----------------------------------------------------------------------
 
@@ -302,7 +307,7 @@ class StorePlacement:
     def backup_lost(self, number: int, view: int, reason: str) -> list[PlacementOrder]:
         """The primary says so of the backup that it has in this view."""
         store = self.stores[number]
-        if store.view != view or store.phase not in _HAVING:
+        if store.view != view or store.phase not in _WITH_BACKUP:
             return []
         self._refused_by_backup(store)
         return self._detach(store, reason)
@@ -318,15 +323,15 @@ class StorePlacement:
             return [Drop(store.number, store.view, order.process)]
         life = self._processes[order.process].life
         store.backup = Copy(order.process, life, address, incarnation)
-        store.phase = CopyPhase.ATTACHING
+        self._go_on(store, CopyPhase.ATTACHING)
         return [Attach(store.number, store.view, store.backup)]
 
-    def founded(
+    def created(
         self, order: Establish, address: str, incarnation: int
     ) -> list[PlacementOrder]:
         """The process serves the store, empty, there."""
         store = self.stores[order.store]
-        if (store.view, store.phase) != (order.view, CopyPhase.FOUNDING):
+        if (store.view, store.phase) != (order.view, CopyPhase.CREATING):
             return [Drop(store.number, store.view, order.process)]
         life = self._processes[order.process].life
         store.primary = Copy(order.process, life, address, incarnation)
@@ -337,8 +342,8 @@ class StorePlacement:
         if not self._is_of_now(order, CopyPhase.ATTACHING):
             return []
         store = self.stores[order.store]
-        store.phase = CopyPhase.PAIRED
-        if store.target == order.backup.process:
+        self._go_on(store, CopyPhase.PAIRED)
+        if self._is_at_target(store):
             return self._promote(store, MOVES)
         return []
 
@@ -357,7 +362,8 @@ class StorePlacement:
             return []
         former, store.primary, store.backup = store.primary, order.backup, None
         if store.target == order.backup.process:
-            self.moves, store.target = self.moves + 1, None
+            self.moves += 1
+            self._end_move(store)
             store.home = order.backup.process
         else:
             self.failovers += 1
@@ -371,7 +377,7 @@ class StorePlacement:
             return []
         store.reason = reason
         match store.phase:
-            case CopyPhase.FOUNDING:
+            case CopyPhase.CREATING:
                 return self._lose(store, reason)
             case CopyPhase.HOSTING:
                 return self._not_hosted(store)
@@ -450,7 +456,7 @@ class StorePlacement:
         number = store.primary.process
         if store.phase is CopyPhase.PROMOTING and self._lives(store.backup):
             pass  # the backup is asked already, or when it is back
-        elif store.phase in _HAVING:
+        elif store.phase in _WITH_BACKUP:
             yield from self._primary_lost(store, "it was started again")
         else:
             store.backup = store.backup if store.phase is CopyPhase.PROMOTING else None
@@ -466,7 +472,7 @@ class StorePlacement:
             yield from self._detach_or_lose(store, reason)
         elif store.phase is CopyPhase.HOSTING:
             yield from self._not_hosted(store, unwilling=False)
-        elif store.phase in _HAVING:
+        elif store.phase in _WITH_BACKUP:
             yield from self._detach(store, reason)
 
     def _primary_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -475,14 +481,14 @@ class StorePlacement:
             case CopyPhase.ATTACHING | CopyPhase.PAIRED if self._is_there(store.backup):
                 return self._promote(store, reason)
             case CopyPhase.PROMOTING if not self._is_there(store.backup):
-                return self._tell(store, reason)
+                return self._report_lost(store, reason)
             case CopyPhase.PROMOTING | CopyPhase.EMPTY:
                 return []
             case CopyPhase.DETACHING:
-                return self._tell(store, reason)
+                return self._report_lost(store, reason)
             case _:
                 self._forget_backup(store)
-                return [*self._tell(store, reason), *self._detach(store, reason)]
+                return [*self._report_lost(store, reason), *self._detach(store, reason)]
 
     def _backup_away(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         match store.phase:
@@ -493,12 +499,40 @@ class StorePlacement:
             case CopyPhase.PROMOTING if self._is_there(store.primary):
                 return self._detach(store, reason)
             case CopyPhase.PROMOTING:  # whoever is back first
-                return self._tell(store, reason)
+                return self._report_lost(store, reason)
             case _:
                 return []
 
-    def _change(self, store: StorePlace, phase: CopyPhase, reason: str) -> None:
-        store.view, store.phase, store.reason = store.view + 1, phase, reason
+    # What a store's phase and view become is written here, and nowhere else.
+
+    def _change(
+        self, store: StorePlace, phase: CopyPhase, reason: str | None = None
+    ) -> None:
+        """In a new view: answers to earlier orders are not heard any more."""
+        store.view += 1
+        self._go_on(store, phase)
+        if reason is not None:
+            store.reason = reason
+
+    def _go_on(self, store: StorePlace, phase: CopyPhase) -> None:
+        """In the same view: an order was answered, or was in vain."""
+        store.phase = phase
+
+    def _end_move(self, store: StorePlace) -> None:
+        """The store has no target any more. That is so when it is there (`promoted`),
+        when that is not wished any more (`cancel_move`, `enter_session`), when the copy
+        at the target ends (`_end_move_with_backup`), when the target is not there or
+        will not have a copy (`_seek`), and when the store is lost (`move`, `_lose`).
+        """
+        store.target = None
+
+    def _end_move_with_backup(self, store: StorePlace) -> None:
+        """The backup ends, and so does the move that it was for."""
+        if self._is_at_target(store):
+            self._end_move(store)
+
+    def _is_at_target(self, store: StorePlace) -> bool:
+        return store.backup is not None and store.backup.process == store.target
 
     def _promote(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         assert store.backup is not None, store
@@ -506,8 +540,7 @@ class StorePlacement:
         return [Promote(store.number, store.view, store.backup)]
 
     def _detach(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        if store.backup is not None and store.backup.process == store.target:
-            store.target = None
+        self._end_move_with_backup(store)
         self._change(store, CopyPhase.DETACHING, reason)
         return [Detach(store.number, store.view)]
 
@@ -515,7 +548,7 @@ class StorePlacement:
         """The backup is of no use: the primary, if it has not lost its memory."""
         if not self._lives(store.primary):
             return self._lose(store, reason)
-        told = [] if self._is_there(store.primary) else self._tell(store, reason)
+        told = [] if self._is_there(store.primary) else self._report_lost(store, reason)
         return [*told, *self._detach(store, reason)]
 
     def _promote_or_lose(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -525,26 +558,28 @@ class StorePlacement:
             return self._promote(store, reason)
         if not self._lives(store.backup):
             return self._lose(store, reason)
-        store.phase = CopyPhase.PROMOTING  # when it is back
+        self._go_on(store, CopyPhase.PROMOTING)  # it is asked when it is back
         store.primary = Copy(store.primary.process, -1, store.primary.address)
-        return self._tell(store, reason)
+        return self._report_lost(store, reason)
 
-    def _tell(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        if store.is_lost:
+    def _report_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        if store.is_reported_lost:
             return []
-        store.is_lost = True
+        store.is_reported_lost = True
         return [Lose(store.number, reason)]
 
     def _lose(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """No copy is left that has all."""
         if store.phase is CopyPhase.EMPTY:
             return []
-        store.view, store.phase, store.backup = store.view + 1, CopyPhase.EMPTY, None
-        store.is_lost, store.target = True, None
+        self._end_move(store)
+        self._change(store, CopyPhase.EMPTY)
+        store.backup, store.is_reported_lost = None, True
         return [Lose(store.number, reason, gone=True)]
 
     def _served(self, store: StorePlace) -> list[PlacementOrder]:
-        store.phase, store.is_lost = CopyPhase.ALONE, False
+        self._go_on(store, CopyPhase.ALONE)
+        store.is_reported_lost = False
         served = Serve(store.number, store.view, store.primary)
         return [served, *self._seek(store)]
 
@@ -554,7 +589,7 @@ class StorePlacement:
         if unwilling:
             self._refused_by_backup(store)
         self._forget_backup(store)
-        store.phase = CopyPhase.ALONE
+        self._go_on(store, CopyPhase.ALONE)
         return self._seek(store)
 
     def _dropped(self, store: StorePlace, copy: Copy | None) -> list[PlacementOrder]:
@@ -564,8 +599,7 @@ class StorePlacement:
 
     def _forget_backup(self, store: StorePlace) -> None:
         """And the move that it was for."""
-        if store.backup is not None and store.backup.process == store.target:
-            store.target = None
+        self._end_move_with_backup(store)
         store.backup = None
 
     def _refused_by_backup(self, store: StorePlace) -> None:
@@ -589,7 +623,7 @@ class StorePlacement:
             and store.number not in process.unwilling
         ]
         if store.target is not None and store.target not in fit:
-            store.target = None
+            self._end_move(store)
         if store.target is not None:
             fit = [store.target]
         elif not self._replicas:
@@ -597,7 +631,7 @@ class StorePlacement:
         if not fit:
             return []
         chosen = min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))
-        store.view, store.phase = store.view + 1, CopyPhase.HOSTING
+        self._change(store, CopyPhase.HOSTING)
         store.backup = Copy(chosen, self._processes[chosen].life, "")
         return [Host(store.number, store.view, chosen)]
 

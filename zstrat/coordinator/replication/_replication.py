@@ -235,7 +235,7 @@ class Replication:
                 name = self._cluster.ps[store.number].name
                 raise PSUnavailableError(name, store.reason, lost=True)
 
-    async def found(self, deadline: float) -> None:
+    async def create_stores(self, deadline: float) -> None:
         """Takes all processes, and has them make the stores that they do not have by
         themselves. Comes before `open`.
 
@@ -245,10 +245,10 @@ class Replication:
         """
         self._is_watching = True
         await arrive(self.processes, (), deadline)
-        self._carry_out(self.placement.found())
+        self._carry_out(self.placement.create_stores())
         try:
             async with asyncio.timeout_at(deadline):
-                await self.wait_until(lambda: not self.placement.is_founding)
+                await self.wait_until(lambda: not self.placement.is_creating)
         except TimeoutError:
             raise DeadlineExceededError(
                 "stores_per_ps: not each parameter server has made its stores in time; "
@@ -330,8 +330,8 @@ class Replication:
 
         Cancellation: it is left all the same, and does not say whether it heard so.
         """
-        self.placement.spare(process.index, True)
-        self._carry_out(self.placement.lost(process.index, "it was let go"))
+        self.placement.set_leaving(process.index, True)
+        self._carry_out(self.placement.process_lost(process.index, "it was let go"))
         self.placement.abandon(process.index)
         was_ready = process.is_ready
         process.leave()
@@ -347,7 +347,7 @@ class Replication:
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
-        self.placement.spare(index, is_leaving)
+        self.placement.set_leaving(index, is_leaving)
         if not is_leaving:
             self._carry_out(self.placement.forgive())
 
@@ -360,9 +360,13 @@ class Replication:
         place = self.placement.stores[store]
         self._carry_out(self.placement.move(store, target))
         try:
-            await self.wait_until(lambda: place.target is None or place.is_lost)
+            await self.wait_until(
+                lambda: place.target is None or place.is_reported_lost
+            )
         finally:
-            self._carry_out(self.placement.stay(store, "it is not to move any more"))
+            self._carry_out(
+                self.placement.cancel_move(store, "it is not to move any more")
+            )
 
     def evict(self, store: int) -> None:
         """Has the backup of the store be in another process than now."""
@@ -370,7 +374,7 @@ class Replication:
 
     def keeps(self, store: int) -> bool:
         """Whether it decides what becomes of the store if that is lost."""
-        return self.is_started and self.placement.keeps(store)
+        return self.is_started and self.placement.has_or_wants_backup(store)
 
     def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
         """All stores begin anew where they belong, in another session; `start` follows
@@ -378,12 +382,12 @@ class Replication:
         self._session = self._orders.session = session
         self._stop()
         self._is_renewed = True
-        self.placement.reset()
+        self.placement.enter_session()
         for store in self.placement.stores:
             self._send_home(store)
         for process in self.processes:
             process.renew(session, farewells)
-        self._carry_out(self.placement.found())
+        self._carry_out(self.placement.create_stores())
 
     def _send_home(self, store: StorePlace) -> None:
         """Nothing is left of it, and it is entered behind `TaskSession.renew`."""
@@ -482,7 +486,7 @@ class Replication:
         if task.gone:
             self._lives[task.index] += 1
             asyncio.get_running_loop().call_soon(self._take_back, task)
-        self._carry_out(self.placement.lost(task.index, reason))
+        self._carry_out(self.placement.process_lost(task.index, reason))
 
     def heard(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
@@ -505,7 +509,7 @@ class Replication:
         orders = self.placement.primary_lost(task.index, task.address, reason)
         self._carry_out(orders)
         place = self.placement.stores[task.index]
-        if place.is_lost and task.index not in self._telling:
+        if place.is_reported_lost and task.index not in self._telling:
             # Its process was lost before, and this way to it was not known to be.
             self._tell(Lose(task.index, reason))
 
@@ -552,7 +556,7 @@ class Replication:
             case Establish():
                 assert isinstance(answer, StoreHosted), answer
                 address = reached_as(answer.address, self.addresses[order.process])
-                return placement.founded(order, address, answer.incarnation)
+                return placement.created(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
             case Detach():

@@ -52,7 +52,7 @@ from ._references import ModuleAttribute
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-LARGE: Final = 16 * 2**20
+WARN_FROM_BYTES: Final = 16 * 2**20
 """A captured array of this size is warned about: it is shipped to every worker, and
 compiled into the program as a constant."""
 
@@ -176,7 +176,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             case jax.Array():
                 return self._array(obj)
             case np.ndarray():
-                if obj.nbytes > LARGE:
+                if obj.nbytes > WARN_FROM_BYTES:
                     self.large.append(obj)
             case _:
                 return self._instance(obj)
@@ -247,7 +247,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             data = np.asarray(jax.random.key_data(array))
             return _key, (data, str(jax.random.key_impl(array)))
-        if array.nbytes > LARGE:
+        if array.nbytes > WARN_FROM_BYTES:
             self.large.append(array)
         plain = np.asarray(array)
         weak = plain.ndim == 0 and jax.typeof(array).weak_type

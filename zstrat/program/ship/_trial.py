@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-MOST: Final = 1000
+MAX_COMPARED_OBJECTS: Final = 1000
 """Of more objects the first are compared."""
 
 tried: Final[weakref.WeakSet[type]] = weakref.WeakSet()
@@ -64,7 +64,9 @@ def difference(sent: Sequence[Any], arrived: Sequence[Any]) -> tuple[Any, str] |
         arrived: What became of them, in the same order.
     """
     seen: set[int] = set()
-    for before, after in zip(sent[:MOST], arrived[:MOST], strict=True):
+    for before, after in zip(
+        sent[:MAX_COMPARED_OBJECTS], arrived[:MAX_COMPARED_OBJECTS], strict=True
+    ):
         if id(before) not in seen and (words := _differs(before, after, seen)):
             return before, words
     return None

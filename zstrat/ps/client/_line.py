@@ -62,7 +62,7 @@ REFUSED: Final = 0.5
 """Seconds until one is asked again that has said that it is not the server, unless one
 hears where the server is before."""
 
-MOST: Final = 16384
+MAX_WAITING_REQUESTS: Final = 16384
 """Requests that wait: as many as one peer may have open."""
 
 
@@ -257,8 +257,9 @@ class ServerLine:
         *,
         sent: bool,
     ) -> None:
-        if len(self._broken) + len(self._later) >= MOST:
-            words = f"{self._task} is away, and {MOST} requests wait for it already"
+        if len(self._broken) + len(self._later) >= MAX_WAITING_REQUESTS:
+            count = MAX_WAITING_REQUESTS
+            words = f"{self._task} is away, and {count} requests wait for it already"
             outcome.set_exception(BusyError(words))
             return
         loop = asyncio.get_running_loop()

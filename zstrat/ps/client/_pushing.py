@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._line import ServerLine
     from ._reading import Clocks, Reading, ServerPull
 
-MOST: Final = 2048
+MAX_EXCHANGED_VARIABLES: Final = 2048
 """Variables of one exchange: what it says of them fits a header by far. Beyond, the two
 parts travel each by itself, and the one message that is saved is nothing beside them.
 """
@@ -136,7 +136,10 @@ def exchange(
         push = left.pop(each.ps, None)  # a second message to a server only reads
         if push is None:
             both.send_pull(lines[each.ps], each)
-        elif len(push.updates) + len(each.reads) + len(each.rows) > MOST:
+        elif (
+            len(push.updates) + len(each.reads) + len(each.rows)
+            > MAX_EXCHANGED_VARIABLES
+        ):
             both.send_apart(lines[each.ps], push, each)
         else:
             both.send(lines[each.ps], push, each)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ._slots import HeldVariable
 
-MOST: Final = 64
+MAX_TREES: Final = 64
 """Trees of one optimizer."""
 
 Kind = tuple[tuple[int, ...], np.dtype]
@@ -100,9 +100,9 @@ class Bindings:
             BusyError: It is a new one, and there are too many.
         """
         tree = self._trees.get(digest_of(data))
-        if tree is None and len(self._trees) >= MOST:
+        if tree is None and len(self._trees) >= MAX_TREES:
             raise BusyError(
-                f"optimizer {self._name!r} has {MOST} trees already: make one "
+                f"optimizer {self._name!r} has {MAX_TREES} trees already: make one "
                 "optimizer for each model, zs.Optimizer(transformation, params=params)"
             )
         if tree is None:

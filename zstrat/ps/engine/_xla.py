@@ -325,11 +325,11 @@ def _is_whole(step: SlotStep, optimizer: int) -> bool:
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
 
 
-MOST: Final = 16
+MAX_JOINT_VARIABLES: Final = 16
 """Variables of one program: it is compiled in as many tenths of a second at worst."""
 
-LEAST: Final = 2**20
-LARGEST: Final = 64 * 2**20
+MIN_JOINT_BYTES: Final = 2**20
+MAX_JOINT_BYTES: Final = 64 * 2**20
 """Bytes of the values of such a push: below, starting several small programs is
 cheaper; above, what starting them costs does not show."""
 
@@ -351,8 +351,10 @@ class JointPrograms:
     def takes(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
         """Whether these, whose slots keep their layouts, are updated together."""
         return (
-            2 <= len(steps) <= MOST
-            and LEAST <= sum([step.cell.nbytes for step in steps]) <= LARGEST
+            2 <= len(steps) <= MAX_JOINT_VARIABLES
+            and MIN_JOINT_BYTES
+            <= sum([step.cell.nbytes for step in steps])
+            <= MAX_JOINT_BYTES
             and (kinds in self.programs or len(self.programs) < SETS)
             and len({step.rule.tree.wide for step in steps}) == 1
         )

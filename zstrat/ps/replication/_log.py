@@ -22,7 +22,7 @@ WINDOW: Final = 32 * 2**20
 """Bytes that may be under way: several hundred of usual pushes, more than a line of 100
 Gb/s holds in a millisecond, and next to nothing beside a store."""
 
-MOST: Final = 8192
+MAX_CHANGES_UNDER_WAY: Final = 8192
 """Changes that may be under way: an eighth of what a connection takes."""
 
 _OBJECT: Final = 512
@@ -65,7 +65,7 @@ class ReplicationLog:
     def take(self) -> Message | None:
         """The next change to send; None if there is none, or too much is under way."""
         place = self._sent - self.taken
-        if place == len(self._kept) or place >= MOST:
+        if place == len(self._kept) or place >= MAX_CHANGES_UNDER_WAY:
             return None
         if self._under_way >= WINDOW:
             return None

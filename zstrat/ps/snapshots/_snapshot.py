@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.ps.store._pins import Pin
 
-MOST: Final = 16
+MAX_SNAPSHOTS: Final = 16
 """Snapshots at a time: each one may hold memory of the size of all that it pins."""
 
 PIECE: Final = 4 * 2**20
@@ -88,10 +88,10 @@ class Snapshots:
         """
         if number in self._held:
             raise AlreadyExistsError(f"{self._task}: snapshot {number} exists already")
-        if len(self._held) >= MOST:
+        if len(self._held) >= MAX_SNAPSHOTS:
             raise BusyError(
-                f"{self._task} holds {MOST} snapshots already: release those that are "
-                "not needed any more"
+                f"{self._task} holds {MAX_SNAPSHOTS} snapshots already: release those "
+                "that are not needed any more"
             )
         snapshot = ServerSnapshot([])
         try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import ArraySpec, Message
 
-LEAST: Final = 4 * 2**20
+MIN_FOLDED_BYTES: Final = 4 * 2**20
 """Bytes below which the loop adds by itself, when all is there, as fast."""
 
 NOT_FOLDED_AFTER: Final = 16
@@ -103,7 +103,11 @@ def fold_of(
 ) -> Fold | None:
     """A fold for the body of a push, if that is one array that a variable can be folded
     with; everything else goes, or is refused, the plain way."""
-    if len(specs) != 1 or len(message.updates) != 1 or specs[0].nbytes < LEAST:
+    if (
+        len(specs) != 1
+        or len(message.updates) != 1
+        or specs[0].nbytes < MIN_FOLDED_BYTES
+    ):
         return None
     (spec,), (update,) = specs, message.updates
     held, ufunc = find(update.key), _UFUNCS.get(update.op)

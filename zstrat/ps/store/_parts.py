@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from ._ledger import Ledger
 
-MOST: Final = 2**17
+MAX_PARTS: Final = 2**17
 """Parts whose names are remembered (a quarter of a gigabyte, if all are long), and
 steps that have any."""
-LONGEST: Final = 2048
+MAX_NAME_CHARACTERS: Final = 2048
 """Characters of the names of a part."""
 ANSWER: Final = 64 * 1024
 """Bytes of parts that are told with one message."""
@@ -74,7 +74,7 @@ class Parts:
         self._forget(ledger.low_water)
         if step < ledger.low_water:
             return  # it is over: whatever it pushes is a duplicate
-        if step not in self._steps and len(self._steps) >= MOST:
+        if step not in self._steps and len(self._steps) >= MAX_PARTS:
             raise self._full()
         runs = self._steps.setdefault(step, _Runs())
         if attempt < runs.attempt:
@@ -104,11 +104,12 @@ class Parts:
         if known is not None and ledger.is_duplicate(step, part):
             require_same(step, known, names)
             return
-        if sum(map(len, names)) > LONGEST:
+        if sum(map(len, names)) > MAX_NAME_CHARACTERS:
             raise InvalidArgumentError(
-                f"{self._task}: the names of a part are longer than {LONGEST}"
+                f"{self._task}: the names of a part are longer than "
+                f"{MAX_NAME_CHARACTERS}"
             )
-        if known is None and self._count >= MOST:
+        if known is None and self._count >= MAX_PARTS:
             raise self._full()
         self._count += known is None
         runs.names[part] = names
@@ -137,8 +138,8 @@ class Parts:
 
     def _full(self) -> ResourceExhaustedError:
         return ResourceExhaustedError(
-            f"{self._task}: eager steps that run now have pushed {MOST} times: let "
-            "each one read less often between its updates, or leave out eager=True"
+            f"{self._task}: eager steps that run now have pushed {MAX_PARTS} times: "
+            "let each one read less often between its updates, or leave out eager=True"
         )
 
     def _forget(self, low_water: int) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.program.stages import Collective
 
-_LONGEST: Final = 1024
+_MAX_TOLD_BYTES: Final = 1024
 """Bytes of what rank 0 tells: more than an address, or why there is none, has."""
 _NOWHERE: Final = (
     (socket.AF_INET, "192.0.2.1"),
@@ -78,8 +78,8 @@ def _own_address() -> str:
 
 
 def _sent(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    sent = np.zeros(_LONGEST, np.uint8)
-    raw = text.encode()[:_LONGEST]
+    sent = np.zeros(_MAX_TOLD_BYTES, np.uint8)
+    raw = text.encode()[:_MAX_TOLD_BYTES]
     sent[: len(raw)] = np.frombuffer(raw, np.uint8)
     return sent
 

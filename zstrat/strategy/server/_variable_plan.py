@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
-_LARGE: Final = 10**9
+_MAX_SHIPPED_ELEMENTS: Final = 10**9
 """Elements (TF's number) beyond which a value should not be made on the coordinator."""
 
 
@@ -128,7 +128,7 @@ def draft(
     if parts == 1 or not value.shape[0]:
         return VariablePlan(request, value, None)
     size = math.prod(value.shape)
-    if size > _LARGE and not isinstance(value, DeferredValue):
+    if size > _MAX_SHIPPED_ELEMENTS and not isinstance(value, DeferredValue):
         _log.warning(
             "variable %r of %d elements is made whole on the coordinator and then cut "
             "into parts: give it a shape, a dtype and an initializer that makes parts "
