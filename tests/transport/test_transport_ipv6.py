@@ -91,7 +91,10 @@ def test_names(tmp_path):
     [
         ([], r"nobody knows the name 'localhost' \(no address\); check that"),
         ([socket.AF_INET], "nothing answers there; check that"),
-        ([socket.AF_INET, socket.AF_INET6], "nothing answers there by IPv4, and a name"),
+        (
+            [socket.AF_INET, socket.AF_INET6],
+            "nothing answers there by IPv4, and a name",
+        ),
     ],
 )
 async def test_what_is_said_of_a_name_that_leads_nowhere(monkeypatch, kinds, words):

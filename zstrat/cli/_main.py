@@ -47,9 +47,7 @@ class Commands(click.Group):
         return found
 
 
-@click.command(
-    cls=Commands, context_settings={"help_option_names": ["-h", "--help"]}
-)
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zstrat")
 def main() -> None:
     """Parameter-server training for JAX."""
