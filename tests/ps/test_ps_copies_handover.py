@@ -29,10 +29,10 @@ class Process:
         self.copies, self.handover = copies, Handover(folder, 0, TASK)
 
     async def end(self, service):
-        service._leaves = True
+        service._keeps_state = True
         assert await service.drain()
         owner = self.copies.primary.owner
-        left = Inherited(5, owner, service.left(0))
+        left = Inherited(5, owner, service.state_for_successor(0))
         assert await self.handover.leave(left, 60)
 
     def begin(self):

@@ -44,9 +44,9 @@ class Left(Copies):
         """It comes to the process of the primary, and to that of the backup."""
         self.session += 1
         self.chief = caller(Job.CHIEF, self.session)
-        left_at = self.primary.left_at
+        lost_at = self.primary.coordinator_lost_at
         opened = await self.ask(self.opening(replicas))
-        self.backup.adopt(self.primary.owner, left_at)
+        self.backup.follow_new_owner(self.primary.owner, lost_at)
         return opened
 
     async def value(self, service):
@@ -54,7 +54,7 @@ class Left(Copies):
         return (await self.ask(asked, service)).arrays[0]
 
     def is_sure(self, service):
-        return service.left_copy(0, self.primary.left_at).is_sure
+        return service.copy_of_lost_program(0, self.primary.coordinator_lost_at).is_sure
 
 
 @pytest.fixture
@@ -89,6 +89,15 @@ async def test_who_is_left_is_sure_if_the_program_was_lost_long_before(
     assert left.is_sure(service) == (seconds >= LONG)
 
 
+async def test_who_is_left_counts_from_the_program_that_gave_the_last_orders(left):
+    left.lose_program()
+    left.now += 1.0
+    await left.next_program()  # it is there, and has given none
+    left.now += LONG
+    left.link.cut()
+    assert left.is_sure(left.primary)
+
+
 async def test_a_primary_that_goes_on_alone_is_sure(left):
     await left.ask(DetachBackup(left.session, 2))
     left.lose_program()
@@ -98,7 +107,7 @@ async def test_a_primary_that_goes_on_alone_is_sure(left):
 async def test_a_backup_that_takes_the_place_begins_its_steps_anew(left):
     left.lose_program()
     await left.next_program()
-    told = left.backup.left_copy(0, None)
+    told = left.backup.copy_of_lost_program(0, None)
     assert (told.is_primary, told.is_whole, told.variables) == (False, True, 2)
     assert told.origin == left.primary.owner.origin
     promote = PromoteBackup(left.session, 2)
@@ -130,7 +139,7 @@ async def test_what_a_program_without_second_copies_has_left_is_there():
         chief = caller(Job.CHIEF, session)
         opening = OpenSession(session, 0, 1, [], name="run", replicas=replicas)
         await rig.ask(opening, peer=chief)
-        told = rig.primary.left_copy(0, None)
+        told = rig.primary.copy_of_lost_program(0, None)
         assert (told.view, told.is_primary, told.is_sure) == (0, True, True)
         rig.primary.lost(chief, "killed")
     await rig.close()

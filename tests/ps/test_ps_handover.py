@@ -23,7 +23,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps import Handover
-from zstrat.testing import full_disk
+from zstrat.testing import FakeClock, full_disk
 from zstrat.wire import (
     CloseSession,
     CreateOptimizer,
@@ -204,6 +204,24 @@ async def test_its_coordinator_has_a_while_before_others_may_have_it(tmp_path):
         assert not (await side.answer(OpenSession(9, 0, 1, []), other)).resumed
         with pytest.raises(StaleSessionError):
             await side.answer(push(2, 1), side.worker)
+
+
+async def test_a_coordinator_that_does_not_come_back_was_lost_when_its_while_is_over(
+    tmp_path, monkeypatch
+):
+    clock = FakeClock()
+    async with heirs(tmp_path / "s") as side:
+        with monkeypatch.context() as patched:
+            loop = asyncio.get_running_loop()
+            patched.setattr(loop, "call_later", clock.call_later)
+            await side.hand_over()
+        assert (side.service.owner.alive, side.service.coordinator_lost_at) == (
+            True,
+            None,
+        )
+        clock.advance(60)
+        assert not side.service.owner.alive
+        assert side.service.coordinator_lost_at is not None
 
 
 async def test_without_a_session_nothing_is_left(tmp_path):

@@ -314,7 +314,10 @@ class Task:
             )
             return
         left = Inherited(
-            self.hello.incarnation, owner, ps.left(self.place.index), copies
+            self.hello.incarnation,
+            owner,
+            ps.state_for_successor(self.place.index),
+            copies,
         )
         if ps.is_replicated:  # others need not wait until that is written
             await self._endpoint.close(_RESTART, patience)
@@ -332,8 +335,8 @@ class Task:
             on_exit=self._shut_down,
             connect=backup_links(self.hello, self._settings, self._security),
             on_cleared=lambda: hosted.look(),
-            on_adopted=lambda owner: hosted.adopt(owner),
-            leaves=self._handover is not None,
+            on_new_owner=lambda owner: hosted.follow_new_owner(owner),
+            keeps_state=self._handover is not None,
             inherited=None if left is None else left.own,
         )
         hosted = self._hosted = HostedStores(
@@ -344,7 +347,7 @@ class Task:
             settings=self._settings,
             security=self._security,
             make_service=partial(PsService, tells=True),
-            leaves=self._handover is not None,
+            keeps_state=self._handover is not None,
         )
         return service, _nothing, service.absorb
 

@@ -1,8 +1,10 @@
 """A parameter server as a handler of messages: everything but the sockets.
 
-Runs on the loop. It knows whose session is open, and when to leave; who may ask for
-what is known by `_roles`, requests for variables are served by `_serving`, those about
-snapshots by `zstrat.ps.snapshots._snapshot_service`.
+Runs on the loop. It hands each message to who answers it, and knows whose session is
+open and when the process is to end. Who may ask for what is in `_roles`; requests for
+variables are served by `_serving`, those about snapshots by `snapshots`; the telemetry
+is in `_service_telemetry`; whether this process serves its store at all, or another one
+does, is in `replication._role`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,6 @@ from zstrat.errors import (
     StaleSessionError,
     ZstratError,
 )
-from zstrat.telemetry import PS_PHASES, Phase, Recorder, SpanCapture, resident_bytes
-from zstrat.telemetry.timeline import columns_of
-from zstrat.transport import lanes, moved_bytes
-from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
     AnswerReport,
     AppliedParts,
@@ -29,8 +27,6 @@ from zstrat.wire import (
     AskParts,
     AttachBackup,
     BeginCapture,
-    Captured,
-    ClockTold,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
@@ -62,16 +58,16 @@ from ._joining import Joining
 from ._reports import WorkerReports
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
+from ._service_telemetry import Capturing, ServiceTelemetry
 from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
-from .handover._handover import LeftStore, StoreRole
 from .replication._following import Following
+from .replication._role import ServingState, StoreServingRole
 from .replication._standing import ReplicationRequest, Standing, tell_owner
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
-from .store._ledger import UNNAMED
 from .store._lookups import row_bytes
 from .store._store import Store
 
@@ -81,22 +77,20 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.wire import ArraySpec, Owner, Sink
 
-    from .replication._following import Primary
+    from .handover._handover import LeftStore
     from .replication._forwarding import Connect
 
 log = logging.getLogger("zstrat.ps")
 
 _LOOKUPS: Final = (PullRows, Exchange)
 
-_LARGE: Final = 2**20
-"""Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
+_LARGE_REPLY: Final = 2**20
+"""Bytes of rows from which on a caller is told what it will get: see `Caller.promise`.
 """
-
 
 _REPORTS: Final = (ReportWorker, AnswerReport)
 """What is answered by any process that a program has, whichever stores it serves."""
 
-Capturing = AskClock | BeginCapture | EndCapture
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -106,15 +100,19 @@ class PsService:
     Args:
         load_code: Turns shipped bytes into an optax transformation or an initializer;
             runs on the compute thread, and only for code that a coordinator has sent.
+        settings: Its timeouts and limits.
         task: Names this server in errors: ``"/job:ps/task:0"``.
+        incarnation: Of the process, or of the copy that it keeps for another one.
         on_exit: Called once, on the loop, when the coordinator ends the process.
         connect: Makes a link to a backup; None: there cannot be one.
         backup_of: Whose session, the view in it, and the incarnation of the primary, of
             which this is the backup until it is made the primary itself.
         on_cleared: Called when a session is over, and all that it had.
-        on_adopted: Called when another program goes on with what is here.
+        on_new_owner: Called when another program goes on with what is here.
+        clock: Seconds, of those times that are not the loop's.
         make_thread: Makes the threads that do what would hold up the loop.
-        leaves: What is here when it ends is left for another process (`left`).
+        keeps_state: What is here when it ends is left for another process
+            (`state_for_successor`).
         tells: It tells its coordinator how it is, about once a second.
         inherited: What the process before has left.
     """
@@ -130,10 +128,10 @@ class PsService:
         connect: Connect | None = None,
         backup_of: tuple[Owner, int, int] | None = None,
         on_cleared: Callable[[], None] | None = None,
-        on_adopted: Callable[[Owner], None] | None = None,
+        on_new_owner: Callable[[Owner], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_thread: MakeThread = ComputeThread,
-        leaves: bool = False,
+        keeps_state: bool = False,
         tells: bool = False,
         inherited: LeftStore | None = None,
     ) -> None:
@@ -141,9 +139,11 @@ class PsService:
         self._task = task
         self._incarnation = incarnation
         self._on_exit, self._on_cleared = on_exit, on_cleared
-        self._on_adopted = on_adopted
-        self.left_at: float | None = None
-        """When the coordinator was lost; None: it is there. Seconds of ``clock``."""
+        self._on_new_owner = on_new_owner
+        self.coordinator_lost_at: float | None = None
+        """When the coordinator was lost that has given the last orders; seconds of
+        ``clock``. None: it is there. Who goes on with its session has given none yet,
+        so this stays until that one is lost, too."""
         self._clock, self._started_at = clock, clock()
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
@@ -152,9 +152,7 @@ class PsService:
             self._store = inherited.store
         self._engine = self._store.engine
         self._ownership = Ownership(task)
-        self._leaves = leaves
-        self._silence: asyncio.Future[Message] | None = None
-        """What everybody waits for in vain while what is here is handed over."""
+        self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
         self._serving = Serving(
@@ -179,7 +177,6 @@ class PsService:
             self._store,
             self._serving.turn,
             tell=self._tell_owner,
-            set_aside=self._set_aside,
             connect=connect,
             patience=settings.timeouts.connect,
             clock=clock,
@@ -187,30 +184,30 @@ class PsService:
         admit = self._standing.require_alone
         self._joining = Joining(task, self._ownership, self._store, admit)
         self._reports = WorkerReports(task, self._ownership, self._tell_owner)
-        self._is_aside = backup_of is not None
-        """It does not serve its store."""
-        self._host = None if backup_of is None else backup_of[0]
-        """Who has the process that keeps this copy."""
+        timeouts = settings.timeouts
+        self._role = StoreServingRole(
+            self._store, self._ownership, self._standing, timeouts
+        )
         if backup_of is not None:
             owner, view, named = backup_of
-            self._standing.following = Following(
+            following = Following(
                 task,
                 self._store,
                 self._thread,
                 owner.session,
                 view,
                 named,
-                self._promoted,
+                self._role.promoted,
                 clock,
                 self._serving.repeated,
             )
+            self._role.be_backup(owner, following)
         if inherited is not None:
-            self._go_on(inherited)
+            self._role.inherit(inherited)
         self._draining = False
         self._failed = 0
         self._tells = tells
-        self._notices: TelemetryNotices | None = None
-        self.recorder.start(self._sums(), clock())
+        self._telemetry = ServiceTelemetry(self._store, self._serving, clock)
 
     @property
     def session(self) -> int | None:
@@ -224,13 +221,17 @@ class PsService:
 
     @property
     def is_backup(self) -> bool:
-        return self._standing.following is not None
+        return self._role.is_backup
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether another process has a copy of the store, or is to have one."""
+        return self._role.is_replicated
 
     @property
     def view(self) -> int:
         """The newest one of its store that it knows of."""
-        following = self._standing.following
-        return self._standing.view if following is None else following.view
+        return self._role.view
 
     def handle(
         self, remote: Caller, message: Message
@@ -241,15 +242,16 @@ class PsService:
         Raises:
             ZstratError: The request is refused; nothing has changed.
         """
-        if self._silence is not None and not isinstance(message, Inspect):
-            return self._silence
+        silence, is_serving = self._role.silence, self._is_serving
+        if silence is not None and not isinstance(message, Inspect):
+            return silence
         try:
-            if self._is_aside and not isinstance(message, _REPORTS):
+            if not is_serving and not isinstance(message, _REPORTS):
                 return self._handle_aside(remote, message)
             check_role(self._task, remote, message)
             if isinstance(message, Stored):
                 if isinstance(message, _LOOKUPS) and message.rows:
-                    self._announce(remote, message)
+                    self._promise_large_reply(remote, message)
                 return self._served(message)
             match message:
                 case OpenSession():
@@ -282,7 +284,7 @@ class PsService:
                     return Statistics(self.statistics())
                 case AskClock() | BeginCapture() | EndCapture():
                     self._ownership.check(message.session)
-                    return self._capture(message)
+                    return self._telemetry.handle(message)
                 case AttachBackup() | DetachBackup() | PromoteBackup():
                     return self._replicate(remote, message)
                 case _:
@@ -294,17 +296,18 @@ class PsService:
             self._failed += 1
             raise
 
-    def _announce(self, remote: Caller, message: PullRows | Exchange) -> None:
+    def _promise_large_reply(
+        self, remote: Caller, message: PullRows | Exchange
+    ) -> None:
         """A short message may ask for much: no other is read before it has left."""
         operands = len(message.arrays) - len(message.rows)
         indices = message.arrays[operands:]
         nbytes = row_bytes(self._store.variables, message.rows, indices)
-        if nbytes > _LARGE:
+        if nbytes > _LARGE_REPLY:
             remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
-        if self._notices is not None:
-            self._notices.touch()
+        self._telemetry.touch()
         served = self._serving.take(message)
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
@@ -325,25 +328,11 @@ class PsService:
         fenced = Fenced(self._store.end_steps(fence.low_water, fence.asked))
         return await acknowledged(self._store.log, fenced)
 
-    def _capture(self, message: Capturing) -> Message:
-        now, recorder = self._clock(), self.recorder
-        match message:
-            case AskClock():
-                return ClockTold(now)
-            case BeginCapture(spans=spans, seconds=seconds):
-                capture = SpanCapture(spans, now + seconds, moved_bytes)
-                recorder.begin_capture(capture, now)
-                return Done()
-            case EndCapture():
-                capture = recorder.end_capture(now)
-                phases, columns = columns_of(capture)
-                return Captured(phases, capture.is_cut, "", "", tuple(columns))
-
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
-        if self._silence is not None:
-            return self._silence
+        if self._role.silence is not None:
+            return self._role.silence
         try:
-            if self._is_aside:
+            if not self._is_serving:
                 raise self._standing.refusal
             return self._serving.take(folded)
         except ZstratError:  # counted, and on to the caller
@@ -354,9 +343,9 @@ class PsService:
         self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
     ) -> Sink | None:
         """Works on the body of a large push while it arrives, if that can be."""
-        if not isinstance(message, Push | Exchange) or self._silence is not None:
+        if not isinstance(message, Push | Exchange) or not self._is_serving:
             return None
-        if self._is_aside or remote.role not in ROLES[type(message)]:
+        if remote.role not in ROLES[type(message)]:
             return None
         if is_forged(remote, message):
             return None  # and refused when it is all there
@@ -368,11 +357,15 @@ class PsService:
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
         self._reports.lost(remote)
-        following = self._standing.following
+        following = self._role.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
-        if self._ownership.lost(remote):
-            self.left_at = self._clock()
+        self._owner_lost(remote)
+
+    def _owner_lost(self, peer: object) -> None:
+        """The coordinator, if it was that one."""
+        if self._ownership.lost(peer):
+            self.coordinator_lost_at = self._clock()
             self._snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
@@ -382,11 +375,11 @@ class PsService:
         self._ownership.inherit(owner)
         # It is waited for as if its connection had broken just now.
         grace = timeouts.patience + timeouts.reconnect
-        asyncio.get_running_loop().call_later(grace, self._ownership.lost, owner.peer)
+        asyncio.get_running_loop().call_later(grace, self._owner_lost, owner.peer)
 
     async def drain(self) -> bool:
         """Finishes requests that were accepted, ends the thread. New ones are refused;
-        or nobody answers them, if what is here is `left` for the next process.
+        or nobody answers them, if what is here is left for the next process.
 
         Returns:
             False if something accepted was not done after ``timeouts.drain``.
@@ -394,8 +387,8 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         owner = self._ownership.owner
-        if self._leaves and (owner is not None or self.is_backup):
-            self._silence = asyncio.get_running_loop().create_future()
+        if self._keeps_state and (owner is not None or self.is_backup):
+            self._role.fall_silent()
             await asyncio.sleep(0)  # what was handed on before has begun by then
         elif owner is not None and len(self._store) and not self.is_replicated:
             log.warning(
@@ -409,37 +402,23 @@ class PsService:
             )
         return await self._finish()
 
-    def left(self, number: int) -> LeftStore:
+    def state_for_successor(self, number: int) -> LeftStore:
         """What is here of the store ``number`` behind `drain`, if that was done in
         time."""
-        following, standing = self._standing.following, self._standing
-        role = StoreRole.NOTHING
-        if following is not None and following.is_whole:
-            role = StoreRole.BACKUP
-        elif following is None and not standing.is_dropped:
-            # Who has no backup that has all, and was not replaced, is the only one.
-            role = StoreRole.PRIMARY if standing.is_replaced else StoreRole.ALONE
-        store = None if role is StoreRole.NOTHING else self._store
-        return LeftStore(number, role, self.view, store)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether another process has a copy of the store, or is to have one."""
-        return self._is_aside or self._standing.is_to_have_backup
+        return self._role.state_for_successor(number)
 
     async def _finish(self) -> bool:
         self._draining = True
-        if self._notices is not None:
-            self._notices.close()
-        self._is_aside |= self._standing.has_backup  # for whatever comes from now on
-        if self._silence is None:
+        quietly = self._role.silence is not None
+        self._telemetry.close()
+        self._role.give_way()
+        if not quietly:
             self._joining.close(self._standing.parting)
             self._reports.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._serving.idle.wait()
-        quietly = self._silence is not None
         await self._standing.close(deadline, quietly=quietly)
         saved = await self._snapshots.close(deadline)
         ended = await self._thread.close(deadline)
@@ -468,32 +447,12 @@ class PsService:
         return values
 
     def telemetry(self) -> dict[str, PlainTree]:
-        """What `zstrat.telemetry.TaskTold` has of this server: of its present session,
-        but for lanes and gauges, which are those of the process."""
-        now, recorder = self._clock(), self.recorder
-        recorder.reach(self._sums(), now)
-        gauges: dict[str, PlainTree] = {
-            "memory": resident_bytes(),
-            "waiting": len(self._serving),
-            "programs": self._engine.programs,
-        }
-        told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
-        return {**recorder.plain(now), "lanes": told, "gauges": gauges}
-
-    def _sums(self) -> dict[str, float]:
-        """Of which rates are told; of all sessions, bytes of the whole process."""
-        counts, (got, sent) = self._store.counts, moved_bytes()
-        pulls, pushes = counts.pulls, counts.pushes
-        return {"pulls": pulls, "pushes": pushes, "bytes_in": got, "bytes_out": sent}
+        """What `zstrat.telemetry.TaskTold` has of this server."""
+        return self._telemetry.told()
 
     def waited(self, began: float, ended: float) -> None:
         """An answer had to wait for its way, or for its reader."""
-        self.recorder.spent(Phase.SEND, UNNAMED, began, ended)
-
-    @property
-    def recorder(self) -> Recorder:
-        """Of the present session."""
-        return self._serving.recorder
+        self._telemetry.waited(began, ended)
 
     # ---- sessions ----------------------------------------------------------------
 
@@ -505,13 +464,15 @@ class PsService:
         self._require_alone(asked)
         if ownership.adopt(session, remote, remote.hello, now, asked.name):
             self._snapshots.clear()
-            self._standing.adopted(self.left_at, self._settings.timeouts)
+            self._standing.owner_changed(
+                self.coordinator_lost_at, self._settings.timeouts
+            )
             self._standing.is_to_have_backup = asked.replicas > 0
             owner = ownership.owner
-            if self._on_adopted is not None and owner is not None:
-                self._on_adopted(owner)
-            return self._adopted(session)
-        self.left_at = None
+            if self._on_new_owner is not None and owner is not None:
+                self._on_new_owner(owner)
+            return self._go_on_anew(session)
+        self.coordinator_lost_at = None
         new = ownership.open(
             session,
             remote,
@@ -543,7 +504,7 @@ class PsService:
                 "another name as resume= to begin anew"
             )
 
-    async def _adopted(self, session: int) -> SessionOpened:
+    async def _go_on_anew(self, session: int) -> SessionOpened:
         await self._serving.settled()  # what was computed for the session before
         self._ownership.check(session)
         self._store.begin_anew()
@@ -554,8 +515,8 @@ class PsService:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
         self._reports.look()
-        if self._tells and self._notices is None:
-            self._notices = TelemetryNotices(self.telemetry, self._tell_owner)
+        if self._tells:
+            self._telemetry.start_notices(self._tell_owner)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _close(self, session: int, leave: bool) -> Done:
@@ -569,25 +530,14 @@ class PsService:
 
     def _clear(self) -> None:
         self._standing.end(StaleSessionError(f"{self._task}: the session ended"))
-        self._is_aside = False
+        self._role.session_over()
         self._snapshots.clear()
         self._store.clear()
-        self._serving.recorder = Recorder(PS_PHASES)
-        self.recorder.start(self._sums(), self._clock())
+        self._telemetry.begin_anew()
         if self._on_cleared is not None:
             self._on_cleared()
 
     # ---- replication -------------------------------------------------------------
-
-    def _go_on(self, inherited: LeftStore) -> None:
-        """With what a process before had: as it was, if nobody else can have it."""
-        following = self._standing.following
-        if following is not None:
-            following.inherit(is_whole=inherited.role is StoreRole.BACKUP)
-            return
-        self._standing.view = inherited.view
-        if inherited.role is not StoreRole.ALONE:
-            self._standing.step_aside(is_dropped=inherited.role is StoreRole.NOTHING)
 
     def give_up(self, view: int) -> None:
         """Another process serves the store since this view: drops what is here of it.
@@ -599,53 +549,39 @@ class PsService:
         self._snapshots.clear()
         self._store.clear()
 
-    def found(self, remote: Caller, view: int) -> None:
+    def create_store(self, remote: Caller, view: int) -> None:
         """It is the primary of a store that is new, from the beginning, for who asks
         that."""
-        self._promoted(remote, view)
+        self._role.promoted(remote, view)
 
-    def adopt(self, owner: Owner, left_at: float | None) -> None:
+    def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
         """Another program has the process that keeps this copy, and goes on with it.
 
         Args:
-            left_at: When the process had lost the one before.
+            lost_at: When the process had lost the one before.
         """
-        self._standing.adopted(left_at, self._settings.timeouts)
-        if (following := self._standing.following) is not None:
-            self._host = owner
-            following.adopt(owner.session)
+        self._role.follow_new_owner(owner, lost_at)
 
-    def left_copy(self, number: int, left_at: float | None) -> LeftCopy | None:
+    def copy_of_lost_program(
+        self, number: int, lost_at: float | None
+    ) -> LeftCopy | None:
         """What a lost program has left here of the store ``number``, if anything.
 
         Args:
-            left_at: When the process had lost that program.
+            lost_at: When the process had lost that program.
         """
-        standing = self._standing
-        owner = self.owner if standing.following is None else self._host
-        if owner is None or not standing.has_any:
-            return None
-        return LeftCopy(
-            number,
-            self.view,
-            "",
-            self._incarnation,
-            owner.origin,
-            is_primary=standing.following is None,
-            is_whole=standing.following is None or standing.following.is_whole,
-            is_sure=standing.is_sure(left_at, self._settings.timeouts),
-            variables=len(self._store),
-        )
+        return self._role.copy_of_lost_program(number, self._incarnation, lost_at)
 
-    def _set_aside(self, aside: bool) -> None:
-        self._is_aside = aside
+    @property
+    def _is_serving(self) -> bool:
+        return self._role.state is ServingState.SERVING
 
     async def _replicate(self, remote: Caller, message: ReplicationRequest) -> Message:
         self._ownership.check(message.session)
         self._require_open()
         done = await self._standing.handle(message)
         if isinstance(message, PromoteBackup):  # it is asked again, maybe by a new line
-            self._promoted(remote, message.view)
+            self._role.promoted(remote, message.view)
         return done
 
     def _handle_aside(
@@ -654,11 +590,11 @@ class PsService:
         """While another process serves the store."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
-        following = self._standing.following
+        following = self._role.following
         if following is not None and isinstance(message, Capturing):
             check_role(self._task, remote, message)
             following.require(message.session, following.view)
-            return self._capture(message)
+            return self._telemetry.handle(message)
         if following is not None:
             return following.handle(remote, message)
         if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
@@ -670,18 +606,6 @@ class PsService:
         ):
             return self._replicate(remote, message)
         raise self._standing.parting if self._draining else self._standing.refusal
-
-    def _promoted(self, remote: Primary, view: int) -> None:
-        """Is the primary from now on."""
-        standing, host, session = self._standing, self._host, self.session
-        if standing.following is not None:
-            session = standing.following.session
-        assert session is not None
-        name, origin = ("", 0) if host is None else (host.name, host.origin)
-        self._ownership.open(
-            session, remote, remote.hello, time.time(), name=name, origin=origin
-        )
-        standing.following, standing.view, self._is_aside = None, view, False
 
     def _tell_owner(self, message: Message) -> None:
         owner = self._ownership.owner

@@ -296,7 +296,7 @@ class Following:
         """Whether the changes come from there."""
         return remote is self._primary
 
-    def adopt(self, session: int) -> None:
+    def follow_new_owner(self, session: int) -> None:
         """Another program goes on, in this session: steps begin anew if it has this
         copy take its primary's place. The primary is heard up to then."""
         self._earlier.add(self.session)

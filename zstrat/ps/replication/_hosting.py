@@ -66,7 +66,7 @@ class _HostedCopy:
 
     def left(self, store: int) -> LeftStore:
         """What is there of it, behind `close`."""
-        found, hosted = self.service.left(store), self.hosted
+        found, hosted = self.service.state_for_successor(store), self.hosted
         return replace(found, address=hosted.address, incarnation=hosted.incarnation)
 
 
@@ -80,7 +80,7 @@ class HostedStores:
         make_service: Makes the service of a copy.
         draw: Draws an incarnation.
         sockets: Where those of the copies come from.
-        leaves: They are left for another process, when this one ends.
+        keeps_state: They are left for another process, when this one ends.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class HostedStores:
         make_service: Callable[..., PsService] = PsService,
         draw: Callable[[], int] = new_incarnation,
         sockets: Sockets = ZEROMQ,
-        leaves: bool = False,
+        keeps_state: bool = False,
     ) -> None:
         self._own, self._me, self._bind = own, me, bind
         self._task = f"/job:ps/task:{me.index}"
         self._load_code, self._make_service = load_code, make_service
         self._settings, self._security = settings, security
-        self._draw, self._sockets, self._leaves = draw, sockets, leaves
+        self._draw, self._sockets, self._keeps_state = draw, sockets, keeps_state
         self._copies: dict[int, _HostedCopy] = {}
         self._changing = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
@@ -146,18 +146,18 @@ class HostedStores:
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
 
-    def adopt(self, owner: Owner) -> None:
+    def follow_new_owner(self, owner: Owner) -> None:
         """Another program goes on with what the process has."""
         for store, copy in self._copies.items():
             self._copies[store] = replace(copy, session=owner.session)
-            copy.service.adopt(owner, self._own.left_at)
+            copy.service.follow_new_owner(owner, self._own.coordinator_lost_at)
 
     def _left(self) -> Iterator[LeftCopy]:
-        left_at = self._own.left_at
-        if (own := self._own.left_copy(self._me.index, left_at)) is not None:
+        lost_at = self._own.coordinator_lost_at
+        if (own := self._own.copy_of_lost_program(self._me.index, lost_at)) is not None:
             yield own
         for store, copy in self._copies.items():
-            if (left := copy.service.left_copy(store, left_at)) is not None:
+            if (left := copy.service.copy_of_lost_program(store, lost_at)) is not None:
                 yield left._replace(address=copy.hosted.address)
 
     def look(self) -> None:
@@ -262,7 +262,7 @@ class HostedStores:
         where = _beside(self._bind, store, me.incarnation)
         hosted = await self._serve(me, service, where, message.session, message.view)
         if message.serves:
-            service.found(remote, message.view)
+            service.create_store(remote, message.view)
         _LOG.info(
             "%s keeps a copy of store %d at %s", self._task, store, hosted.address
         )
@@ -295,7 +295,7 @@ class HostedStores:
             connect=backup_links(me, self._settings, self._security, self._sockets),
             backup_of=backup_of,
             on_cleared=self.look,
-            leaves=self._leaves,
+            keeps_state=self._keeps_state,
             inherited=left,
         )
 

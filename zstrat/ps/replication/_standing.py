@@ -55,7 +55,6 @@ class Standing:
 
     Args:
         tell: Sends a notice to the coordinator that holds the session.
-        set_aside: Told whether another process serves the store by now.
         connect: None: it may have no backup.
         clock: Seconds.
     """
@@ -67,7 +66,6 @@ class Standing:
         turn: Turn,
         *,
         tell: Callable[[Message], None],
-        set_aside: Callable[[bool], None],
         connect: Connect | None,
         patience: float,
         clock: Callable[[], float],
@@ -80,7 +78,7 @@ class Standing:
         self.is_to_have_backup = False
         """As the session was opened, or is that of a process before."""
         self._task, self._store, self._turn = task, store, turn
-        self._tell, self._set_aside = tell, set_aside
+        self._tell = tell
         self._connect, self._patience = connect, patience
         self._clock = clock
         self.parted_at: float | None = None
@@ -128,27 +126,27 @@ class Standing:
         was_to_have = self.is_to_have_backup and not self._was_without
         return not self.is_dropped and bool(self.view or not was_to_have)
 
-    def is_sure(self, left_at: float | None, timeouts: Timeouts) -> bool:
+    def is_sure(self, lost_at: float | None, timeouts: Timeouts) -> bool:
         """Whether nobody can have acknowledged what is not here, although the other one
         of two copies is gone.
 
         Args:
-            left_at: When the program was lost.
+            lost_at: When the program was lost.
         """
         if self.is_replaced:
             return False
         if self._is_known_sure or (self.following is None and not self.has_backup):
             return True
-        if left_at is None or self.parted_at is None:
+        if lost_at is None or self.parted_at is None:
             return False
         # Within that time a program that lives, and is only not heard here, has one of
         # the two go on alone, and the other one hears it from that.
-        return self.parted_at - left_at >= timeouts.patience + timeouts.reconnect
+        return self.parted_at - lost_at >= timeouts.patience + timeouts.reconnect
 
-    def adopted(self, left_at: float | None, timeouts: Timeouts) -> None:
+    def owner_changed(self, lost_at: float | None, timeouts: Timeouts) -> None:
         """Another program is here. If it is lost before it gives an order, all is as it
         was: it may have waited in vain for other processes."""
-        self._is_known_sure = self.is_sure(left_at, timeouts)
+        self._is_known_sure = self.is_sure(lost_at, timeouts)
         self._was_without |= not self.is_to_have_backup
 
     def require_alone(self) -> None:
@@ -228,9 +226,7 @@ class Standing:
         """
         if self.is_dropped:
             raise self.refusal
-        if self.is_replaced:
-            self.is_replaced = False
-            self._set_aside(False)
+        self.is_replaced = False
 
     def remind(self) -> None:
         """The coordinator is back: it may have missed that the backup is lost."""
@@ -356,7 +352,6 @@ class Standing:
         if forwarding is not None:
             forwarding.refuse(self.refusal)
             self._keep(forwarding)
-        self._set_aside(True)
 
 
 def tell_owner(owner: Notified | None, message: Message) -> None:

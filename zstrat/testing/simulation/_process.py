@@ -226,7 +226,7 @@ class ServerProcess(Daemon):
             incarnation=me.incarnation,
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
-            leaves=folder is not None,
+            keeps_state=folder is not None,
             inherited=None if left is None else left.own,
         )
         hosted = HostedStores(
@@ -239,7 +239,7 @@ class ServerProcess(Daemon):
             make_service=make_service,
             draw=around.draw,
             sockets=sockets,
-            leaves=folder is not None,
+            keeps_state=folder is not None,
         )
 
         def handle(remote: Any, message: Any) -> Any:
@@ -275,7 +275,7 @@ class ServerProcess(Daemon):
         if owner is None or self._handover is None:
             await self._hosted.close()
         elif (copies := await self._hosted.leave(_RETURNS, patience)) is not None:
-            own = self._service.left(self.index)
+            own = self._service.state_for_successor(self.index)
             left = Inherited(self._me.incarnation, owner, own, copies)
             if self._service.is_replicated:
                 await endpoint.close(_RETURNS, patience)

@@ -1,0 +1,181 @@
+"""Which role a process has for one store, and who serves the store instead of it.
+
+The role follows from what is known: a backup follows its primary (`Following`), and a
+process whose place another one has taken stands aside (`Standing.is_replaced`). Only
+two things are decided here: that a process which ends gives way to its backup, and that
+one which leaves what it holds to its successor falls silent before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from typing import TYPE_CHECKING, final
+
+from zstrat.ps.handover._handover import LeftStore, StoreRole
+from zstrat.wire import LeftCopy
+
+if TYPE_CHECKING:
+    from zstrat.config import Timeouts
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import Message, Owner, Ownership
+
+    from ._following import Following, Primary
+    from ._standing import Standing
+
+
+class ServingState(enum.Enum):
+    """What a process does for those who ask for the store."""
+
+    SERVING = "serving"
+    """It answers."""
+    BACKUP = "backup"
+    """It takes the changes of its primary, and refuses everybody else."""
+    ASIDE = "aside"
+    """Another process serves the store: whoever asks is sent there."""
+    SILENT = "silent"
+    """What it holds is handed over: nobody is answered, and asks the successor."""
+
+
+@final
+class StoreServingRole:
+    """The role of one process for its store. Lives on the loop.
+
+    Args:
+        ownership: Whose session the process serves.
+        timeouts: Those after which a lost program cannot have acted unheard.
+    """
+
+    def __init__(
+        self, store: Store, ownership: Ownership, standing: Standing, timeouts: Timeouts
+    ) -> None:
+        self._store, self._ownership = store, ownership
+        self._standing, self._timeouts = standing, timeouts
+        self._host: Owner | None = None
+        """Whose process keeps this copy, if it began as a backup."""
+        self._gives_way = False
+        """The process ends, and its backup serves from now on."""
+        self.silence: asyncio.Future[Message] | None = None
+        """What everybody waits for in vain while it is `ServingState.SILENT`."""
+
+    @property
+    def state(self) -> ServingState:
+        if self.silence is not None:
+            return ServingState.SILENT
+        if self.is_backup:
+            return ServingState.BACKUP
+        if self._standing.is_replaced or self._gives_way:
+            return ServingState.ASIDE
+        return ServingState.SERVING
+
+    @property
+    def following(self) -> Following | None:
+        """What a backup does; None: this is none."""
+        return self._standing.following
+
+    @property
+    def is_backup(self) -> bool:
+        return self.following is not None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether another process has a copy of the store, or is to have one."""
+        standing = self._standing
+        aside = self.is_backup or standing.is_replaced or self._gives_way
+        return aside or standing.is_to_have_backup
+
+    @property
+    def view(self) -> int:
+        """The newest one of the store that the process knows of."""
+        following = self.following
+        return self._standing.view if following is None else following.view
+
+    # ---- changes of the role -----------------------------------------------------
+
+    def be_backup(self, host: Owner, following: Following) -> None:
+        """The process of ``host`` keeps this copy for another one."""
+        self._host, self._standing.following = host, following
+
+    def inherit(self, left: LeftStore) -> None:
+        """Goes on with what a process before had: as it was, if nobody else can have
+        it."""
+        if self.following is not None:
+            self.following.inherit(is_whole=left.role is StoreRole.BACKUP)
+            return
+        self._standing.view = left.view
+        if left.role is not StoreRole.ALONE:
+            self._standing.step_aside(is_dropped=left.role is StoreRole.NOTHING)
+
+    def promoted(self, remote: Primary, view: int) -> None:
+        """Is the primary from now on, for the coordinator that has asked for it."""
+        standing, host, session = self._standing, self._host, self._ownership.session
+        if standing.following is not None:
+            session = standing.following.session
+        assert session is not None
+        name, origin = ("", 0) if host is None else (host.name, host.origin)
+        self._ownership.open(
+            session, remote, remote.hello, time.time(), name=name, origin=origin
+        )
+        standing.following, standing.view, self._gives_way = None, view, False
+
+    def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
+        """Another program has the process that keeps this copy, and goes on with it.
+
+        Args:
+            lost_at: When the process had lost the program before.
+        """
+        self._standing.owner_changed(lost_at, self._timeouts)
+        if self.following is not None:
+            self._host = owner
+            self.following.follow_new_owner(owner.session)
+
+    def give_way(self) -> None:
+        """The process ends: its backup answers whatever comes from now on."""
+        self._gives_way |= self._standing.has_backup
+
+    def fall_silent(self) -> None:
+        """The process ends, and leaves what it holds to the one after it."""
+        self.silence = asyncio.get_running_loop().create_future()
+
+    def session_over(self) -> None:
+        """Whatever the session had here is gone."""
+        self._gives_way = False
+
+    # ---- what is left ------------------------------------------------------------
+
+    def state_for_successor(self, number: int) -> LeftStore:
+        """What a process that has fallen silent leaves of the store ``number``."""
+        standing, following = self._standing, self.following
+        role = StoreRole.NOTHING
+        if following is not None and following.is_whole:
+            role = StoreRole.BACKUP
+        elif following is None and not standing.is_dropped:
+            # Who has no backup that has all, and was not replaced, is the only one.
+            role = StoreRole.PRIMARY if standing.is_replaced else StoreRole.ALONE
+        store = None if role is StoreRole.NOTHING else self._store
+        return LeftStore(number, role, self.view, store)
+
+    def copy_of_lost_program(
+        self, number: int, incarnation: int, lost_at: float | None
+    ) -> LeftCopy | None:
+        """What a lost program has left here of the store ``number``, if anything.
+
+        Args:
+            lost_at: When the process had lost that program.
+        """
+        standing, following = self._standing, self.following
+        owner = self._ownership.owner if following is None else self._host
+        if owner is None or not standing.has_any:
+            return None
+        return LeftCopy(
+            number,
+            self.view,
+            "",
+            incarnation,
+            owner.origin,
+            is_primary=following is None,
+            is_whole=following is None or following.is_whole,
+            is_sure=standing.is_sure(lost_at, self._timeouts),
+            variables=len(self._store),
+        )
