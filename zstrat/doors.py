@@ -34,7 +34,7 @@ def fetched_late(
     """
     whole = modules or {}
     mine = vars(sys.modules[door])
-    mine["__all__"] = [*known]
+    mine["__all__"] = [*names, *whole]
 
     def fetch(name: str) -> object:
         value: object

@@ -101,8 +101,8 @@ class Dial:
     ) -> None:
         """An attempt failed: finds out beside, until somebody knows its name, whether
         the task has addresses of IPv6 alone. Then the next socket is one of IPv6, and
-        ``has_changed`` is called. ``learned`` is told how to say that nothing
-        answers."""
+        ``has_changed`` is called. ``learned`` is told in which words nothing answers.
+        """
         if self._look_up is None and is_name(self._where):
             look_up = self._looked_up(has_changed, learned)
             self._look_up = self._loop.create_task(look_up, name="looks up a name")
