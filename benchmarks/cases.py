@@ -231,13 +231,38 @@ def _import_memory(statement: str) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+_JAX = "import zmq, uvloop, jax.numpy as j; j.zeros(1) + 1"
+
+
 def idle_ps() -> Reading:
     return Reading(_idle_memory("ps"), _import_memory("import zmq, numpy, uvloop"))
 
 
 def idle_worker() -> Reading:
-    limit = _import_memory("import zmq, uvloop, jax.numpy as j; j.zeros(1) + 1")
-    return Reading(_idle_memory("worker"), limit)
+    return Reading(_idle_memory("worker"), _import_memory(_JAX))
+
+
+def pulling_worker() -> Reading:
+    """Resident MB of a worker that has pulled and pushed 64 MB, new each time. Shared
+    memory counts as far as the worker has touched it."""
+    import zstrat as zs
+
+    with zs.LocalCluster(num_ps=1, num_workers=1) as local:
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            coordinator = zs.ClusterCoordinator(strategy)
+            with strategy.scope():
+                large = zs.Variable(np.zeros(16 * MiB, np.float32), name="large")
+
+            @zs.function
+            def move() -> Any:
+                value = large.value()
+                large.assign_add(value + 1)
+                return value[0]
+
+            for _ in range(5):
+                coordinator.schedule(move).fetch()
+            value = _resident(local.pid("worker:0"))
+    return Reading(value, _import_memory(_JAX))
 
 
 CASES = [
@@ -331,6 +356,14 @@ CASES = [
         250,
         "python with zmq, uvloop, jax, one addition",
         idle_worker,
+        lower=True,
+    ),
+    Case(
+        "memory of a worker that pulls and pushes 64 MB",
+        "MB",
+        500,
+        "python with zmq, uvloop, jax, one addition",
+        pulling_worker,
         lower=True,
     ),
     *tables.CASES,

@@ -26,7 +26,16 @@ DEVICES, BATCH, STEPS = 8, 64, 300
 
 def overhead() -> Reading:
     """Microseconds of a step beyond the same by hand, and those of the latter."""
-    ours, by_hand = _our_step(), _step_by_hand()
+    return _beyond(_our_step())
+
+
+def overhead_of_results() -> Reading:
+    """The same of a step whose losses are asked for one by one."""
+    return _beyond(_our_step(is_reduced=False))
+
+
+def _beyond(ours: Callable[[], None]) -> Reading:
+    by_hand = _step_by_hand()
     times: list[list[float]] = [[], []]
     for _ in range(20):
         ours()
@@ -172,7 +181,7 @@ def _batch() -> dict[str, np.ndarray]:
     return {"image": images, "label": rng.integers(0, 10, BATCH).astype(np.int32)}
 
 
-def _our_step() -> Callable[[], None]:
+def _our_step(*, is_reduced: bool = True) -> Callable[[], None]:
     import itertools
 
     import optax
@@ -194,9 +203,12 @@ def _our_step() -> Callable[[], None]:
             optimizer.apply_gradients(grads, params)
             return loss
 
-        return strategy.reduce("mean", strategy.run(replica_fn, (batch,)), axis=None)
+        losses = strategy.run(replica_fn, (batch,))
+        return strategy.reduce("mean", losses, axis=None) if is_reduced else losses
 
-    return lambda: _ready(step(whole))
+    if is_reduced:
+        return lambda: _ready(step(whole))
+    return lambda: _ready(strategy.experimental_local_results(step(whole)))
 
 
 def _step_by_hand() -> Callable[[], None]:
@@ -245,6 +257,14 @@ CASES = [
         50,
         "the same step, shard_map and jit by hand",
         overhead,
+        lower=True,
+    ),
+    Case(
+        "the same, and the loss of each replica as an array",
+        "us",
+        60,
+        "the same step, shard_map and jit by hand",
+        overhead_of_results,
         lower=True,
     ),
     Case(

@@ -7,6 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
+import click
 import pytest
 from zstrat.daemons import jobs_of, parser
 
@@ -45,7 +46,7 @@ def test_a_command_has_the_options_that_exist(words, tmp_path, monkeypatch):
     Path("hosts.toml").touch()
     program, *rest = words
     if program == "zstrat":
-        command = main.commands[rest[0]]
+        command = main.get_command(click.Context(main), rest[0])
         with command.make_context(rest[0], rest[1:]):
             return
     asked = ["1" if word == "$PPID" else word for word in rest]

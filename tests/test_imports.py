@@ -64,3 +64,44 @@ for count, module in enumerate({sorted(JAX_AT_IMPORT)}, start=2):
 print(jax.device_count())
 """
     assert printed(program).split() == [str(1 + len(JAX_AT_IMPORT))]
+
+
+def test_names_that_are_fetched_late_are_those_of_the_door() -> None:
+    """By ``import *``, by ``dir``, from many threads at once, and pickled."""
+    assert printed(_LATE) == ""
+
+
+_LATE = """
+import importlib, pickle, threading
+for door in ("zstrat.collectives", "zstrat.launch"):
+    package, found, begin = importlib.import_module(door), [], threading.Barrier(8)
+    def take():
+        begin.wait()
+        found.append([getattr(package, name) for name in package.__all__])
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    if len(found) != 8 or any(each != found[0] for each in found):
+        print(door, "gave threads other things")
+    names = {}
+    exec(f"from {door} import *", names)
+    if not set(package.__all__) <= set(names) & set(dir(package)):
+        print(door, "lacks", set(package.__all__) - set(names))
+    if "TYPE_CHECKING" in names:
+        print(door, "gives what it imports itself")
+    for value in found[0]:
+        if isinstance(value, type) and pickle.loads(pickle.dumps(value)) is not value:
+            print(value)
+"""
+
+
+def test_a_look_at_a_cluster_imports_no_other_command() -> None:
+    """It may be asked every few seconds by whoever watches a cluster."""
+    program = """
+import sys
+from zstrat.cli import main
+main(["status", "--help"], standalone_mode=False)
+absent = "jax", "psutil", "zstrat.ps", "zstrat.collectives", "zstrat.launch.fleet"
+print("there:", [name for name in absent if name in sys.modules])
+"""
+    assert printed(program).splitlines()[-1] == "there: []"

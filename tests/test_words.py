@@ -59,5 +59,5 @@ def _own_names(module: str) -> set[str]:
             case ast.alias():
                 names.add(node.asname or node.name)
             case ast.Constant(value=str(word)) if module == "zstrat":
-                names.add(word)
+                names.update(word.split())
     return names

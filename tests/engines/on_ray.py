@@ -1,11 +1,13 @@
 """A program on Ray, with what its user types, and what goes wrong."""
 
+import os
+import signal
 import sys
 import time
 
 import psutil
 import ray
-from engine_run import pids, said, went_through
+from engine_run import Heard, pids, said, used, went_through
 
 import zstrat as zs
 
@@ -30,6 +32,21 @@ def gpus():
         )
 
 
+def loses_an_actor(cluster):
+    """Its process is killed; the worker that was beside it is used again. Returns how
+    long that took, in seconds."""
+    daemon = psutil.Process(pids(cluster)["worker:0"])
+    (actor,) = (each for each in daemon.parents() if "RayHost" in each.name())
+    again, began = Heard("worker:0", "was lost with its actor"), time.monotonic()
+    os.kill(actor.pid, signal.SIGKILL)
+    again.wait()
+    strategy = zs.ParameterServerStrategy(cluster.resolver, settings=cluster.settings)
+    step = zs.function(lambda: zs.get_worker_context().worker_index)
+    used(zs.ClusterCoordinator(strategy), step, 0)
+    strategy.close()
+    return time.monotonic() - began
+
+
 def main():
     ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
     began = time.monotonic()
@@ -40,6 +57,7 @@ def main():
         except zs.UnavailableError as error:
             words = str(error)
         seconds, started = went_through(cluster, began)
+        seconds["actor_back"] = loses_an_actor(cluster)
     assert not any(psutil.pid_exists(pid) for pid in started.values())
     assert rooms(4)
     try:

@@ -158,6 +158,31 @@ def test_rows_that_no_gradient_has_reached_begin_anew(tmp_path):
         assert table.numpy().tolist() == [[-2.5], [-2.5], [-1.0], [-1.0]]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("shared", [set(), {0}])
+def test_what_is_kept_beside_no_rows_is_restored_with_the_counts(
+    tmp_path, parts, shared
+):
+    nothing = np.zeros((0, 3), "f4")
+
+    def trained_on(servers):
+        cluster = FakeCluster(servers, shared)
+        empty, optimizer = cluster.variable(nothing, parts), cluster.optimizer(ADAM)
+        return Checkpoint(t=empty, o=optimizer), [(nothing, empty)], optimizer
+
+    checkpoint, pairs, optimizer = trained_on(1)
+    optimizer.apply_gradients(pairs)
+    path = checkpoint.write(tmp_path / "c")
+    checkpoint, pairs, optimizer = trained_on(2)
+    checkpoint.restore(path).assert_consumed()
+    optimizer.apply_gradients(pairs)  # takes what was restored, all of it or none
+    path = checkpoint.write(tmp_path / "again")
+    assert Manifest.of(path).tensors.keys() == {
+        "t",
+        *[f"o/.slots/t/[0].{leaf}" for leaf in ("count", "mu", "nu")],
+    }
+
+
 def test_variables_of_here_and_there_in_one_checkpoint(tmp_path):
     cluster = FakeCluster(2)
     there, here = cluster.variable(np.arange(4, dtype="f4"), 2), Variable(5.0)

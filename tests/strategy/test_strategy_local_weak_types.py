@@ -105,3 +105,48 @@ def test_what_replicas_have_together_is_strong(run):
         return HALF * context().all_reduce("sum", slices).values
 
     same(run(rows), [jnp.full((2, 1), 3, jnp.float32)] * 2)
+
+
+ALONE_OR_TWO = {
+    "none": zs.get_strategy,
+    "one device": lambda: zs.OneDeviceStrategy("CPU:0"),
+    "one copy": lambda: zs.MirroredStrategy(["CPU:0"]),
+    "two copies": lambda: zs.MirroredStrategy(["CPU:0", "CPU:1"]),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ALONE_OR_TWO)
+def test_dtypes_are_the_same_however_many_replicas(kind, compiled):
+    strategy = ALONE_OR_TWO[kind]()
+    names = ["bool", "int8", "int32", "float16", "complex64"]
+    values = {name: jnp.array([1, 0], name) for name in names}
+
+    def replica_fn():
+        context = zs.get_replica_context()
+        slices = zs.IndexedSlices(values["int8"], jnp.arange(2))
+        return {
+            "sum": context.all_reduce("sum", values),
+            "mean": context.all_reduce("mean", values),
+            "rows": context.all_reduce("mean", slices).values,
+            # What is weak has met nobody yet.
+            "number": context.all_reduce("sum", 1.0) * HALF,
+            "integer": context.all_reduce("mean", 1) * HALF,
+            "joined": context.all_gather(jnp.full(1, 1.0), 0) * HALF,
+        }
+
+    def step():
+        return strategy.run(replica_fn)
+
+    found = (zs.function(step) if compiled else step)()
+    first = strategy.experimental_local_results(found)[0]
+    dtypes = jax.tree.map(lambda array: array.dtype.name, first)
+    same = {name: name for name in names}
+    assert dtypes == {
+        "sum": {**same, "bool": "int32"},
+        "mean": {**same, **dict.fromkeys(names[:3], "float32")},
+        **dict.fromkeys(["rows", "number", "integer", "joined"], "float32"),
+    }
+    for name in names:
+        assert first["sum"][name].tolist() == [strategy.num_replicas_in_sync, 0]
+        assert first["mean"][name].tolist() == [1, 0]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import zstrat as zs
+import zstrat.cli
 from zstrat.testing import leak_check
 
 ROWS, DIM = 11, 3
@@ -52,6 +53,13 @@ def connected(local):
         yield World(local, strategy, partition)
 
 
+def of_one_worker(local):
+    """The resolver of a program that knows all servers of a cluster and one worker."""
+    jobs = local.spec.as_dict()
+    some = {"ps": jobs["ps"], "worker": jobs["worker"][:1]}
+    return zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(some))
+
+
 def numbered(rows, columns=DIM, first=0):
     count = rows * columns
     return np.arange(first, first + count, dtype="f4").reshape(rows, columns)
@@ -67,6 +75,12 @@ def all_running(cluster):
         if not cluster.is_running(task):
             cluster.restart(task)
     return cluster
+
+
+def keygen(folder):
+    """Makes the keys of a cluster as `zstrat keygen` does, and returns their folder."""
+    zstrat.cli.main(["keygen", str(folder)], standalone_mode=False)
+    return str(folder)
 
 
 @zs.function(eager=True)

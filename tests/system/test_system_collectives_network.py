@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
 
 import pytest
 from system_ranks import Ranks
+from system_worlds import keygen
 
 from zstrat.cluster import free_ports
 from zstrat.testing import NoNamespacesError, switched_network
@@ -16,12 +15,6 @@ from zstrat.testing import NoNamespacesError, switched_network
 pytestmark = pytest.mark.processes
 
 # ---- strangers
-
-
-def keygen(folder):
-    command = [sys.executable, "-m", "zstrat.cli", "keygen", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    return str(folder)
 
 
 ADDING = """

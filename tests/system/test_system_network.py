@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import optax
 import pytest
+from system_worlds import keygen
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -210,10 +212,7 @@ def test_another_version_is_refused_at_once_with_both_versions():
 
 @pytest.fixture
 def keys(tmp_path):
-    folder = tmp_path / "keys"
-    keygen = [sys.executable, "-m", "zstrat.cli", "keygen", str(folder)]
-    subprocess.run(keygen, check=True, capture_output=True, timeout=60)
-    return folder
+    return Path(keygen(tmp_path / "keys"))
 
 
 @contextlib.contextmanager

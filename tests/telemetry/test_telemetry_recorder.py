@@ -161,6 +161,34 @@ def test_a_pause_is_no_long_step():
     assert rate.per_second(1016.0) == 0.0
 
 
+@pytest.mark.parametrize("pause", [30.0, 60.0, 600.0])
+def test_pauses_between_epochs_are_no_long_steps(pause):
+    rate, now = Rate(0.0), 0.0
+    for _ in range(3):
+        now += pause
+        for _ in range(130):
+            now += 0.1
+            rate.add(5, now)
+        assert rate.per_second(now) == pytest.approx(50.0, rel=0.1)
+
+
+def test_two_programs_that_are_made_first_are_no_long_steps():
+    rate = Rate(0.0)
+    rate.add(1, 30.0)
+    rate.add(1, 60.0)
+    for step in range(1500):
+        rate.add(1, 60.0 + step / 100)
+    assert rate.per_second(75.0) == pytest.approx(100.0, rel=0.1)
+
+
+def test_what_an_eager_step_notes_is_bounded():
+    notes = EagerNotes()
+    for number in range(12_000):
+        notes.spent(Phase.PUSH, float(number), number + 0.5)
+        notes.aged(0, number)
+    assert len(notes.spans) == len(notes.stale) == 4096
+
+
 def test_what_is_under_way_has_its_share():
     recorder = Recorder(WORKER_PHASES)
     recorder.ran(StepTimes(full=[*full(1)]), 10.0)  # drawn in 2, ran for 4

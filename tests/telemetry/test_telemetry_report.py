@@ -61,3 +61,33 @@ def test_tasks_of_any_form_are_reported():
     assert made["tasks"]["worker:1"]["phases"]["compute"]["count"] == 0
     assert made["tasks"]["ps:0"]["apply"]["count"] == 0
     assert made["staleness"]["count"] == 0
+
+
+def test_numbers_and_steps_of_no_form_are_zero():
+    nan = float("nan")
+    gauges = {"memory": nan, "waiting": float("inf"), "retries": "3"}
+    told = {"gauges": gauges, "rates": {"steps": nan}, "now": {"phase": "draw"}}
+    made = report({"worker:0": TaskTold("open", "a:1", "", told)})
+    worker = made["tasks"]["worker:0"]
+    assert (worker["memory"], worker["waiting"], worker["retries"]) == (0, 0, 0)
+    assert made["steps_per_s"] == 0.0
+    assert worker["now"] == {"phase": "draw", "step": 0, "seconds": 0.0}
+
+
+def test_the_queue_is_as_the_worker_knows_it_that_was_handed_closures_last():
+    def told(heard, waiting, full):
+        gauges = {
+            "program_heard": heard,
+            "program_waiting": waiting,
+            "program_full": full,
+        }
+        return TaskTold("open", "a:1", "", {"gauges": gauges})
+
+    silent = TaskTold("open", "a:1", "", {"gauges": {"memory": 1}})
+    made = report(
+        {"worker:0": told(60.0, 900, True), "worker:1": told(2.0, 3, False)}
+        | {"worker:2": silent}
+    )
+    assert (made["queued_closures"], made["queue_full"]) == (3, False)
+    made = report({"worker:2": silent})
+    assert (made["queued_closures"], made["queue_full"]) == (0, False)

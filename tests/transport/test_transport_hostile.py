@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transport_pair import SMALL, Pair, big, hello, kinds, new_peer
 
 from zstrat.errors import BusyError
-from zstrat.transport._attendance import FENCED, Roster
+from zstrat.transport._admission import FENCED, Roster
 from zstrat.wire import (
     Beat,
     CancelSteps,

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import zstrat as zs
+from zstrat.cluster import free_ports
 from zstrat.config import Settings
-from zstrat.transport import Security, generate_keys
+from zstrat.errors import DeadlineExceededError
+from zstrat.transport import Link, Security, generate_keys, hello
 from zstrat.wire import Inspect
 
 INTERFACES = Path("/proc/net/if_inet6")
@@ -81,6 +84,38 @@ def test_names(tmp_path):
         "127.0.0.1 True",
         "[::1] True",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ([], r"nobody knows the name 'localhost' \(no address\); check that"),
+        ([socket.AF_INET], "nothing answers there; check that"),
+        (
+            [socket.AF_INET, socket.AF_INET6],
+            "nothing answers there by IPv4, and a name",
+        ),
+    ],
+)
+async def test_what_is_said_of_a_name_that_leads_nowhere(monkeypatch, kinds, words):
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    async def getaddrinfo(*_, **__):
+        asked.set()
+        if not kinds:
+            raise socket.gaierror(socket.EAI_NONAME, "no address")
+        return [(kind,) for kind in kinds]
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    me = hello("worker", 0, 2)
+    address = f"localhost:{free_ports(1)[0]}"
+    link = Link(address, me, name="ps", settings=Settings())
+    link.start()
+    await asked.wait()
+    with pytest.raises(DeadlineExceededError, match=words):
+        await link.wait_open(loop.time())
+    await link.close()
 
 
 async def test_all_interfaces_are_those_of_ipv6_too(net, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.config import Settings, Timeouts
-from zstrat.transport._newcomers import Newcomers
+from zstrat.transport._listener import Newcomers
 
 
 def newcomers(**options):

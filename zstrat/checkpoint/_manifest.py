@@ -80,8 +80,8 @@ class StoredTensor:
         ``[first, last)``. Where there are no rows to cut: the piece whole."""
         if not self.by_rows:
             return [(self._standing_for(start), 0, 0)]
-        if not self.shape:
-            return [(self.pieces[0], 0, 0)]
+        if not self.shape or not self.shape[0]:
+            return [(piece, 0, 0) for piece in self.pieces[:1]]
         found = []
         for piece in self.pieces:
             first, last = max(start, piece.start), min(stop, piece.stop)

@@ -1,4 +1,6 @@
-"""``zstrat cluster``: local daemons in the foreground, and how to connect to them."""
+"""``zstrat cluster``: local daemons in the foreground, and how to connect to them; and
+``zstrat run``: copies of a program on this machine.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,16 +18,17 @@ from rich.live import Live
 
 from zstrat.config import LANES
 from zstrat.errors import ZstratError
-from zstrat.launch import LocalCluster, Observer
+from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
 
 from ._options import fail, settings
-from ._signals import as_interrupts, heard_by
+from ._signals import as_interrupts, heard_by, interruptible
 from ._tables import lines, table
 
 if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
+
 
 REFRESH: Final = 1.0
 """Seconds between two looks of the live table."""
@@ -129,3 +133,49 @@ def toml(spec: ClusterSpec) -> str:
         for job, addresses in spec.as_dict().items()
     ]
     return "\n".join(["[cluster]", *lines, ""])
+
+
+_WORDS: Final = 2.0
+"""Seconds in which a program that heard of a loss may say so, and end."""
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--workers",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="copies",
+)
+@click.option(
+    "--lane", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="of copies that fail",
+)
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int, lane: str, restarts: int, script: str, arguments: tuple[str, ...]
+) -> None:
+    """Run copies of SCRIPT here. Each is a worker of one cluster on this machine.
+
+    Each finds itself and the others in TF_CONFIG, as MultiWorkerMirroredStrategy and
+    zs.collectives.Group read it. The first that fails ends all, once the others have
+    had a moment to say what they lost; so does Ctrl-C. What follows SCRIPT is for it.
+    """
+    command = (sys.executable, script, *arguments)
+    try:
+        times = settings(None).timeouts
+        # A connection that broke has ``reconnect`` before a survivor hears of it.
+        notice = times.reconnect + _WORDS
+        copies = Copies(command, workers, lane, restarts, times.drain, notice)
+        code = run_loop(interruptible(run_copies(copies, click.echo)))
+    except (ValueError, OSError) as error:
+        fail(error)
+    sys.exit(code)

@@ -1,30 +1,53 @@
-"""The program and its commands."""
+"""The program ``zstrat`` and its commands.
+
+A command is imported when it is asked for: what all of them import together takes twice
+the processor time that a look at a cluster does.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import Final, final
 
 import click
 
 from zstrat import __version__
 
-from ._bench import bench
-from ._cluster import cluster
-from ._dashboard import dashboard
-from ._files import keygen, units
-from ._look import doctor, status
-from ._manifests import write_manifests
-from ._run import run
-from ._slurm import slurm_command
-from ._top import top
-from ._up import down, up
+_BEHIND: Final = {
+    "bench": "_bench.bench",
+    "cluster": "_cluster.cluster",
+    "dashboard": "_look.dashboard",
+    "doctor": "_look.doctor",
+    "down": "_up.down",
+    "keygen": "_files.keygen",
+    "manifests": "_manifests.write_manifests",
+    "run": "_cluster.run",
+    "slurm": "_slurm.slurm_command",
+    "status": "_look.status",
+    "top": "_top.top",
+    "units": "_files.units",
+    "up": "_up.up",
+}
+"""Module and name of each command."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@final
+class Commands(click.Group):
+    """A group that imports the command that it is asked for, and no other."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_BEHIND)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _BEHIND:
+            return None
+        module, _, name = _BEHIND[cmd_name].partition(".")
+        found = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        assert isinstance(found, click.Command)
+        return found
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zstrat")
 def main() -> None:
     """Parameter-server training for JAX."""
-
-
-_LOCAL = bench, cluster, dashboard, doctor, keygen, run, status, top, units
-_ENGINES = down, slurm_command, up, write_manifests
-for _command in (*_LOCAL, *_ENGINES):
-    main.add_command(_command)

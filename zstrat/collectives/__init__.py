@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zstrat.doors import fetched_late
+from zstrat.doors import by_name, fetched_late
 
 if TYPE_CHECKING:
     from ._buckets import Bucket as Bucket
@@ -62,35 +62,40 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = fetched_late(
         __name__,
-        {
-            "_buckets": "Bucket buckets",
-            "_compression": "Compression Compressor",
-            "_engine": "CallKind CollectiveCall",
-            "_reduction": "Reduction narrow reduction_of",
-            "_terms": "ReduceOp",
-            "group._group": "Group",
-            "group._node": "GROUP_MESSAGES GroupNode",
-            "group._pending": "Pending",
-            "group._runtime": "announce withdraw",
-            "memory._engines": "SharedMemory",
-            "schedules._algorithms": "ALGORITHMS Algorithm algorithm_named",
-            "schedules._choice": (
-                "Choices Measurement Rule choices_from fitted read_choices"
-            ),
-            "schedules._chunks": "Codec",
-            "schedules._cost": "LinkCost cost",
-            "schedules._doubling": (
-                "dissemination_barrier doubling_all_gather halving_doubling_all_reduce"
-            ),
-            "schedules._exchanges": (
-                "chain_broadcast direct_all_gather direct_all_reduce direct_gather "
-                "direct_reduce_scatter pairwise_all_to_all scatter_broadcast"
-            ),
-            "schedules._progress": "ScheduleProgress Send parts",
-            "schedules._ring": "ring_all_gather ring_all_reduce ring_reduce_scatter",
-            "schedules._schedule": "Act Action Schedule",
-            "schedules._trees": (
-                "double_tree_all_reduce tree_all_reduce tree_broadcast tree_reduce"
-            ),
-        },
+        by_name(
+            {
+                "._buckets": "Bucket buckets",
+                "._compression": "Compression Compressor",
+                "._engine": "CallKind CollectiveCall",
+                "._reduction": "Reduction narrow reduction_of",
+                "._terms": "ReduceOp",
+                ".group._group": "Group",
+                ".group._node": "GROUP_MESSAGES GroupNode",
+                ".group._pending": "Pending",
+                ".group._runtime": "announce withdraw",
+                ".memory._engines": "SharedMemory",
+                ".schedules._algorithms": "ALGORITHMS Algorithm algorithm_named",
+                ".schedules._choice": (
+                    "Choices Measurement Rule choices_from fitted read_choices"
+                ),
+                ".schedules._chunks": "Codec",
+                ".schedules._cost": "LinkCost cost",
+                ".schedules._doubling": (
+                    "dissemination_barrier doubling_all_gather "
+                    "halving_doubling_all_reduce"
+                ),
+                ".schedules._exchanges": (
+                    "chain_broadcast direct_all_gather direct_all_reduce direct_gather "
+                    "direct_reduce_scatter pairwise_all_to_all scatter_broadcast"
+                ),
+                ".schedules._progress": "ScheduleProgress Send parts",
+                ".schedules._ring": (
+                    "ring_all_gather ring_all_reduce ring_reduce_scatter"
+                ),
+                ".schedules._schedule": "Act Action Schedule",
+                ".schedules._trees": (
+                    "double_tree_all_reduce tree_all_reduce tree_broadcast tree_reduce"
+                ),
+            }
+        ),
     )

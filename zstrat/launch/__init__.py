@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zstrat.doors import fetched_late
+from zstrat.doors import by_name, fetched_late
 
 if TYPE_CHECKING:
     from zstrat.launch.fleet import GPUS_BY_NODE as GPUS_BY_NODE
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from ._copies import Copies as Copies
     from ._copies import run_copies as run_copies
     from ._doctor import Finding as Finding
+    from ._doctor import RunFindings as RunFindings
     from ._doctor import examine as examine
+    from ._doctor import examine_run as examine_run
     from ._imports import kept_for_good as kept_for_good
     from ._local import LocalCluster as LocalCluster
+    from ._observe import ObservedRun as ObservedRun
     from ._observe import Observer as Observer
     from ._observe import TaskStatus as TaskStatus
     from ._observe import observe as observe
-    from ._observed_run import ObservedRun as ObservedRun
-    from ._observed_run import told_by as told_by
+    from ._observe import told_by as told_by
     from ._process_output import ProcessOutput as ProcessOutput
-    from ._run_doctor import RunFindings as RunFindings
-    from ._run_doctor import examine_run as examine_run
     from ._server import Server as Server
     from ._server import ServerDef as ServerDef
     from ._task import Task as Task
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = fetched_late(
         __name__,
-        {
-            "fleet": "GPUS_BY_NODE Fleet dask ray requeue run_beside slurm "
-            "slurm_program ssh",
-            "_calibrate": "SIZES Calibration calibrate calibrate_tasks",
-            "_child": "Child",
-            "_copies": "Copies run_copies",
-            "_doctor": "Finding examine",
-            "_imports": "kept_for_good",
-            "_local": "LocalCluster",
-            "_observe": "Observer TaskStatus observe",
-            "_observed_run": "ObservedRun told_by",
-            "_process_output": "ProcessOutput",
-            "_run_doctor": "RunFindings examine_run",
-            "_server": "Server ServerDef",
-            "_task": "Task TaskPlace serve",
-            "_units": "write_units",
-            "_worker_join": "UNNUMBERED JoinPlace WorkerJoin",
-        },
+        by_name(
+            {
+                ".fleet": "GPUS_BY_NODE Fleet dask ray requeue run_beside slurm "
+                "slurm_program ssh",
+                "._calibrate": "SIZES Calibration calibrate calibrate_tasks",
+                "._child": "Child",
+                "._copies": "Copies run_copies",
+                "._doctor": "Finding RunFindings examine examine_run",
+                "._imports": "kept_for_good",
+                "._local": "LocalCluster",
+                "._observe": "ObservedRun Observer TaskStatus observe told_by",
+                "._process_output": "ProcessOutput",
+                "._server": "Server ServerDef",
+                "._task": "Task TaskPlace serve",
+                "._units": "write_units",
+                "._worker_join": "UNNUMBERED JoinPlace WorkerJoin",
+            }
+        ),
     )

@@ -129,7 +129,7 @@ def calibrate_tasks(
 
 async def _measured(plan: Calibration, ranks: int) -> list[Measurement]:
     sizes = ",".join(map(str, sorted(plan.sizes)))
-    module = "zstrat.launch._timed_rank"
+    module = "zstrat.launch._timing"
     command = (sys.executable, "-P", "-m", module, sizes, plan.sockets)
     printed: list[str] = []
     code = await run_copies(Copies(command, ranks, plan.sockets), printed.append)

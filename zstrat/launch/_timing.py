@@ -1,20 +1,26 @@
-"""How long the algorithms of collectives take in one group: what a rank of it does."""
+"""How long the algorithms of collectives take in one group: what a rank of it does.
+
+``python -m zstrat.launch._timing SIZES LANE`` is one rank. SIZES are bytes, with commas
+between. Rank 0 prints a line of JSON for each algorithm and size: a list of the fields
+of a `Measurement` for every time.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
-from zstrat.collectives import ALGORITHMS, CallKind, Measurement
+from zstrat.collectives import ALGORITHMS, CallKind, Group, Measurement
 from zstrat.config import MiB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.collectives import Group
 
 _WARM: Final = 2
 """Calls before the first that counts: lines open their windows, pages are touched."""
@@ -77,3 +83,15 @@ def _operation(
             raise ValueError(f"{kind.value} has one algorithm: nothing to compare")
         case _:
             assert_never(kind)
+
+
+def main() -> None:
+    sizes, lane = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
+    with Group(name="calibration", lane=lane) as group:
+        for found in timings(group, sizes):
+            if group.rank == 0:
+                print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

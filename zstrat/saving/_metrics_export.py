@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     from ._evaluator import MetricsWriter
@@ -125,12 +124,7 @@ class MetricsExport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -26,8 +26,8 @@ from ._frames import (
 )
 from ._keras import watch_keras
 from .reduce._options import called_with
-from .reduce._values import as_axis, reduction, require_gatherable
-from .replica._columns import require_axes
+from .reduce._values import as_axis, reduce_values, reduction, require_gatherable
+from .replica._columns import as_of_several, require_axes
 from .replica._meetings import gathering, merging, own, reducing
 from .replica._replica_recorder import merged
 from .replica._turns import NeedsTurns, turn
@@ -127,9 +127,11 @@ class ReplicaContext(AbstractReplicaContext):
     ) -> Any:
         """Sums or averages a pytree over the replicas; each gets the result.
 
-        Differentiable: the gradient is the same reduction of the incoming gradients.
-        `IndexedSlices` are concatenated, duplicates kept; a mean divides their values
-        by the number of replicas. In a step all processes have equally many rows.
+        Booleans are counted, and means of integers are floats, whatever the number of
+        replicas. Differentiable: the gradient is the same reduction of the incoming
+        gradients. `IndexedSlices` are concatenated, duplicates kept; a mean divides
+        their values by the number of replicas. In a step all processes have equally
+        many rows.
 
         ``options`` are `CommunicationOptions` of this call, for what goes between
         processes; what they leave out is as the strategy was made. They must be the
@@ -155,7 +157,7 @@ class ReplicaContext(AbstractReplicaContext):
         op = reduction(reduce_op)
         team = called_with(self._strategy._team(), options, "all_reduce")
         if self.num_replicas_in_sync == 1:
-            return value
+            return reduce_values(op, jax.tree.map(as_of_several, value), None, 1)
         if (fiber := turn.get()) is not None:
             return own(fiber.meet(reducing(team, op, value)))
         return team.all_reduce(value, mean=op is ReduceOp.MEAN)
@@ -197,7 +199,7 @@ class ReplicaContext(AbstractReplicaContext):
         for leaf in jax.tree.leaves(value):
             require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:
-            return value
+            return jax.tree.map(as_of_several, value)
         if (fiber := turn.get()) is not None:
             return own(fiber.meet(gathering(team, value, along)))
         return team.all_gather(value, along)

@@ -27,9 +27,8 @@ from ._throughput import Rate, TimeShares
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from ._capture import SpanCapture
     from ._histogram import Plain
-    from ._phases import StepUnderWay
+    from ._phases import SpanCapture, StepUnderWay
 
 EVERY: Final = 0.25
 """Seconds between two digests."""
@@ -60,12 +59,18 @@ class EagerNotes:
     examples: int = 0
     """That it has drawn."""
     stale: list[tuple[int, int]] = field(default_factory=list)
-    """Servers, and how old what was pushed to them was, in versions."""
+    """Servers, and how old what was pushed to them was, in versions, of the first
+    `PENDING` pushes."""
 
     def spent(self, phase: Phase, began: float, ended: float) -> None:
         """It has waited for that; what there is no room for counts as computing."""
         if len(self.spans) < PENDING:
             self.spans.append((phase, began, ended))
+
+    def aged(self, server: int, versions: int) -> None:
+        """What was pushed there was so old."""
+        if len(self.stale) < PENDING:
+            self.stale.append((server, versions))
 
 
 class EagerTimes(NamedTuple):

@@ -3,22 +3,28 @@
 Law of the file: plain data in, plain data out. What a task has not told, or has told in
 a form that nobody knows, is absent or zero, and never an error: who looks at a run must
 not stop it.
+
+Several looks, each of the seconds before it, become one (`over`): a minute tells more
+than ten seconds do, of a dataset that stalls now and then, or a server that is slow
+while another job runs. Histograms add up, rates and shares have a mean, and of what
+there is a number for now, such as memory, the last one counts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from ._histogram import Unit
-from ._histogram_table import HistogramTable
+from ._histogram import Histogram, HistogramTable, Unit, merged
 from ._limits import slowest
 from ._phases import PS_PHASES, WORKER_PHASES, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ._histogram import Plain
+
 
 WORKER: Final = "worker"
 PS: Final = "ps"
@@ -55,11 +61,12 @@ def report(tasks: Mapping[str, TaskTold]) -> dict[str, Plain]:
         (name, store) for name in workers for store in _part(workers[name], "staleness")
     )
     examples = sum(_rate(told, "examples") for told in workers.values())
+    program = _heard_last(workers.values())
     made: dict[str, Plain] = {
         "steps_per_s": sum(_rate(told, "steps") for told in workers.values()),
         "examples_per_s": examples or None,
-        "queued_closures": max(_gauge(workers, "program_waiting"), default=0),
-        "queue_full": any(_gauge(workers, "program_full")),
+        "queued_closures": int(_number(program.get("program_waiting"))),
+        "queue_full": bool(program.get("program_full")),
         "phases": {
             str(phase): phases.merged((name, phase) for name in workers).summary()
             for phase in WORKER_PHASES
@@ -100,7 +107,7 @@ def _task(
             "time": {
                 name: _number(share) for name, share in _part(told, "time").items()
             },
-            "now": _part(told, "now") or None,
+            "now": _now(_part(told, "now")),
             "staleness": {
                 store: stale.summary((name, store))
                 for store in _part(told, "staleness")
@@ -122,10 +129,22 @@ def _task(
     return made
 
 
-def _gauge(tasks: Mapping[str, Mapping[str, Plain]], name: str) -> Iterable[int]:
-    """Of each task; 0 of one that does not tell."""
-    for told in tasks.values():
-        yield int(_number(_part(told, "gauges").get(name)))
+def _heard_last(workers: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
+    """The gauges of the worker that was handed closures last, of those that tell: what
+    the others know of the program is older."""
+    told = [_part(each, "gauges") for each in workers]
+    known = [gauges for gauges in told if "program_heard" in gauges]
+    return min(known, key=lambda each: _number(each["program_heard"]), default={})
+
+
+def _now(told: Mapping[str, Plain]) -> dict[str, Plain] | None:
+    if not told:
+        return None
+    return {
+        "phase": str(told.get("phase")),
+        "step": int(_number(told.get("step"))),
+        "seconds": _number(told.get("seconds")),
+    }
 
 
 def _job(name: str) -> str:
@@ -138,7 +157,8 @@ def _part(told: Mapping[str, Plain], name: str) -> dict[str, Plain]:
 
 
 def _number(value: Plain) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if known else 0.0
 
 
 def _rate(told: Mapping[str, Plain], name: str) -> float:
@@ -159,3 +179,62 @@ def _summaries(
     name: str, phases: Iterable[Phase], windows: HistogramTable[Window]
 ) -> dict[str, dict[str, Plain]]:
     return {str(phase): windows.summary((name, phase)) for phase in phases}
+
+
+_WINDOWED = {"phases": Unit.SECONDS, "staleness": Unit.COUNTS}
+_AVERAGED = ("rates", "time", "stalls")
+
+
+def over(looks: Sequence[TaskTold]) -> TaskTold:
+    """One task as all looks together have seen it; at the last one it is as it is.
+
+    Raises:
+        ValueError: There was no look.
+    """
+    if not looks:
+        raise ValueError("no look at the task")
+    told = [look.told for look in looks if look.told]
+    last = looks[-1]
+    if not told:
+        return last
+    made: dict[str, Plain] = dict(told[-1])
+    for part, unit in _WINDOWED.items():
+        made[part] = {
+            name: {"recent": merged(_recent(told, part, name, unit), unit).plain()}
+            for name in _names(told, part)
+        }
+    for part in _AVERAGED:
+        made[part] = {
+            name: sum(_numbers(told, part, name)) / len(told)
+            for name in _names(told, part)
+        }
+    return TaskTold(last.state, last.address, last.last_error, made)
+
+
+def _names(told: Iterable[Mapping[str, Plain]], part: str) -> list[str]:
+    return list(dict.fromkeys(name for each in told for name in _of(each, part)))
+
+
+def _of(told: Mapping[str, Plain], part: str) -> Mapping[str, Plain]:
+    found = told.get(part)
+    return found if isinstance(found, dict) else {}
+
+
+def _recent(
+    told: Iterable[Mapping[str, Plain]], part: str, name: str, unit: Unit
+) -> Iterable[Histogram]:
+    for each in told:
+        try:
+            histogram = Histogram.from_plain(_of(each, part)[name]["recent"])
+        except (KeyError, TypeError, ValueError):  # of another version, or none
+            continue
+        if histogram.unit is unit:
+            yield histogram
+
+
+def _numbers(
+    told: Iterable[Mapping[str, Plain]], part: str, name: str
+) -> Iterable[float]:
+    for each in told:
+        value = _of(each, part).get(name)
+        yield float(value) if isinstance(value, int | float) else 0.0

@@ -1,16 +1,47 @@
-"""How much per second, of late."""
+"""How much per second, of late: in ten seconds, or more where steps take longer."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import Counter, deque
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from ._window import RECENT, usual_gap, window
-
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ._phases import StepUnderWay
+
+
+RECENT: Final = 10
+"""Seconds that a window is long, and how many parts it consists of."""
+STEADY: Final = 1.5
+"""Times a window, in which something comes as often as a window has parts."""
+GAPS: Final = 3
+"""Where less comes, it is as long as so many gaps between what comes."""
+
+
+def window(times: Sequence[float], now: float) -> float:
+    """Seconds that are to be looked back: `RECENT`, or more where what is looked at
+    comes less often: a step of a minute is seen a minute later, too.
+
+    Args:
+        times: When something came of late, in that order, once a second at the most.
+    """
+    return max(float(RECENT), GAPS * usual_gap(times, now))
+
+
+def usual_gap(times: Sequence[float], now: float) -> float:
+    """Seconds from one to the next at the most, but for one: that was a pause; 0 if
+    there is no other. Where it comes about once a second by now, gaps before that do
+    not count: an evaluation after each epoch is no step that takes as long."""
+    late = times[-RECENT - 1 :]
+    if len(late) > RECENT and now - late[0] <= STEADY * RECENT:
+        times = late
+    gaps = sorted([later - sooner for sooner, later in pairwise(times)])
+    return gaps[-2] if len(gaps) > 1 else 0.0
+
 
 MARK: Final = 1.0
 """Seconds between two marks."""
@@ -48,7 +79,7 @@ class Throughput:
         for longer than that."""
         marks = list(self._marks)
         times = [mark.at for mark in marks]
-        patience, gap = window(times), usual_gap(times)
+        patience, gap = window(times, now), usual_gap(times, now)
         if not marks or now - times[-1] > patience:
             return 0.0
         if now - times[-1] <= 1.5 * gap and gap > 1.5 * MARK:
@@ -125,7 +156,7 @@ class TimeShares:
             under_way: What has not ended, and is told when it does.
         """
         ring = list(self._ring)
-        since = math.floor(now) - window([second for second, _ in ring])
+        since = math.floor(now) - window([second for second, _ in ring], now)
         recent = [each for each in ring if each[0] >= since]
         spent: Counter[str] = Counter()
         for _, some in recent:

@@ -22,7 +22,6 @@ from ._relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
-    from types import TracebackType
 
     from zstrat.config import Settings
 
@@ -144,12 +143,7 @@ class RelayedCluster(abc.ABC):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
         self._relays.clear()
 

@@ -8,7 +8,6 @@ from ._curve import Security as Security
 from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
-from ._handling import Handler as Handler
 from ._identity import hello as hello
 from ._identity import new_incarnation as new_incarnation
 from ._keys import NEXT as NEXT
@@ -28,6 +27,7 @@ from ._loop import run as run
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending
+from ._remote import Handler as Handler
 from ._remote import Remote as Remote
 from ._secrecy import Secrecy as Secrecy
 from ._shared import Arena as Arena

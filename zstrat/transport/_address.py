@@ -112,9 +112,9 @@ def is_name(address: Address) -> bool:
     )
 
 
-async def looked_up(address: Address) -> Address:
+async def looked_up(address: Address) -> tuple[Address, bool]:
     """The address of a name, with what is known of it now: whether it has addresses of
-    IPv6 alone.
+    IPv6 alone. And whether it has addresses of both kinds.
 
     Raises:
         OSError: Nobody knows the name, so far.
@@ -123,7 +123,13 @@ async def looked_up(address: Address) -> Address:
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
-    return address._replace(is_ipv6=all(each[0] == socket.AF_INET6 for each in found))
+    kinds = {each[0] for each in found}
+    return address._replace(is_ipv6=kinds == {socket.AF_INET6}), len(kinds) > 1
+
+
+def unknown(host: str, error: OSError) -> str:
+    """That nobody knows the name, and who says so."""
+    return f"nobody knows the name {host!r} ({error.strerror})"
 
 
 async def bindable(address: Address, task: str) -> Address:
@@ -138,14 +144,14 @@ async def bindable(address: Address, task: str) -> Address:
     if not is_name(address):
         return address
     try:
-        return await looked_up(address)
+        return (await looked_up(address))[0]
     except OSError as error:
         if address.host in (name for _, name in socket.if_nameindex()):
             return address
         raise OSError(
             errno.EADDRNOTAVAIL,
-            f"{task} cannot bind {address.host}:{address.port}: nobody knows the name "
-            f"{address.host!r} ({error.strerror}): it may not be in DNS yet, then try "
+            f"{task} cannot bind {address.host}:{address.port}: "
+            f"{unknown(address.host, error)}: it may not be in DNS yet, then try "
             "again; or bind '*', with --bind, if peers reach this machine by a "
             "name that it does not know itself",
         ) from error

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
-from ._address import is_name, looked_up
+from ._address import is_name, looked_up, unknown
+from ._opening import NOTHING, NOTHING_AT_IPV4
 from ._socket import ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
@@ -95,20 +96,27 @@ class Dial:
             self._failed(error)
             self.later()
 
-    def look_up(self, has_changed: Callable[[], None]) -> None:
+    def look_up(
+        self, has_changed: Callable[[], None], learned: Callable[[str], None]
+    ) -> None:
         """An attempt failed: finds out beside, until somebody knows its name, whether
         the task has addresses of IPv6 alone. Then the next socket is one of IPv6, and
-        ``has_changed`` is called."""
+        ``has_changed`` is called. ``learned`` is told in which words nothing answers.
+        """
         if self._look_up is None and is_name(self._where):
-            look_up = self._looked_up(has_changed)
+            look_up = self._looked_up(has_changed, learned)
             self._look_up = self._loop.create_task(look_up, name="looks up a name")
 
-    async def _looked_up(self, has_changed: Callable[[], None]) -> None:
+    async def _looked_up(
+        self, has_changed: Callable[[], None], learned: Callable[[str], None]
+    ) -> None:
         try:
-            found = await looked_up(self._where)
-        except OSError:  # nobody knows it so far: asked again at the next failure
-            self._look_up = None
+            found, has_both = await looked_up(self._where)
+        except OSError as error:
+            learned(unknown(self._where.host, error))
+            self._look_up = None  # asked again at the next failure
             return
+        learned(NOTHING_AT_IPV4 if has_both else NOTHING)
         if found != self._where:
             self._where = found
             has_changed()

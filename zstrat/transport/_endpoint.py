@@ -34,15 +34,12 @@ from zstrat.wire.connection import (
 )
 
 from ._address import bindable, parse
-from ._admission import Complaints, check_exposure
-from ._attendance import Attendance
-from ._bound_socket import BoundSocket
+from ._admission import Attendance, Complaints, check_exposure
 from ._curve import Authenticator
-from ._handling import Handler, Handling
-from ._newcomers import IN_ALL, Accepted, Newcomers, allowed
+from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
-from ._remote import Connection, Parting, Remote
+from ._remote import Connection, Handler, Handling, Parting, Remote
 from ._shared import lane_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 

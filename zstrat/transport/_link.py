@@ -311,7 +311,7 @@ class Link:
                     self._handshake_failed(by_task=self._dial.is_task)
             case Happening.RETRIED:
                 self.is_refused = True
-                self._dial.look_up(self._redial)
+                self._dial.look_up(self._redial, self._opening.looked_up)
             case Happening.CONNECTED:
                 self._connected_at = self._loop.time()
                 self._opening.connected()

@@ -26,6 +26,10 @@ HANDSHAKE_FAILED: Final = (
     "of different clusters"
 )
 NOTHING: Final = "nothing answers there"
+NOTHING_AT_IPV4: Final = (
+    "nothing answers there by IPv4, and a name that has addresses of both kinds is not "
+    "tried by IPv6: a task that listens there alone is named by its number"
+)
 SILENT: Final = (
     "something accepts the connection, but does not answer: the process is stopped or "
     "hangs, or is another program"
@@ -52,6 +56,7 @@ class Opening:
         self._waiters: set[asyncio.Future[Hello]] = set()
         self._is_told = False
         self._failed, self._failed_at = 0, 0.0
+        self._nothing = NOTHING
         self.trouble = NOTHING
         """What is wrong so far, for whoever waits in vain."""
 
@@ -93,9 +98,15 @@ class Opening:
             if not waiter.done():
                 waiter.set_result(hello)
 
+    def looked_up(self, nothing: str) -> None:
+        """In which words nothing answers, by what is known of the name of the task."""
+        if self.trouble == self._nothing:
+            self.trouble = nothing
+        self._nothing = nothing
+
     def connected(self) -> None:
         """Something accepts connections there."""
-        if self.trouble == NOTHING:
+        if self.trouble == self._nothing:
             self.trouble = SILENT
 
     def handshake_timed_out(self) -> None:

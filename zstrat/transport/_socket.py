@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import numpy as np
 import zmq
 
-from ._newcomers import Accepted, accepted
+from ._listener import Accepted, accepted
 from ._pump import Pump
 
 if TYPE_CHECKING:

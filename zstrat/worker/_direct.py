@@ -41,11 +41,9 @@ if TYPE_CHECKING:
         GradientCall,
         HomeRows,
         HomeUpdate,
-        OptimizerHandle,
         VariableHandle,
         VariableSpec,
     )
-    from zstrat.wire import UpdateOp
 
 MAX_UPDATES: Final = 4096
 """Updates of one push: they fit into a header by far."""
@@ -209,15 +207,6 @@ class Direct:
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
         raise _not_here(variable)
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self.update_many([(variable, op, operands, optimizer)])
-
     def update_many(self, updates: Sequence[HomeUpdate]) -> None:
         """They are applied with the next read, or at the end of the step, together with
         all that waits: on each server all of its own or none."""
@@ -236,15 +225,6 @@ class Direct:
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         raise _not_here(*[variable for variable, *_ in updates])
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise _not_here(variable)
 
     def _pull(
         self, refs: Sequence[Ref], rows: Sequence[RowsRef] = ()
@@ -284,7 +264,7 @@ class Direct:
         for server, clock in clocks.items():
             others = clock - 1 - self._own[server] - self._read_at.get(server, clock)
             if others >= 0:
-                self._notes.stale.append((server, others))
+                self._notes.aged(server, others)
             self._own[server] += 1
 
     @contextmanager

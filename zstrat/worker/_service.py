@@ -379,8 +379,7 @@ class WorkerService:
             recorder.reach(self._sums(), now)
             values |= recorder.plain(now, session.under_way)
             gauges["cached_programs"] = session.runner.statistics()["programs"]
-            gauges["program_waiting"] = session.program_waiting
-            gauges["program_full"] = session.program_full
+            gauges |= session.program_left(now)
             gauges["retries"] = session.client.repeats
         return {**values, "lanes": _plain_lanes(), "gauges": gauges}
 

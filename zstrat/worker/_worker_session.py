@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from zstrat.telemetry import StepUnderWay
     from zstrat.transport import Remote
     from zstrat.transport.health import TelemetryNotices
-    from zstrat.wire import Batch
+    from zstrat.wire import Batch, PlainTree
 
     from ._closure import Ending, Post, SharedPull
     from ._executor import WorkerThread
@@ -122,8 +122,8 @@ class WorkerSession:
         self._servers, self._counts = servers, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
-        self.program_waiting, self.program_full = 0, False
-        """What the program had left when it sent closures last."""
+        self._program: tuple[float, int, bool] | None = None
+        """When the program sent closures last, and what it had left then."""
         self._heard = 0.0
         """When the thread that runs steps has posted last."""
         self._closed = False
@@ -163,6 +163,18 @@ class WorkerSession:
     def under_way(self) -> StepUnderWay | None:
         """What the thread that runs steps is at now."""
         return self.runner.pipeline.under_way(self._heard)
+
+    def program_left(self, now: float) -> dict[str, PlainTree]:
+        """``program_waiting`` and ``program_full``: what the program had left when it
+        sent closures last, ``program_heard`` seconds ago; nothing if it never has."""
+        if self._program is None:
+            return {}
+        heard, waiting, full = self._program
+        return {
+            "program_heard": now - heard,
+            "program_waiting": waiting,
+            "program_full": full,
+        }
 
     # From the coordinator
 
@@ -215,7 +227,7 @@ class WorkerSession:
             self._send_back(batches, refusal)
             return
         self._low_water = message.low_water
-        self.program_waiting, self.program_full = message.waiting, message.full
+        self._program = self._clock(), message.waiting, message.full
         self._executor.tell(partial(self.runner.dispatch, batches, message.low_water))
         if self.notices is not None:
             self.notices.touch()

@@ -21,7 +21,6 @@ from ._keys import key_between
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from zstrat.collectives._engine import CollectiveCall, CollectiveEngine
 
@@ -290,12 +289,7 @@ class CallTurn:
             self._turns.give_up(self._bell)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._turns.pass_on()
 
 

@@ -13,4 +13,6 @@ from ._membership import ReleaseWorker as ReleaseWorker
 from ._resolver_watch import ResolverWatch as ResolverWatch
 from ._turnover import ChangingCluster as ChangingCluster
 from ._turnover import Turnover as Turnover
+from ._workers import ChangingSession as ChangingSession
 from ._workers import Workers as Workers
+from ._workers import finite_seconds as finite_seconds

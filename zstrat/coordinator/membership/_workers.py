@@ -22,18 +22,14 @@ SLACK: Final = 10.0
 """Seconds for the loop to say that the time is over, beyond that time."""
 
 
-class TurnoverCluster(Protocol):
-    """The tasks of a session, as far as they come and go."""
+Tasks_co = TypeVar("Tasks_co", covariant=True)
+
+
+class ChangingSession(Protocol[Tasks_co]):
+    """What carries out changes of its tasks on its loop: `ClusterSession`."""
 
     @property
-    def turnover(self) -> Turnover: ...
-
-
-class ChangingSession(Protocol):
-    """What carries out the changes on its loop: `ClusterSession`."""
-
-    @property
-    def cluster(self) -> TurnoverCluster: ...
+    def cluster(self) -> Tasks_co: ...
 
     @property
     def settings(self) -> Settings: ...
@@ -48,6 +44,26 @@ class ChangingSession(Protocol):
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T: ...
 
 
+def finite_seconds(timeout: float) -> float:
+    """How long the user is ready to wait.
+
+    Raises:
+        InvalidArgumentError: It is negative, infinite or no number.
+    """
+    if not 0 <= timeout < float("inf"):
+        raise InvalidArgumentError(
+            f"timeout={timeout!r}: expected a finite number of seconds, 0 or more"
+        )
+    return float(timeout)
+
+
+class TurnoverCluster(Protocol):
+    """The tasks of a session, as far as they come and go."""
+
+    @property
+    def turnover(self) -> Turnover: ...
+
+
 @final
 class Workers:
     """``strategy.workers``: who computes steps, and how that changes while they do.
@@ -56,7 +72,7 @@ class Workers:
     that was removed is never given to another address.
     """
 
-    def __init__(self, session: ChangingSession) -> None:
+    def __init__(self, session: ChangingSession[TurnoverCluster]) -> None:
         self._session = session
 
     @property
@@ -180,13 +196,7 @@ class Workers:
 
     @staticmethod
     def _patience(timeout: float | None, default: float) -> float:
-        if timeout is None:
-            return default
-        if not 0 <= timeout < float("inf"):
-            raise InvalidArgumentError(
-                f"timeout={timeout!r}: expected a finite number of seconds, 0 or more"
-            )
-        return float(timeout)
+        return default if timeout is None else finite_seconds(timeout)
 
 
 def _check_reached(address: str) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol, final
 
-from zstrat.errors import InvalidArgumentError
+from zstrat.coordinator.membership import finite_seconds
 from zstrat.transport import check_address
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from typing import Any, TypeVar
+    from typing import Any
 
-    from zstrat.config import Settings
+    from zstrat.coordinator.membership import ChangingSession
 
     from ._store_moves import StoreMoves
-
-    T = TypeVar("T")
 
 
 class StoresCluster(Protocol):
@@ -24,22 +22,6 @@ class StoresCluster(Protocol):
 
     @property
     def moves(self) -> StoreMoves: ...
-
-
-class StoresSession(Protocol):
-    """What carries out the changes on its loop: `ClusterSession`."""
-
-    @property
-    def cluster(self) -> StoresCluster: ...
-
-    @property
-    def settings(self) -> Settings: ...
-
-    def run(
-        self, work: Coroutine[Any, Any, T], what: str, timeout: float | None = None
-    ) -> T: ...
-
-    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T: ...
 
 
 @final
@@ -53,7 +35,7 @@ class StoreServers:
     each store is away for a moment, when it is served elsewhere.
     """
 
-    def __init__(self, session: StoresSession) -> None:
+    def __init__(self, session: ChangingSession[StoresCluster]) -> None:
         self._session = session
 
     @property
@@ -169,22 +151,14 @@ class StoreServers:
         _check_reached(address)
         patience = self._session.settings.timeouts.connect
         if timeout is not None:
-            patience = _seconds(timeout)
+            patience = finite_seconds(timeout)
         return self._session.cluster.moves.add(address, index, patience)
 
     def _draining(
         self, address: str, timeout: float | None
     ) -> Coroutine[Any, Any, None]:
-        patience = None if timeout is None else _seconds(timeout)
+        patience = None if timeout is None else finite_seconds(timeout)
         return self._session.cluster.moves.drain(address, patience)
-
-
-def _seconds(timeout: float) -> float:
-    if not 0 <= timeout < float("inf"):
-        raise InvalidArgumentError(
-            f"timeout={timeout!r}: expected a finite number of seconds, 0 or more"
-        )
-    return float(timeout)
 
 
 def _check_reached(address: str) -> None:

@@ -29,7 +29,6 @@ from ._timeline_run import PROFILING, TimelineBounds, TimelineRun
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-    from types import TracebackType
 
     from zstrat.coordinator._core import CoordinatorCore
     from zstrat.coordinator._session import ClusterSession
@@ -94,12 +93,7 @@ class Profile:
         core.session.run(self._begin(core), "beginning a time line", WAITING)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         run, session = self._current()
         with self._noting(), contextlib.suppress(ClosedError):
             session.run(run.end(), "ending a time line", WAITING)
@@ -110,12 +104,7 @@ class Profile:
         await core.session.run_async(self._begin(core), "beginning a time line")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         run, session = self._current()
         with self._noting(), contextlib.suppress(ClosedError):
             await session.run_async(run.end(), "ending a time line")
@@ -260,11 +249,6 @@ def _only_core() -> CoordinatorCore:
         )
     raise RuntimeError(
         "zs.profile: this program has no coordinator whose steps could be shown: make "
-        "zs.ClusterCoordinator(strategy) first"
-        + (
-            "; the steps of a strategy without one run in this process: "
-            "jax.profiler.trace(folder) shows them"
-            if sessions
-            else ""
-        )
+        "zs.ClusterCoordinator(strategy) first; the steps of a strategy without one "
+        "run in this process: jax.profiler.trace(folder) shows them"
     )

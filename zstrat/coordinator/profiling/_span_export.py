@@ -25,7 +25,6 @@ from ._profile import WAITING, timeline_of
 from ._timeline_run import TimelineBounds, TimelineRun
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Protocol
 
     from zstrat.coordinator._core import CoordinatorCore
@@ -124,12 +123,7 @@ class OpenTelemetryExport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- private, on its thread ------------------------------------------------------

@@ -5,9 +5,9 @@ A transformation is registered once per session (shipped code, loaded by the cal
 and that is compiled by XLA per shape and dtype. Value and slots are donated, so that an
 update writes where they are; a reader's lease turns that into an update beside it
 (`zstrat.ps.store._cell` has the proof). A variable has a program of its own, unless its
-push is of a few variables of some size, which share one (`_joint`): XLA runs the parts
-of a larger program on several threads, and waking those costs more than starting four
-small programs (110 us against 40 for four arrays of 512 floats).
+push is of a few variables of some size, which share one (`JointPrograms`): XLA runs the
+parts of a larger program on several threads, and waking those costs more than starting
+four small programs (110 us against 40 for four arrays of 512 floats).
 
 Gradients of some rows are gathered, updated and scattered (`_row_updates`).
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zstrat.variables import IndexedSlices
@@ -159,6 +160,12 @@ def strong(array: jax.Array) -> jax.Array:
         return array
     found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
     return found
+
+
+def as_of_several(leaf: Any) -> jax.Array:
+    """What a single replica has together with nobody, as that of several: an array of
+    jax that is `strong`."""
+    return strong(jnp.asarray(leaf))
 
 
 def summable(array: Any, *, mean: bool) -> Any:

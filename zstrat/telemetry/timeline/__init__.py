@@ -11,25 +11,25 @@ from ._clock import read_clock as read_clock
 from ._file import SUFFIXES as SUFFIXES
 from ._file import check_place as check_place
 from ._file import write_timeline as write_timeline
-from ._jax_events import JaxEvent as JaxEvent
-from ._jax_events import JaxEvents as JaxEvents
-from ._jax_events import from_jax_columns as from_jax_columns
-from ._jax_events import jax_columns as jax_columns
+from ._notes import JaxEvent as JaxEvent
+from ._notes import JaxEvents as JaxEvents
 from ._notes import ProgramNotes as ProgramNotes
 from ._notes import TaskNotes as TaskNotes
 from ._notes import columns_of as columns_of
 from ._notes import from_columns as from_columns
+from ._notes import from_jax_columns as from_jax_columns
+from ._notes import jax_columns as jax_columns
+from ._otlp import has_arrived as has_arrived
+from ._otlp import http_exporter as http_exporter
+from ._otlp import sdk_spans as sdk_spans
 from ._picture import PictureValue as PictureValue
 from ._picture import Timeline as Timeline
 from ._picture import TimelineCurve as TimelineCurve
 from ._picture import TimelineRow as TimelineRow
 from ._picture import TimelineSpan as TimelineSpan
 from ._picture import TimelineTask as TimelineTask
-from ._rows import without_overlaps as without_overlaps
-from ._sdk_spans import has_arrived as has_arrived
-from ._sdk_spans import http_exporter as http_exporter
-from ._sdk_spans import sdk_spans as sdk_spans
+from ._picture import without_overlaps as without_overlaps
 
 if TYPE_CHECKING:  # of the extra
-    from ._sdk_spans import ReadableSpan as ReadableSpan
-    from ._sdk_spans import SpanExporter as SpanExporter
+    from ._otlp import ReadableSpan as ReadableSpan
+    from ._otlp import SpanExporter as SpanExporter

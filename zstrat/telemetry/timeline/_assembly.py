@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Final
 from zstrat.telemetry._phases import Phase
 
 from ._picture import (
+    ROWS,
     PictureValue,
     Timeline,
     TimelineCurve,
     TimelineSpan,
     TimelineTask,
+    without_overlaps,
 )
-from ._rows import ROWS, without_overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from zstrat.telemetry._capture import TrafficPoint
-    from zstrat.telemetry._phases import PhaseSpan
+    from zstrat.telemetry._phases import PhaseSpan, TrafficPoint
 
     from ._clock import ClockLine
-    from ._jax_events import JaxEvent
-    from ._notes import ProgramNotes, TaskNotes
+    from ._notes import JaxEvent, ProgramNotes, TaskNotes
 
 
 _SCHEDULE: Final = "schedule"

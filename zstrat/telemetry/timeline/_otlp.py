@@ -1,10 +1,12 @@
-"""A time line as OpenTelemetry's spans, in the JSON of its protocol (OTLP).
+"""A time line as OpenTelemetry's spans: in the JSON of its protocol (OTLP), or as those
+of its own SDK, which is an extra.
 
-What a collector takes at ``/v1/traces``, and what its receiver of files reads. A task
-is a resource, a span a span. What follows from a call that scheduled a step is one
-trace: an arrow makes the span that it leads from the parent, and a second arrow to the
-same span becomes a link. Times are those of the day, by the clock of the program. There
-are no curves in it: OTLP has these as metrics, which are told as they are.
+The JSON is what a collector takes at ``/v1/traces``, and what its receiver of files
+reads. A task is a resource, a span a span. What follows from a call that scheduled a
+step is one trace: an arrow makes the span that it leads from the parent, and a second
+arrow to the same span becomes a link. Times are those of the day, by the clock of the
+program. There are no curves in it: OTLP has these as metrics, which are told as they
+are. The spans and traces for the SDK's exporters are the same.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from ._picture import earliest, placed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from opentelemetry.sdk.trace import ReadableSpan as ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter as SpanExporter
+
     from ._picture import PictureValue, Timeline, TimelineSpan, TimelineTask
 
     Names = dict[int, "SpanName"]
+
 
 _INTERNAL = 1
 """Of the kinds of spans: neither of a client nor of a server, for that is not said."""
@@ -137,3 +143,84 @@ def _value(value: PictureValue) -> dict[str, Any]:
 def _text(text: str) -> str:
     """Without halves of characters, which are no Unicode to who reads this."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+MISSING = "pip install 'zstrat[opentelemetry]'"
+
+
+def http_exporter() -> SpanExporter:
+    """The exporter for a collector at ``OTEL_EXPORTER_OTLP_ENDPOINT``.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"OpenTelemetry's exporter is not installed ({error}): {MISSING}"
+        ) from error
+    return trace_exporter.OTLPSpanExporter()
+
+
+def has_arrived(exporter: SpanExporter, spans: list[ReadableSpan]) -> bool:
+    """Sends the spans; whether the collector has taken them. Blocks for as long as the
+    exporter does."""
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    return exporter.export(spans) is SpanExportResult.SUCCESS
+
+
+def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
+    """All spans, in the order of tasks and rows.
+
+    Args:
+        day: The time of day, in seconds, when the clock of the time line was 0.
+
+    Raises:
+        ModuleNotFoundError: The SDK is not installed.
+    """
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+        from opentelemetry.trace import Link, SpanContext, TraceFlags
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"OpenTelemetry's SDK is not installed ({error}): {MISSING}"
+        ) from error
+
+    def context(name: SpanName) -> SpanContext:
+        trace, span = int(name.trace, 16), int(name.span, 16)
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(trace, span, is_remote=False, trace_flags=flags)
+
+    names, start = named(timeline), earliest(timeline)
+    began, scope = round((day + start) * 1e9), InstrumentationScope("zstrat")
+    made = []
+    for task in timeline.tasks:
+        resource = Resource(
+            {
+                "service.name": "zstrat",
+                "service.instance.id": task.name,
+                "zstrat.clock": task.label,
+            }
+        )
+        for row in task.rows:
+            for span, begin, end in placed(row, start):
+                name = names[id(span)]
+                parents = [context(each) for each in name.incoming]
+                made.append(
+                    ReadableSpan(
+                        span.name,
+                        context(name),
+                        parents[0] if parents else None,
+                        resource,
+                        dict(span.details),
+                        links=[Link(each) for each in parents[1:]],
+                        start_time=began + begin,
+                        end_time=began + end,
+                        instrumentation_scope=scope,
+                    )
+                )
+    return made

@@ -1,17 +1,18 @@
 """What a time line shows, whatever file it is written to.
 
 A *row* belongs to a task and has spans one after the other; what overlaps is put into
-several rows (`_rows`). An arrow leads from one span to another one. A curve is a number
-that changes. All times are seconds by one clock.
+several rows (`without_overlaps`). An arrow leads from one span to another one. A curve
+is a number that changes. All times are seconds by one clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
 
 PictureValue = str | int | float
 
@@ -81,3 +82,33 @@ def placed(row: TimelineRow, start: float) -> Iterator[tuple[TimelineSpan, int, 
         begin = max(round((span.began - start) * 1e9), end)
         end = max(round((span.ended - start) * 1e9), begin + 1)
         yield span, begin, end
+
+
+ROWS: Final = 8
+"""Of one kind and task. A worker that has a thousand closures waiting is understood
+from eight of them as well, and the curve beside them says how many there are."""
+
+
+def without_overlaps(
+    name: str, spans: Iterable[TimelineSpan], limit: int = ROWS
+) -> tuple[list[TimelineRow], list[TimelineSpan]]:
+    """The spans in as few rows as there can be, the first row as full as it can be.
+
+    Viewers of time lines draw the spans of one row as a stack of calls: one that begins
+    within another and ends after it would be drawn wrongly, or not at all.
+
+    Returns:
+        The rows, and the spans for which there was no place in so many.
+    """
+    rows: list[TimelineRow] = []
+    left: list[TimelineSpan] = []
+    for span in sorted(spans, key=lambda span: (span.began, span.ended)):
+        row = next((row for row in rows if row.spans[-1].ended <= span.began), None)
+        if row is None and len(rows) < limit:
+            row = TimelineRow(f"{name} {len(rows) + 1}" if rows else name)
+            rows.append(row)
+        if row is None:
+            left.append(span)
+        else:
+            row.spans.append(span)
+    return rows, left

@@ -11,15 +11,15 @@ from ._http import HttpRequest as HttpRequest
 from ._http import HttpServer as HttpServer
 from ._http import HttpStream as HttpStream
 from ._http import parse_request as parse_request
-from ._notices import TelemetryNotices as TelemetryNotices
+from ._page import PageToken as PageToken
 from ._picture import RunLook as RunLook
 from ._picture import RunPicture as RunPicture
 from ._register import Reporting as Reporting
+from ._register import TelemetryNotices as TelemetryNotices
 from ._register import register as register
 from ._register import unregister as unregister
 from ._served import HealthServer as HealthServer
 from ._served import dashboard as dashboard
 from ._served import serve_as_told as serve_as_told
 from ._served import serve_http as serve_http
-from ._token import PageToken as PageToken
 from ._watch import VIEWERS as VIEWERS

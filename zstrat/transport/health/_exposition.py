@@ -112,6 +112,7 @@ _OF_A_WORKER: Final = (
 
 _OF_A_PROGRAM: Final = (
     _gauge("coordinator.queued_closures", "queued_closures", "Not given out yet."),
+    _gauge("coordinator.queue_full", "queue_full", "1: schedule() has to wait."),
     _gauge("coordinator.inflight_closures", "inflight_closures", "At workers."),
     _counter("coordinator.scheduled_closures", "scheduled_closures", "So far."),
     _gauge("coordinator.steps_per_s", "steps_per_second", "Of the last seconds."),

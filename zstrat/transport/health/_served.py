@@ -20,16 +20,13 @@ from typing import TYPE_CHECKING, Final, cast, final
 from zstrat.config import Timeouts, environment, settings_from
 from zstrat.transport._loop import Portal
 
-from ._document import document
 from ._exposition import exposition
 from ._http import HttpAnswer, HttpRequest, HttpServer, HttpStream
+from ._page import PageToken, document
 from ._register import REGISTER
-from ._token import PageToken
 from ._watch import VIEWERS, RunWatch
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from zstrat.config import Settings
 
     from ._exposition import Told
@@ -134,12 +131,7 @@ class HealthServer:
     def __enter__(self) -> HealthServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _answer(self, asked: HttpRequest) -> HttpAnswer | HttpStream:

@@ -3,11 +3,13 @@
 A message whose header announces arrays that are not in its frames waits here for them,
 one at a time: they come in chunks, or lie in memory that the peer shares. What arrived
 whole leaves as `Arrived`. Heavy messages and parts of bodies are counted in ``taken``,
-for the credits that the peer gets back.
+for the credits that the peer gets back. What a peer sends that does not read what waits
+for it is kept unread in its `Backlog`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from ._body import Absorb, Sink
     from ._lane import SharedMemoryLane
+    from ._outbox import Outbox
 
 
 class Arrived(NamedTuple):
@@ -169,3 +172,67 @@ class Inbox:
         if self._incoming is None or self._incoming[0].request != stream:
             raise ProtocolError(f"a part of body {stream}, which was not announced")
         return self._incoming[1]
+
+
+_OBJECTS: Final = 256
+"""Bytes that a message costs beside those of its frames, about."""
+
+_LOOKS: Final = 10
+"""Ticks, at the least, in which a peer read nothing before it is given up."""
+
+
+class Backlog:
+    """What a peer sent while it did not read what waits for it. Of one connection;
+    without a bound if ``most`` is infinite.
+
+    A peer that asks, and does not read the answers, would fill the memory of whoever
+    answers. So above a bound of answers that wait, its messages are kept as they came,
+    up to as many bytes again; and one that reads nothing at all for long is given up.
+    """
+
+    __slots__ = (
+        "_given",
+        "_looked_at",
+        "_most",
+        "_nbytes",
+        "_patience",
+        "_still",
+        "messages",
+    )
+
+    def __init__(self, most: float, patience: float, now: float) -> None:
+        self.messages: deque[Sequence[Frame]] = deque()
+        """Those that are kept, in order."""
+        self._most, self._nbytes = most, 0
+        self._patience = patience
+        self._given, self._still, self._looked_at = 0, 0.0, now
+
+    def keep(self, frames: Sequence[Frame]) -> None:
+        """Keeps a message.
+
+        Raises:
+            ProtocolError: They are too many.
+        """
+        self._nbytes += _OBJECTS + sum(map(len, frames))
+        if self._nbytes > self._most:
+            raise ProtocolError("it asks on, and does not read the answers")
+        self.messages.append(frames)
+
+    def take(self) -> Sequence[Frame]:
+        """The first of them, which is kept no longer."""
+        frames = self.messages.popleft()
+        self._nbytes -= _OBJECTS + sum(map(len, frames))
+        return frames
+
+    def drop(self) -> None:
+        self.messages.clear()
+
+    def is_deaf(self, outbox: Outbox, now: float) -> bool:
+        """Whether the peer has taken nothing of what waits for it in all its time. To
+        be asked at every tick: if this process slept, the peer could not be served."""
+        since, self._looked_at = now - self._looked_at, now
+        if not len(outbox) or outbox.given != self._given:
+            self._given, self._still = outbox.given, 0.0
+        else:
+            self._still += min(since, self._patience / _LOOKS)
+        return self._still > self._patience

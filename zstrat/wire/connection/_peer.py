@@ -56,11 +56,10 @@ from zstrat.wire._messages import (
     Released,
 )
 
-from ._backlog import Backlog
 from ._body import Allocate, Frame, allocate
 from ._deadlines import Liveness, Requests
 from ._greeting import MismatchOf, described, quoted
-from ._inbox import Arrived, Inbox
+from ._inbox import Arrived, Backlog, Inbox
 from ._orders import (
     Answered,
     Closed,

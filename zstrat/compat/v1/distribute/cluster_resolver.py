@@ -1,33 +1,13 @@
 """``tf.compat.v1.distribute.cluster_resolver``: where a process learns its cluster."""
 
-from __future__ import annotations
+from zstrat.cluster import ClusterResolver as ClusterResolver
+from zstrat.cluster import GCEClusterResolver as GCEClusterResolver
+from zstrat.cluster import KubernetesClusterResolver as KubernetesClusterResolver
+from zstrat.cluster import KubernetesExecutableLocation as KubernetesExecutableLocation
+from zstrat.cluster import SimpleClusterResolver as SimpleClusterResolver
+from zstrat.cluster import SlurmClusterResolver as SlurmClusterResolver
+from zstrat.cluster import TFConfigClusterResolver as TFConfigClusterResolver
+from zstrat.cluster import TPUClusterResolver as TPUClusterResolver
+from zstrat.cluster import UnionResolver as UnionResolver
 
-from typing import Final
-
-from zstrat import cluster
-
-_NAMES: Final = frozenset(
-    {
-        "ClusterResolver",
-        "GCEClusterResolver",
-        "KubernetesClusterResolver",
-        "KubernetesExecutableLocation",
-        "SimpleClusterResolver",
-        "SlurmClusterResolver",
-        "TFConfigClusterResolver",
-        "TPUClusterResolver",
-        "UnionResolver",
-    }
-)
-
-
-def __getattr__(name: str) -> object:
-    if name == "UnionClusterResolver":  # TF's public name of the class
-        name = "UnionResolver"
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(cluster, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+UnionClusterResolver = UnionResolver  # TF's public name of the class

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import zstrat
 from zstrat.cluster import cluster_spec_of, detect
+from zstrat.doors import fetched_late
 from zstrat.strategy import (
     BetweenGraphStrategy,
     CommunicationImplementation,
@@ -88,7 +89,4 @@ def TPUStrategy(  # a class of TF
     return made
 
 
-def __getattr__(name: str) -> object:
-    if name != "CentralStorageStrategy":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return zstrat.CentralStorageStrategy
+__getattr__, __dir__ = fetched_late(__name__, {"CentralStorageStrategy": "zstrat"})

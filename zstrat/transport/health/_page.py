@@ -1,8 +1,14 @@
-"""Who may see the page of a port that other machines can reach: who has its token.
+"""The page of a port as one document, and who may see it.
 
-The token comes once in the address that its owner gives away (``/?token=...``); the
-page then moves it into a cookie, so that it stands in no history, no log of a proxy and
-no screenshot. Programs send ``Authorization: Bearer ...``.
+The document needs nothing else and runs nothing else. Its script and style are those of
+this package, by their digests: whatever else got into the page, out of the name of a
+task or a line of a log, would not run, and could load nothing and send nothing
+anywhere.
+
+If other machines can reach the port, the page is for who has its token. That comes once
+in the address that its owner gives away (``/?token=...``); the page then moves it into
+a cookie, so that it stands in no history, no log of a proxy and no screenshot. Programs
+send ``Authorization: Bearer ...``.
 
 Threats: guessing, so a token has to be long, and comparing takes the same time for all
 wrong ones; another site that uses the cookie, so that it is sent by navigation alone,
@@ -13,14 +19,21 @@ there.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
 import re
 import secrets
+from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Final, final
 from urllib.parse import parse_qs
 
+from ._http import HttpAnswer
+
 if TYPE_CHECKING:
     from ._http import HttpRequest
+
 
 _FORM: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
 """What is no special character in an address and a cookie. 16 of them are 96 bits."""
@@ -71,3 +84,48 @@ class PageToken:
 def _name(port: int) -> str:
     """Cookies do not know ports, and a host may have several."""
     return f"zstrat_{port}"
+
+
+_SCRIPTS: Final = ("charts.js", "page.js")
+"""In this order; what the first defines the second uses."""
+
+
+@cache
+def document() -> HttpAnswer:
+    """The page, as it is answered."""
+    style = f"\n{_asset('page.css')}"
+    script = "\n" + "\n".join(map(_asset, _SCRIPTS))
+    text = _asset("page.html").replace("{style}", style).replace("{script}", script)
+    policy = (
+        "default-src 'none'",
+        f"script-src {_digest(script)}",
+        f"style-src {_digest(style)}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+    return HttpAnswer(
+        200,
+        text,
+        "text/html; charset=utf-8",
+        (
+            ("Content-Security-Policy", "; ".join(policy)),
+            ("Cross-Origin-Opener-Policy", "same-origin"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Frame-Options", "DENY"),
+        ),
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("page", name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    """As a policy names what may run. A browser takes it of the text in the element."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
