@@ -51,11 +51,9 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.fixture
-def ssh_config(folder: Path) -> Iterator[Path]:
-    """Of a client that gets to node1, node2, node3: an ssh server for each."""
-    if not Path("/proc/net").exists():
-        pytest.skip("needs the loopback addresses of Linux")
+def ssh_settings(folder: Path, port: int, addresses: list[str]) -> list[str]:
+    """Writes ssh.conf of a client that gets to node1, node2, ... at the addresses;
+    returns the words that start a server for it."""
     programs = needed("sshd", "ssh", "ssh-keygen")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
@@ -63,29 +61,37 @@ def ssh_config(folder: Path) -> Iterator[Path]:
         words = [programs["ssh-keygen"], "-q", "-t", "ed25519", "-N", ""]
         subprocess.run([*words, "-f", folder / key], check=True)
     shutil.copy(folder / "id.pub", folder / "authorized")
-    (port,) = free_ports(1)
     server = folder / "sshd.conf"
     server.write_text(
         f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
         f"StrictModes no\nUsePAM no\nPidFile none\nPort {port}\n"
     )
-    nodes = range(1, 4)
-    words = [programs["sshd"], "-D", "-e", "-f", str(server)]
-    servers = [
-        subprocess.Popen(
-            [*words, "-o", f"ListenAddress=127.0.1.{node}"],
-            stderr=subprocess.DEVNULL,
-        )
-        for node in nodes
-    ]
-    client = folder / "ssh.conf"
-    client.write_text(
+    nodes = enumerate(addresses, start=1)
+    (folder / "ssh.conf").write_text(
         f"Host *\n  User {getpass.getuser()}\n  Port {port}\n  LogLevel ERROR\n"
         f"  IdentityFile {folder}/id\n  UserKnownHostsFile /dev/null\n"
         "  StrictHostKeyChecking no\n"
-        + "".join(f"Host node{node}\n  HostName 127.0.1.{node}\n" for node in nodes)
+        + "".join(f"Host node{node}\n  HostName {at}\n" for node, at in nodes)
     )
-    words = [programs["ssh"], "-F", str(client), "-o", "BatchMode=yes", "node3", "true"]
+    return [programs["sshd"], "-D", "-e", "-f", str(server)]
+
+
+@pytest.fixture
+def ssh_config(folder: Path) -> Iterator[Path]:
+    """Of a client that gets to node1, node2, node3: an ssh server for each."""
+    if not Path("/proc/net").exists():
+        pytest.skip("needs the loopback addresses of Linux")
+    (port,) = free_ports(1)
+    addresses = [f"127.0.1.{node}" for node in range(1, 4)]
+    words = ssh_settings(folder, port, addresses)
+    servers = [
+        subprocess.Popen(
+            [*words, "-o", f"ListenAddress={at}"], stderr=subprocess.DEVNULL
+        )
+        for at in addresses
+    ]
+    client = folder / "ssh.conf"
+    words = ["ssh", "-F", str(client), "-o", "BatchMode=yes", "node3", "true"]
     eventually(lambda: subprocess.run(words, check=False).returncode == 0)
     yield client
     for each in servers:

@@ -64,12 +64,13 @@ def told(cluster, task, name):
 @pytest.mark.parametrize(
     ("lane", "cores", "each"), [("tcp", range(7), "3"), ("ipc", [5], "1")]
 )
-def test_a_cluster(lane, cores, each, monkeypatch):
+def test_a_cluster(lane, cores, each, monkeypatch, caplog):
     """Its workers share the cores and GPUs, unless they are told otherwise."""
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(cores))
+    caplog.set_level("INFO", "zstrat.launch")
     with LocalCluster(1, 2, lane=lane) as cluster:
         assert cluster.tasks == ("ps:0", "worker:0", "worker:1")
         folder = cluster.directory
@@ -88,6 +89,7 @@ def test_a_cluster(lane, cores, each, monkeypatch):
         assert cores_of == ["", each, each]
         gpus = [told(cluster, task, "CUDA_VISIBLE_DEVICES") for task in cluster.tasks]
         assert gpus[1:] == ["0,1", "2,3"]
+        assert "task 1 of 2 here has GPU 2, 3" in caplog.text
         assert "ready at" in cluster.log("worker:1")
         assert "running" in repr(cluster)
     assert "stopped" in repr(cluster)

@@ -41,6 +41,7 @@ ENDED = """
 import os, signal, sys
 from zstrat.launch import Server
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may ignore it: nohup
 server = Server({"ps": ["127.0.0.1:0"]})
 stop = server.stop
 server.stop = lambda: (stop(), print("drained", flush=True))

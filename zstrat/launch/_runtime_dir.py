@@ -4,6 +4,7 @@ their sockets, their environment."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zstrat.config import Settings
+
+log = logging.getLogger("zstrat.launch")
 
 LONGEST_SOCKET_PATH: Final = 100
 """Bytes; the kernel takes 107, and ``ipc://`` addresses are paths."""
@@ -72,12 +75,16 @@ def share(workers: int) -> int:
 
 
 def divided(env: Mapping[str, str], tasks: int) -> list[Mapping[str, str]]:
-    """The environment of each of several tasks of this machine, which divide its GPUs.
+    """The environment of each of several tasks of this machine, which divide its GPUs;
+    the log says who has which.
 
     Raises:
         RuntimeError: nvidia-smi is there and fails.
     """
     parts = parts_of(env, tasks)
+    for place, part in enumerate(parts):
+        if part:
+            log.info("task %d of %d here has GPU %s", place, tasks, ", ".join(part))
     return [{**env, GPUS_VARIABLE: ",".join(part)} if part else env for part in parts]
 
 
