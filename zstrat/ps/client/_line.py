@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 REQUEST_TIMEOUT: Final = 120.0
 """Seconds that a request without a deadline waits for the server to come back."""
 
-LOST: Final = (PeerLostError, NotPrimaryError, ClosedError)
+LOSS_ERRORS: Final = (PeerLostError, NotPrimaryError, ClosedError)
 """Outcomes of a request that say nothing of it, but that it was asked there in vain. A
 link is closed below a line that is not, when the server is elsewhere."""
 
@@ -93,12 +93,12 @@ class ServerLine:
     """To the parameter server ``task``, over ``link``. On the loop of the link."""
 
     __slots__ = (
-        "_broken",
         "_flows",
-        "_later",
         "_link",
         "_loss",
+        "_not_sent",
         "_retry",
+        "_sent_before",
         "_task",
         "_timeout",
         "_waits",
@@ -109,8 +109,8 @@ class ServerLine:
         self._link, self._task, self._timeout = link, task, request_timeout
         self.repeats = 0
         """How often a request was sent again, or had to wait to be sent at all."""
-        self._broken: list[_Held] = []
-        self._later: list[_Held] = []
+        self._sent_before: list[_Held] = []
+        self._not_sent: list[_Held] = []
         self._flows = True
         """Requests go to the link."""
         self._waits = False
@@ -160,7 +160,7 @@ class ServerLine:
             sent: It may have been carried out.
         """
         error = None if lost.cancelled() else lost.exception()
-        if not isinstance(error, LOST) or not (self._waits or self._loss):
+        if not isinstance(error, LOSS_ERRORS) or not (self._waits or self._loss):
             return None
         repeated = _repeated(message) if sent else message
         if isinstance(error, NotPrimaryError):
@@ -257,7 +257,7 @@ class ServerLine:
         *,
         sent: bool,
     ) -> None:
-        if len(self._broken) + len(self._later) >= MAX_WAITING_REQUESTS:
+        if len(self._sent_before) + len(self._not_sent) >= MAX_WAITING_REQUESTS:
             count = MAX_WAITING_REQUESTS
             words = f"{self._task} is away, and {count} requests wait for it already"
             outcome.set_exception(BusyError(words))
@@ -272,12 +272,12 @@ class ServerLine:
         self._place(held).append(held)
 
     def _place(self, held: _Held) -> list[_Held]:
-        return self._broken if held.sent else self._later
+        return self._sent_before if held.sent else self._not_sent
 
     def _take(self) -> list[_Held]:
         """All that wait, in the order of the calls."""
-        held = self._broken + self._later
-        self._broken, self._later = [], []
+        held = self._sent_before + self._not_sent
+        self._sent_before, self._not_sent = [], []
         return held
 
     def _send(self, held: _Held) -> None:
@@ -300,7 +300,7 @@ class ServerLine:
             outcome.cancel()
         elif (error := reply.exception()) is None:
             outcome.set_result(reply.result())
-        elif isinstance(error, LOST) and self._waits:
+        elif isinstance(error, LOSS_ERRORS) and self._waits:
             if isinstance(error, NotPrimaryError):
                 self._pause()
             repeated = _repeated(held.message)
@@ -309,7 +309,7 @@ class ServerLine:
             else:
                 self._keep(repeated, held.deadline, outcome, sent=True)
         else:
-            lost = self._loss if isinstance(error, LOST) else None
+            lost = self._loss if isinstance(error, LOSS_ERRORS) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
     def _late(self, held: _Held) -> None:
