@@ -21,6 +21,7 @@ from zstrat.wire import (
     HostStore,
     OpenSession,
     PromoteBackup,
+    Telemetry,
     UpdateOp,
 )
 
@@ -104,6 +105,31 @@ def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(wo
         for ps in (0, 1):
             _add(world, ps)
     assert world.numbers_of == {"failovers": 5, "stores_without_backup": 0}
+
+
+def test_what_a_process_tells_of_itself_is_told_of_the_store_that_it_serves(world):
+    world.connect()
+    coordinator = world.coordinator()
+    first, second = world.ps
+
+    def tell(process, memory):
+        # The process has one more connection, which was opened last.
+        world.on_loop(process.links[-1].say, Telemetry({"gauges": {"memory": memory}}))
+
+    def told(task):
+        return coordinator.metrics()["tasks"][task]["memory"]
+
+    tell(first, 5)
+    tell(second, 6)
+    world.until(lambda: (told("ps:0"), told("ps:1")) == (5, 6))
+    world.on_loop(first.kill)
+    world.until(lambda: _serves_all(second))
+    world.on_loop(first.come_back)
+    world.until(world.paired)
+    tell(first, 7)  # it serves nothing now
+    tell(second, 8)
+    world.until(lambda: told("ps:1") == 8)
+    assert told("ps:0") != 7
 
 
 def _serves_all(process):

@@ -31,6 +31,7 @@ from zstrat.wire import (
     Message,
     OpenSession,
     StoreHosted,
+    Telemetry,
     WorkerReported,
 )
 
@@ -87,6 +88,10 @@ class ReplicatedCluster(Protocol):
 
     def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
         """A worker has reported itself at the process."""
+        ...
+
+    def heard(self, task: TaskSession, message: Message) -> None:
+        """A notice from who serves a store."""
         ...
 
     def store_moved(self, store: int, view: int, address: str) -> None:
@@ -496,6 +501,12 @@ class Replication:
             self._carry_out(self.placement.backup_lost(store, view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.worker_reported(task, message)
+        elif isinstance(message, Telemetry):
+            # Of the store that is served at the address of the process, if there is
+            # one: copies have addresses of their own.
+            for store in self._cluster.ps:
+                if store.address == task.address:
+                    self._cluster.heard(store, message)
 
     def _take_back(self, task: TaskSession) -> None:
         """What it held is gone, and it is as good as any for a new copy."""
