@@ -8,6 +8,7 @@ import pytest
 from ps_callers import SESSION, Gated, caller
 
 from zstrat.errors import (
+    BusyError,
     DeadlineExceededError,
     InvalidArgumentError,
     PermissionDeniedError,
@@ -25,7 +26,7 @@ from zstrat.wire import (
     WorkerReported,
 )
 
-WORKER = FakeRemote(Job.WORKER, 3)
+WORKER, OTHER = FakeRemote(Job.WORKER, 3), FakeRemote(Job.WORKER, 4)
 
 
 class Heard(FakeRemote):
@@ -48,8 +49,8 @@ async def server():
     await server.service.drain()
 
 
-def report(server, patience=60.0, address="late:1"):
-    return server.ask(ReportWorker(address, -1, patience), WORKER)
+def report(server, patience=60.0, address="late:1", peer=WORKER):
+    return server.ask(ReportWorker(address, -1, patience), peer)
 
 
 def opened(server, chief):
@@ -60,7 +61,7 @@ def opened(server, chief):
 async def test_a_worker_waits_for_a_program_and_hears_its_answer(server):
     first = report(server)
     chief = opened(server, Heard())
-    second = report(server, address="later:1")
+    second = report(server, address="later:1", peer=OTHER)
     early, late = chief.told
     assert early == WorkerReported(SESSION, early.report, "late:1", -1, 60.0)
     assert (late.address, late.report != early.report) == ("later:1", True)
@@ -80,6 +81,7 @@ async def test_a_program_that_comes_back_or_follows_is_told_again(server):
     again = opened(server, Heard())
     assert again.told == chief.told
     server.service.lost(again, "ended")
+    server.service.lost(chief, "ended")
     follower = opened(server, Heard(9))
     (told,) = follower.told
     server.ask(AnswerReport(9, told.report, 1), follower)
@@ -97,6 +99,18 @@ async def test_patience_ends_with_words(server, holds, words):
         server.service.lost(chief, "ended")
     with pytest.raises(DeadlineExceededError, match=words):
         await report(server, 0.01)
+
+
+async def test_one_connection_does_not_take_the_place_of_others(server):
+    first = report(server)
+    with pytest.raises(BusyError, match="over this connection"):
+        report(server, address="later:1")
+    second = report(server, address="later:1", peer=OTHER)
+    chief = opened(server, Heard())
+    server.ask(AnswerReport(SESSION, chief.told[0].report, 4), chief)
+    assert (await first).index == 4
+    assert not second.done()
+    report(server)
 
 
 async def test_only_workers_report_and_only_coordinators_answer(server):

@@ -59,8 +59,14 @@ class WorkerReports:
         patience of the worker is over.
 
         Raises:
-            BusyError: Too many wait.
+            BusyError: Too many wait; or one of this connection does, which is there for
+                one worker.
         """
+        if any(waiting.peer is peer for waiting in self._waiting.values()):
+            raise BusyError(
+                f"{self._task}: a worker has reported itself over this connection, and "
+                "is not answered yet: wait for the answer, or connect anew"
+            )
         if len(self._waiting) >= MAX_WAITING_REPORTS:
             raise BusyError(
                 f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves"
