@@ -6,9 +6,10 @@ import pytest
 from ps_callers import SESSION, caller
 from ps_copies import Copies, create, pull, push
 
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import BusyError, InvalidArgumentError
 from zstrat.wire import (
     AttachBackup,
+    BackupLost,
     CloseSession,
     DetachBackup,
     Done,
@@ -87,6 +88,25 @@ async def test_who_is_left_is_sure_if_the_program_was_lost_long_before(
     await left.next_program()
     left.lose_program()
     assert left.is_sure(service) == (seconds >= LONG)
+
+
+@pytest.mark.parametrize("cut", ["process", "store"])
+async def test_a_program_that_lost_one_of_its_two_connections_is_there(left, cut):
+    links = {"store": left.chief, "process": caller(Job.CHIEF, SESSION)}
+    await left.ask(left.opening(), peer=links["process"])
+    left.primary.lost(links.pop(cut), "cut")
+    assert left.primary.coordinator_lost_at is None
+    left.now += LONG
+    left.session += 1
+    with pytest.raises(BusyError):
+        await left.ask(left.opening(), peer=caller(Job.CHIEF, left.session))
+    left.link.cut()  # the program hears it, by the connection that it has
+    (remaining,) = links.values()
+    assert any(isinstance(each, BackupLost) for each in remaining.notices)
+    # It may have had the backup go on alone before it was lost, too.
+    left.primary.lost(remaining, "killed")
+    assert not left.is_sure(left.primary)
+    assert not left.primary.owner.alive
 
 
 async def test_who_is_left_counts_from_the_program_that_gave_the_last_orders(left):

@@ -57,6 +57,23 @@ def test_a_coordinator_that_reconnects_keeps_its_session_and_old_connections_die
     assert tasks.open(2, object(), hello(2))
 
 
+def test_a_coordinator_with_several_connections_is_there_while_one_of_them_is():
+    tasks, store, process = Ownership("ps"), object(), object()
+    for link in (store, process, store, process):
+        tasks.open(1, link, hello(1), name="run", several=True)
+    assert not tasks.lost(process)
+    assert (tasks.owner.peer, tasks.owner.alive) == (store, True)
+    assert not tasks.adopt(2, object(), hello(2), 0.0, "run")
+    # Who asks for a promotion may do so where nobody hears when it is lost.
+    tasks.open(1, object(), hello(1))
+    tasks.open(1, process, hello(1), several=True)
+    assert not tasks.lost(store)
+    assert tasks.lost(process)
+    assert tasks.adopt(2, store, hello(2), 0.0, "run")
+    assert not tasks.lost(process)
+    assert tasks.lost(store)
+
+
 class OwnershipMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()

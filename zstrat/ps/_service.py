@@ -480,6 +480,7 @@ class PsService:
             now,
             name=asked.name,
             origin=asked.origin,
+            several=True,  # one to the store, and one to the process (`Replication`)
         )
         if new:
             self._clear()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The coordinator that holds a task; ``peer`` is its connection, by identity;
+    """The coordinator that holds a task; ``peer`` is its last connection, by identity;
     ``since`` is when it took it, in seconds since 1970, None if nobody said that;
     ``name`` and ``origin`` are those of `OpenSession`."""
 
@@ -61,6 +61,9 @@ class Ownership:
     def __init__(self, task: str) -> None:
         self._task = task
         self._owner: Owner | None = None
+        self._links: list[object] = []
+        """Connections of the owner by which it has opened the session, as it may have
+        several; the last one is where it is told of what happens."""
 
     @property
     def session(self) -> int | None:
@@ -80,12 +83,15 @@ class Ownership:
         *,
         name: str = "",
         origin: int = 0,
+        several: bool = False,
     ) -> bool:
         """Gives the task to a coordinator.
 
         Args:
             since: What the time is, in seconds since 1970; messages say it.
             name, origin: As in `OpenSession`.
+            several: The coordinator may have other connections to the task, and is
+                there while one of them is: who calls tells `lost` of each.
 
         Returns:
             True if the session is new: what belongs to an older one is to be dropped.
@@ -99,6 +105,10 @@ class Ownership:
             raise BusyError(f"{self._task} serves {owner.to(hello)}")
         if owner is not None and owner.session == session:
             since, name, origin = owner.since, owner.name, owner.origin
+        else:
+            self._links = []
+        if several:
+            self._links = [*self._others(peer), peer]
         self._owner = Owner(
             session, peer, hello, since, name=name, origin=origin or session
         )
@@ -116,21 +126,28 @@ class Ownership:
         if not name or owner.name != name:
             return False
         self._owner = Owner(session, peer, hello, since, name=name, origin=owner.origin)
+        self._links = [peer]
         return True
 
     def inherit(self, owner: Owner) -> None:
         """Goes on with the session that another process of this task had open. Its
         coordinator is on its way here, if it was alive; who knows better calls `lost`.
         """
-        self._owner = owner
+        self._owner, self._links = owner, []
 
     def lost(self, peer: object) -> bool:
-        """The connection is gone; True if it was the owner's."""
-        owner = self._owner
+        """The connection is gone; True if the owner has no other one."""
+        owner, self._links = self._owner, self._others(peer)
         if owner is None or owner.peer is not peer:
             return False  # a connection that the owner has replaced may die late
+        if self._links:
+            self._owner = replace(owner, peer=self._links[-1])
+            return False
         self._owner = replace(owner, alive=False)
         return True
+
+    def _others(self, peer: object) -> list[object]:
+        return [link for link in self._links if link is not peer]
 
     def close(self, session: int) -> bool:
         """Ends the session; False if none was open (closing twice is no error).
@@ -141,7 +158,7 @@ class Ownership:
         if self._owner is None:
             return False
         self.check(session)
-        self._owner = None
+        self._owner, self._links = None, []
         return True
 
     def check(self, session: int) -> None:
