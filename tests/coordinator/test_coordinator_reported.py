@@ -72,6 +72,23 @@ def test_a_worker_that_reports_itself_gets_a_number_and_closures(reported):
     assert reported.coordinator.metrics()["workers_added"] == 1
 
 
+def test_a_report_that_is_heard_twice_takes_the_worker_in_once(reported):
+    reported.workers.accept_joining()
+    world, server = reported.world, reported.world.ps[0]
+    late = world.newcomer("late:1", reported("late:1"))
+    told = WorkerReported(world.session.cluster.session, 2, "late:1", 1, 20.0)
+
+    def say_twice():
+        server.link.say(told)
+        server.link.say(told)
+
+    world.on_loop(say_twice)
+    world.until(lambda: len(server.answers) == 3)
+    assert [(each.index, each.error) for each in server.answers[1:]] == [(1, None)] * 2
+    assert len(late.sessions) == 1
+    assert reported.coordinator.metrics()["workers_added"] == 1
+
+
 def test_who_reports_itself_and_cannot_join_is_told_why(reported):
     reported.workers.accept_joining()
     unlike = reported.world.newcomer("late:1", reported("late:1"))

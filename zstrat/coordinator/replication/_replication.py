@@ -504,9 +504,9 @@ class Replication:
         elif isinstance(message, Telemetry):
             # Of the store that is served at the address of the process, if there is
             # one: copies have addresses of their own.
-            for store in self._cluster.ps:
-                if store.address == task.address:
-                    self._cluster.heard(store, message)
+            for served in self._cluster.ps:
+                if served.address == task.address:
+                    self._cluster.heard(served, message)
 
     def _take_back(self, task: TaskSession) -> None:
         """What it held is gone, and it is as good as any for a new copy."""
