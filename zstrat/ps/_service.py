@@ -181,8 +181,7 @@ class PsService:
             patience=settings.timeouts.connect,
             clock=clock,
         )
-        admit = self._standing.require_alone
-        self._joining = Joining(task, self._ownership, self._store, admit)
+        self._joining = Joining(task, self._ownership, self._store)
         self._reports = WorkerReports(task, self._ownership, self._tell_owner)
         timeouts = settings.timeouts
         self._role = StoreServingRole(
@@ -480,6 +479,7 @@ class PsService:
             now,
             name=asked.name,
             origin=asked.origin,
+            is_shared=asked.is_shared,
         )
         if new:
             self._clear()
