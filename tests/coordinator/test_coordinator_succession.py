@@ -39,6 +39,8 @@ def chosen(*told, stores=1):
         (([primary(sure=True)], []), (0, True)),  # it was alone, or is for long
         (([], [backup(sure=True)]), (1, False)),
         (([primary()], [backup(whole=False)]), (0, True)),
+        # It was alone, and had not heard of the copy that was to be its backup.
+        (([primary(sure=True)], [backup(view=6, whole=False)]), (0, True)),
         (([primary(view=5)], [primary(view=6, sure=True)]), (1, True)),  # a failover
         (([primary(view=5)], [primary(view=8)], [backup(view=8)]), (1, True)),
         (([backup(view=5)], [], [primary(view=8, sure=True)]), (2, True)),
@@ -56,6 +58,8 @@ def test_a_copy_of_the_newest_view_goes_on(told, goes_on):
         ([primary()], []),  # the other one may have taken its place
         ([], [backup()]),  # the other one may have gone on alone
         ([], [backup(sure=True, whole=False)]),
+        ([primary()], [backup(view=6, whole=False)]),  # of one that had replaced it
+        ([primary(view=0, sure=True)], [backup(view=6, whole=False)]),
         ([primary(view=5, sure=True)], [backup(view=8)]),  # nor is an older one taken
         ([], [], [primary(store=1, sure=True)]),
         ([primary(sure=True)], [primary(1, sure=True, origin=10)]),
@@ -65,6 +69,16 @@ def test_without_one_that_is_known_to_have_all_the_session_is_lost(told):
     with pytest.raises(PSUnavailableError, match=r"session 'run'.* restore") as error:
         chosen(*told, stores=2 if told[-1] and told[-1][0].store else 1)
     assert error.value.lost
+
+
+def test_views_go_on_behind_that_of_a_copy_that_was_never_filled():
+    told = {0: [primary(sure=True)], 1: [backup(view=7, whole=False)]}
+    left = successors("run", SESSION, told, 1)
+    placement = StorePlacement(["p0:1", "p1:1"])
+    for process in (0, 1):
+        placement.joined(process, 0)
+    assert left[0].view == 7
+    assert placement.succeed({0: left[0]})[:2] == [Detach(0, 8), Drop(0, 8, 1)]
 
 
 def test_where_nothing_was_created_all_begins_anew():

@@ -56,7 +56,7 @@ class Rig:
         )
 
     def open(self, session=SESSION, chief=None):
-        opening = OpenSession(session, 0, 0, [])
+        opening = OpenSession(session, 0, 0, [], is_shared=True)
         assert isinstance(
             self.service.handle(chief or self.chief, opening), SessionOpened
         )
@@ -99,14 +99,16 @@ async def test_a_session_is_waited_for(rig):
     assert await other == joined(9)
 
 
-async def test_a_session_whose_servers_have_second_copies_is_not_joined(rig):
-    """Whether that is asked before it is there, or before the copies are."""
+@pytest.mark.parametrize("replicas", [0, 1])
+async def test_a_session_that_its_program_does_not_share_is_not_joined(rig, replicas):
+    """Whether that is asked before it is there, or later."""
     early = rig.join(session=0)
-    rig.ask(OpenSession(SESSION, 0, 1, [], replicas=1))
-    with pytest.raises(InvalidArgumentError, match="leave out replicas=1"):
+    rig.ask(OpenSession(SESSION, 0, 1, [], replicas=replicas))
+    with pytest.raises(InvalidArgumentError, match=r"does not share.* End that prog"):
         await early
-    with pytest.raises(InvalidArgumentError, match="leave out replicas=1"):
-        rig.join(session=0)
+    for session in (0, SESSION):
+        with pytest.raises(InvalidArgumentError, match=r"chief:0 .* does not share it"):
+            rig.join(session=session)
     rig.service.lost(rig.chief, "ended")
     waiting = rig.join(session=0)  # for another program
     other = FakeRemote(Job.CHIEF, 9)

@@ -37,7 +37,7 @@ async def ps():
         settings=Settings(),
         task="/job:ps/task:0",
     )
-    service.handle(CHIEF, OpenSession(SESSION, 0, 0, []))
+    service.handle(CHIEF, OpenSession(SESSION, 0, 0, [], is_shared=True))
     yield service
     await service.drain()
 

@@ -59,6 +59,21 @@ def test_a_checkpoint_says_that_the_other_programs_went_on(spec, tmp_path, caplo
     assert "is no cut: other programs update" in caplog.text
 
 
+def test_a_session_that_a_coordinator_has_for_itself_is_not_joined(tmp_path):
+    """Its checkpoints are cuts, as nobody else updates what is in it."""
+    with ThreadCluster(num_ps=1, num_workers=1) as other:
+        with zs.ParameterServerStrategy(other.resolver) as strategy:
+            with strategy.scope():
+                v = zs.Variable(1.0)
+            ps = other.spec.job_tasks("ps")
+            jobs = {"ps": ps, "worker": ["localhost:1", "localhost:2"]}
+            with pytest.raises(zs.errors.InvalidArgumentError, match="does not share"):
+                program(jobs, 1)
+            zs.Checkpoint(v=v).save(tmp_path / "c")
+    manifest = json.loads((tmp_path / "c-1" / "manifest.json").read_bytes())
+    assert manifest["manifest"]["metadata"]["steps"] != [None]
+
+
 def test_the_first_program_creates_and_the_others_join(spec):
     with program(spec, 0) as chief:
         mine = created(chief)

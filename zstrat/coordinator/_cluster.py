@@ -194,6 +194,7 @@ class Cluster:
                 self._views if job == "worker" else [],
                 self.name,
                 replicas=self._replicas,
+                is_shared=self.is_shared,
             )
         return TaskSession(
             job,

@@ -27,8 +27,6 @@ from zstrat.errors import (
 from zstrat.wire import Awaited, AwaitedOptimizer, JoinSession, Message, SessionOpened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zstrat.wire import Owner, Ownership
 
     from .store._store import Store
@@ -57,21 +55,10 @@ class _WaitingJoin:
 
 
 class Joining:
-    """Who waits at one parameter server, named ``task`` in errors.
+    """Who waits at one parameter server, named ``task`` in errors."""
 
-    Args:
-        admit: Raises if the session that is open cannot be joined.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        ownership: Ownership,
-        store: Store,
-        admit: Callable[[], None],
-    ) -> None:
+    def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store
-        self._admit = admit
         self._waiting: dict[asyncio.Future[Message], _WaitingJoin] = {}
 
     def __len__(self) -> int:
@@ -138,7 +125,7 @@ class Joining:
             return None
         if message.session == 0 and not owner.alive:
             return None
-        self._admit()
+        self._require_shared(owner)
         wishes: list[Awaited | AwaitedOptimizer] = [
             *message.variables,
             *message.optimizers,
@@ -213,9 +200,24 @@ class Joining:
             ),
         )
 
+    def _require_shared(self, owner: Owner) -> None:
+        """
+        Raises:
+            InvalidArgumentError: The program that has opened the session takes its
+                variables for its own: its checkpoints would be no cut, and it would
+                move them, or have them take the place of others, unheard.
+        """
+        if not owner.is_shared:
+            raise InvalidArgumentError(
+                f"{self._task}: its session is that of {owner}, which does not share "
+                "it: workers that are programs of their own (BetweenGraphStrategy) "
+                "join one that such a program has opened, its chief or worker 0. End "
+                "that program before, or leave the workers to it"
+            )
+
     def _admitted(self, owner: Owner) -> Message | ZstratError:
         try:
-            self._admit()
+            self._require_shared(owner)
         except ZstratError as error:  # to the worker
             return error
         return _opened(owner)

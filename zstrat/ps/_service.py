@@ -181,8 +181,7 @@ class PsService:
             patience=settings.timeouts.connect,
             clock=clock,
         )
-        admit = self._standing.require_alone
-        self._joining = Joining(task, self._ownership, self._store, admit)
+        self._joining = Joining(task, self._ownership, self._store)
         self._reports = WorkerReports(task, self._ownership, self._tell_owner)
         timeouts = settings.timeouts
         self._role = StoreServingRole(
@@ -481,6 +480,7 @@ class PsService:
             name=asked.name,
             origin=asked.origin,
             several=True,  # one to the store, and one to the process (`Replication`)
+            is_shared=asked.is_shared,
         )
         if new:
             self._clear()

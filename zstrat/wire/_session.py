@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Owner:
     """The coordinator that holds a task; ``peer`` is its last connection, by identity;
     ``since`` is when it took it, in seconds since 1970, None if nobody said that;
-    ``name`` and ``origin`` are those of `OpenSession`."""
+    ``name``, ``origin`` and ``is_shared`` are those of `OpenSession`."""
 
     session: int
     peer: object
@@ -32,6 +32,7 @@ class Owner:
     alive: bool = True
     name: str = ""
     origin: int = 0
+    is_shared: bool = False
 
     def __str__(self) -> str:
         who = self.hello
@@ -84,12 +85,13 @@ class Ownership:
         name: str = "",
         origin: int = 0,
         several: bool = False,
+        is_shared: bool = False,
     ) -> bool:
         """Gives the task to a coordinator.
 
         Args:
             since: What the time is, in seconds since 1970; messages say it.
-            name, origin: As in `OpenSession`.
+            name, origin, is_shared: As in `OpenSession`.
             several: The coordinator may have other connections to the task, and is
                 there while one of them is: who calls tells `lost` of each.
 
@@ -105,12 +107,19 @@ class Ownership:
             raise BusyError(f"{self._task} serves {owner.to(hello)}")
         if owner is not None and owner.session == session:
             since, name, origin = owner.since, owner.name, owner.origin
+            is_shared = owner.is_shared
         else:
             self._links = []
         if several:
             self._links = [*self._others(peer), peer]
         self._owner = Owner(
-            session, peer, hello, since, name=name, origin=origin or session
+            session,
+            peer,
+            hello,
+            since,
+            name=name,
+            origin=origin or session,
+            is_shared=is_shared,
         )
         return owner is None or owner.session != session
 

@@ -66,7 +66,8 @@ class OpenSession:
     A ps heeds the session and what it is called: under a ``name`` it keeps the session
     of a coordinator that is lost for the next one that opens it by that name, with the
     variables, their slots and their keys. ``origin`` is the number that those keys
-    are counted from; 0: the session's own.
+    are counted from; 0: the session's own. ``is_shared``: workers that are programs of
+    their own may join it (`JoinSession`).
     """
 
     kind: ClassVar = 16
@@ -80,6 +81,7 @@ class OpenSession:
     name: str = ""
     origin: int = 0
     replicas: int = 0
+    is_shared: bool = False
 
 
 @message

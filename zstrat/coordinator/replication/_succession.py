@@ -2,10 +2,11 @@
 
 A *view* of a store is made by the program that holds the session, and there is none
 while nobody does. So a copy has all that was acknowledged if it is of the newest view
-that there ever was. The law of this file: that is only taken for granted of a primary
-that went on alone, of two copies that are both there, and of one whose other copy was
-lost when the program had been lost for so long that it cannot have heard of that. Else
-the store is lost, and with it the session: a model of which a part is gone is none.
+that there ever was; one in which only an empty copy was made does not count. The law of
+this file: that is only taken for granted of a primary that went on alone, of two copies
+that are both there, and of one whose other copy was lost when the program had been lost
+for so long that it cannot have heard of that. Else the store is lost, and with it the
+session: a model of which a part is gone is none.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def successors(
 def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
     view = max((each.copy.view for each in found), default=0)
     newest = [each for each in found if each.copy.view == view]
+    if not any(each.copy.is_whole for each in newest):
+        newest = _alone(found) or newest
     # The primary first: it has whatever its backup has.
     fit = sorted(
         (each for each in newest if each.copy.is_whole),
@@ -97,8 +100,20 @@ def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
             "acknowledged: that was lost while the program lived, or with it",
         )
     others = [each.process for each in newest if each is not chosen]
-    useless = [each.process for each in found if each.copy.view < view]
+    useless = [each.process for each in found if each not in newest]
     return Successor(chosen, others[0] if others else None, useless, view)
+
+
+def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
+    """The primary that is alone. It is not of the newest view if the program was lost
+    while a process had made an empty copy, and the primary had not heard of that yet.
+    """
+    alone = [
+        each
+        for each in found
+        if each.copy.is_primary and each.copy.is_sure and each.copy.view
+    ]
+    return sorted(alone, key=lambda each: each.copy.view)[-1:]
 
 
 def _lost(name: str, store: int, why: str) -> PSUnavailableError:

@@ -263,6 +263,7 @@ def _plain(owner: Owner) -> dict[str, Any]:
         "alive": owner.alive,
         "name": owner.name,
         "origin": owner.origin,
+        "is_shared": owner.is_shared,
     }
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.errors import (
     BusyError,
-    InvalidArgumentError,
     NotPrimaryError,
     PeerLostError,
     StaleSessionError,
@@ -148,18 +147,6 @@ class Standing:
         was: it may have waited in vain for other processes."""
         self._is_known_sure = self.is_sure(lost_at, timeouts)
         self._was_without |= not self.is_to_have_backup
-
-    def require_alone(self) -> None:
-        """
-        Raises:
-            InvalidArgumentError: There is a backup, or was, or will be, and programs of
-                workers cannot follow from one to the other.
-        """
-        if self.view or self.is_to_have_backup:
-            raise InvalidArgumentError(
-                f"{self._task}: workers that are programs of their own cannot use "
-                "servers with second copies, or stores that move: leave out replicas=1"
-            )
 
     def statistics(self) -> dict[str, PlainTree]:
         following, forwarding = self.following, self._forwarding
