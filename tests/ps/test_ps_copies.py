@@ -234,7 +234,7 @@ async def test_an_update_that_fails_half_way_spoils_the_copy(copies, monkeypatch
 async def test_workers_that_are_programs_of_their_own_are_refused(copies):
     await copies.attach()
     join = JoinSession(SESSION, [], [], 1.0)
-    with pytest.raises(InvalidArgumentError, match="replicas=1"):
+    with pytest.raises(InvalidArgumentError, match="which does not share it"):
         await copies.ask(join, peer=caller(Job.WORKER, 3))
 
 
