@@ -3,8 +3,9 @@
 A parameter server has one life in a session: what it held is gone when it returns with
 another incarnation, or from another coordinator. While one is not there the cluster is
 *broken*, and says so through the dispatcher to whoever schedules or joins; or, if the
-user wishes, all wait for its recovery (`recovery/`). Workers come and go: the
-dispatcher's business alone.
+user wishes, all wait for its recovery (`recovery/`), or its copy takes its place
+(`replication/`). Workers come and go (`membership/`), and so do stores (`moving/`):
+this file joins these parts, and tells the dispatcher what they decide.
 """
 
 from __future__ import annotations

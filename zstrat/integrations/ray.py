@@ -80,7 +80,7 @@ class ZstratBackend(Backend):  # type: ignore[misc]  # Ray has no types
 
 
 class _WorkerKeys:
-    """What this process has."""
+    """Who removes the keys that this process was given; None before it has any."""
 
     remover: subprocess.Popen[bytes] | None = None
 

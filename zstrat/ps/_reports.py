@@ -69,7 +69,9 @@ class WorkerReports:
             )
         if len(self._waiting) >= MAX_WAITING_REPORTS:
             raise BusyError(
-                f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves"
+                f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves "
+                "and wait for the program, which is the limit: report again later, or "
+                "at another parameter server"
             )
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         seconds = min(max(0.0, message.patience), _MAX_WAIT_SECONDS)

@@ -1,8 +1,9 @@
 """What each field of a message may hold, compiled once from its annotation.
 
-The dataclasses of `_messages` are the only schema. At import every annotation becomes a
-*check*: a function that takes what msgpack unpacked and returns the value of the field,
-or raises `Mismatch`. Nothing looks at an annotation while messages flow.
+The dataclasses of `_messages` are the only schema. When a message is first sent or
+received, every annotation of its class becomes a *check*: a function that takes what
+msgpack unpacked and returns the value of the field, or raises `Mismatch`. Nothing looks
+at an annotation after that.
 
 The values that lie side by side, in a record or in a header, nearly always have the
 types that they should: one comparison of all their types says so, and only what is
@@ -11,8 +12,6 @@ nested is looked into (`Row`).
 A list of records is checked by columns, where the set of types of a whole column is one
 call into C: thirty completions cost three microseconds. Only when a column is wrong are
 the rows gone through one by one, to say which of them it is.
-
-What fields of messages of every kind may hold.
 """
 
 from __future__ import annotations
