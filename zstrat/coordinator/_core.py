@@ -131,7 +131,7 @@ class CoordinatorCore:
         self.require_kept()
         record = Record(
             self.engine,
-            [member.index for member in self.dispatcher.members.members],
+            [member.place for member in self.dispatcher.members.members],
             name=name,
             purpose=purpose,
             maker=maker,
@@ -169,8 +169,8 @@ class CoordinatorCore:
         queue, dispatcher = self.engine.queue, self.dispatcher
         workers: dict[str, PlainTree] = {
             member.name: {
-                "index": member.index,
-                "address": self.session.cluster.workers[member.index].address,
+                "index": member.place,
+                "address": self.session.cluster.workers[member.place].address,
                 "state": "leaving" if member.retired else member.state.value,
                 "in_flight": len(member.in_flight),
                 "depth": member.depth,

@@ -80,9 +80,9 @@ class Dispatcher:
         self.members = Members((), closures_in_flight, prefetch)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
-        """By index of their worker."""
-        self._finishing: dict[int, asyncio.Event] = {}
-        """Workers that are leaving, and who waits until they have nothing more."""
+        """By place of their worker."""
+        self._draining: dict[int, asyncio.Event] = {}
+        """By place of a worker that is leaving: set when it has nothing more to run."""
         self.retired: deque[int] = deque()
         """Numbers of arguments that nobody needs any more; anyone may append."""
         self.abandoned: deque[Kept] = deque()
@@ -108,7 +108,7 @@ class Dispatcher:
         self.members.start(self._now())
         for channel in self.channels.values():
             if channel.task.is_ready:
-                self.ready(channel.task)
+                self.worker_ready(channel.task)
 
     def stop(self, cause: str) -> None:
         """Ends everything: what waits and what runs is cancelled."""
@@ -202,31 +202,33 @@ class Dispatcher:
 
     def admit(self, task: TaskSession) -> None:
         """A worker may come: a new one, or another process in the place of one."""
-        channel = self.channels.get(task.index)
+        channel = self.channels.get(task.place)
         if channel is not None:
             channel.task = task
             return
-        member = self.members.add(task.index, task.name)
+        member = self.members.add(task.place, task.name)
         channel = WorkerChannel(self._session, task, member)
-        self.channels[task.index] = channel
+        self.channels[task.place] = channel
         with self.engine.lock:
             self.builder.join(channel)
 
-    async def finish(self, task: TaskSession, reason: str, patience: float) -> None:
+    async def drain_worker(
+        self, task: TaskSession, reason: str, patience: float
+    ) -> None:
         """Gives a worker nothing any more, and waits until it has ended what it runs,
         or is lost, or ``patience`` seconds have passed.
 
         Cancellation: it gets nothing all the same.
         """
-        channel = self.channels.get(task.index)
+        channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
-        self.members.retire(task.index, reason, self._now())
+        self.members.retire(task.place, reason, self._now())
         if self._stopped or not channel.member.in_flight:
             return
         if task.is_ready:
             self._say(channel, CancelSteps(self._session))
-        idle = self._finishing[task.index] = asyncio.Event()
+        idle = self._draining[task.place] = asyncio.Event()
         self.turn_soon()
         try:
             async with asyncio.timeout(patience):
@@ -239,43 +241,43 @@ class Dispatcher:
                 patience,
             )
         finally:
-            del self._finishing[task.index]
+            del self._draining[task.place]
 
-    def part(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
-        """A worker goes: what it has goes to the others. Unless ``for_good`` its place
-        is kept, for a process at another address."""
-        channel = self.channels.get(task.index)
+    def remove_worker(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
+        """A worker goes: the others get what it has. Unless ``for_good`` its place is
+        kept, for a process at another address."""
+        channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
-        self.lost(task, reason)
+        self.worker_lost(task, reason)
         if for_good:
-            del self.channels[task.index]
-            self.members.remove(task.index)
+            del self.channels[task.place]
+            self.members.remove(task.place)
             with self.engine.lock:
                 self.builder.leave(channel)
                 self.engine.notify()
 
     # ---- told by the task sessions ---------------------------------------------------
 
-    def ready(self, task: TaskSession) -> None:
+    def worker_ready(self, task: TaskSession) -> None:
         """A worker is in the session: build its resources, then use it."""
         if self._stopped:
             return
-        channel = self.channels[task.index]
+        channel = self.channels[task.place]
         self.engine.deserted = None
-        self.members.connected(task.index)
+        self.members.connected(task.place)
         channel.clear()
         # A worker that never noticed that it was lost may still hold old closures.
         self._say(channel, CancelSteps(self._session))
         self.builder.rebuild(channel)
 
-    def lost(self, task: TaskSession, reason: str) -> None:
+    def worker_lost(self, task: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
-        channel = self.channels.get(task.index)
+        channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return  # it was let go
         now = self._now()
-        orphans = self.members.lost(task.index, reason, now, counts=not task.is_moved)
+        orphans = self.members.lost(task.place, reason, now, counts=not task.is_moved)
         if self._stopped:
             return
         with self.engine.lock:
@@ -295,7 +297,7 @@ class Dispatcher:
             )
         self.turn_soon()
 
-    def heard(self, task: TaskSession, message: Message) -> None:
+    def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
@@ -303,7 +305,7 @@ class Dispatcher:
                 told = {layout.layout: layout for layout in message.layouts}
                 task.layouts.update(told)
                 if not self._stopped:
-                    channel = self.channels[task.index]
+                    channel = self.channels[task.place]
                     more = self.outcomes.take(channel, message, self._now())
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
@@ -328,7 +330,7 @@ class Dispatcher:
             records = self.builder.take_new()
             # With new resources nobody is given anything before all have begun to build
             # them: the closures that follow may need them.
-            runs = not records and self.engine.broken is None and queue.runs
+            runs = not records and self.engine.outage_error is None and queue.runs
             grants = self.members.grants(*queue.ready(now)) if runs else []
             full = queue.is_full
             work = [(grant, self._take(grant, now)) for grant in grants]
@@ -342,10 +344,10 @@ class Dispatcher:
             self.builder.add(record)
             self.turn_soon()
         for grant, closures in work:
-            channel = self.channels[grant.member.index]
+            channel = self.channels[grant.member.place]
             self._dispatch(channel, closures, low_water, now, grant.alone)
         self._clean()
-        self._tell_finished()
+        self._tell_drained()
         self._set_timer(due, now)
         self._set_alarm(now)
 
@@ -379,7 +381,7 @@ class Dispatcher:
             self.turn_soon()
         except (PeerLostError, ClosedError) as error:
             # Its session tells the same, now or in this very iteration.
-            self.lost(channel.task, str(error))
+            self.worker_lost(channel.task, str(error))
         except Exception as error:  # goes to the closures, which would wait for ever
             self._end(channel, [Ended(closure, error) for closure in unsent])
 
@@ -438,14 +440,14 @@ class Dispatcher:
             mine = [
                 kept.step
                 for kept in results
-                if (kept.worker, kept.epoch) == (member.index, member.epoch)
+                if (kept.worker, kept.epoch) == (member.place, member.epoch)
             ]
             try:
                 channel.forget(arguments, resources, mine)
             except BusyError as error:  # it is told with the next turns
                 log.info("%s: %s", channel.task.name, error)
             except PeerLostError as error:
-                self.lost(channel.task, error.reason)
+                self.worker_lost(channel.task, error.reason)
 
     def _say(self, channel: WorkerChannel, message: CancelSteps | DropResults) -> None:
         try:
@@ -454,9 +456,9 @@ class Dispatcher:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
             log.info("%s: %s", channel.task.name, error)
 
-    def _tell_finished(self) -> None:
-        for index, idle in self._finishing.items():
-            if not self.channels[index].member.in_flight:
+    def _tell_drained(self) -> None:
+        for place, idle in self._draining.items():
+            if not self.channels[place].member.in_flight:
                 idle.set()
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
@@ -466,7 +468,7 @@ class Dispatcher:
             self.retired
             or self.abandoned
             or channel.unsaid
-            or self._finishing
+            or self._draining
             or self._alarm is not None
             or self.members.alone_since is not None
         )

@@ -60,8 +60,8 @@ class ClosureEngine:
         """Where what happens is noted while a time line is taken."""
         self.lock = threading.Lock()
         self.queue = queue
-        self.broken: ZstratError | None = None
-        """Why nothing can be scheduled, for as long as that is so (a lost ps)."""
+        self.outage_error: ZstratError | None = None
+        """Raised by every call that schedules or joins, while a ps is lost."""
         self.deserted: ZstratError | None = None
         """Why work waits in vain: no worker was there for long."""
         self.hungry = True
@@ -83,7 +83,7 @@ class ClosureEngine:
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            queued = self.broken is None and self._enqueue(closure)
+            queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
             self._block(partial(self._try_put, closure), None, "schedule")
         if began:
@@ -97,7 +97,7 @@ class ClosureEngine:
         value = AsyncRemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            queued = self.broken is None and self._enqueue(closure)
+            queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
             await self._await(partial(self._try_put, closure))
         if began:
@@ -285,11 +285,11 @@ class ClosureEngine:
     def _blamed(self, ended: Iterable[Ended]) -> list[Ended]:
         """Of cancelled closures those that had begun when a parameter server was lost:
         what they did on it is not known, so they are not said to have done nothing."""
-        broken = self.broken
+        outage = self.outage_error
         return [
             item
-            if broken is None or not item.closure.attempt
-            else Ended(item.closure, broken)
+            if outage is None or not item.closure.attempt
+            else Ended(item.closure, outage)
             for item in ended
         ]
 
@@ -302,17 +302,17 @@ class ClosureEngine:
             bell.ring()
 
     def fail(self, error: ZstratError, *, lasting: bool = False) -> None:
-        """An error that belongs to no closure; ``lasting``: until `mend`."""
+        """An error that belongs to no closure; ``lasting``: until `end_outage`."""
         with self.lock:
             if lasting:
-                self.broken = error
+                self.outage_error = error
             self.queue.fail(error)
             self.notify()
 
-    def mend(self) -> None:
-        """What was broken works again."""
+    def end_outage(self) -> None:
+        """All parameter servers are there again."""
         with self.lock:
-            self.broken = None
+            self.outage_error = None
             self.notify()
 
     def fenced(self, end: int, applied: Mapping[int, Effect]) -> None:
@@ -338,7 +338,7 @@ class ClosureEngine:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
                 return None
-            if self.broken is None and not queue.is_idle:
+            if self.outage_error is None and not queue.is_idle:
                 return queue.unfinished
             self.taken_over = words
             self._close(words)
@@ -409,8 +409,8 @@ class ClosureEngine:
             self.notify()
             if failure is not None:
                 raise failure.raised_by(call)
-        if self.broken is not None:
-            raise self.broken.with_traceback(None)
+        if self.outage_error is not None:
+            raise self.outage_error.with_traceback(None)
         return None
 
     def _drained(self) -> Ready | None:
@@ -439,11 +439,11 @@ class ClosureEngine:
         self._fence_if_quiet()
         if queue.is_at_rest:
             return None
-        for error in (self.broken, self.deserted):
+        for error in (self.outage_error, self.deserted):
             if error is not None:
                 raise error.with_traceback(None)
         return lambda: bool(
-            queue.is_at_rest or queue.is_quiet or self.broken or self.deserted
+            queue.is_at_rest or queue.is_quiet or self.outage_error or self.deserted
         )
 
     def _try_put(self, closure: Closure) -> Ready | None:

@@ -1,8 +1,8 @@
 """What a program asks of its parameter servers, as coroutines on the cluster's loop.
 
 The translation from specs to requests, in one place: a spec says where a variable is.
-Law of the file: nothing is asked once a parameter server of the session is lost, as the
-model is broken then; or it is asked when that was filled again (`recovery/`).
+Law of the file: nothing is asked once a parameter server of the session is lost, as a
+part of the model is gone then; or it is asked when that was filled again (`recovery/`).
 
 A program that joins asks a parameter server for the session that another one holds.
 """
@@ -92,9 +92,8 @@ class ParameterServers:
         Raises:
             PSUnavailableError: One is; the variables that it held are gone.
         """
-        broken = self._cluster.broken
-        if broken is not None:
-            raise broken
+        if (outage := self._cluster.outage_error) is not None:
+            raise outage
         return self._cluster.client
 
     @steady

@@ -167,7 +167,9 @@ class ClusterSession:
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
+            return Cluster(
+                session, ps, {}, settings.timeouts, make, is_held_for_others=True
+            )
 
         places = [(Job.CHIEF, 0, at) for at in ps]
         look = partial(hail, ps, {}, make, settings.timeouts.connect)
@@ -242,12 +244,12 @@ class ClusterSession:
     @property
     def platform(self) -> str:
         """What the workers compute on: "cpu", "gpu" or "tpu"."""
-        return self.cluster.opened.platform
+        return self.cluster.worker_devices.platform
 
     @property
     def devices(self) -> int:
         """Local devices of one worker."""
-        return self.cluster.opened.devices
+        return self.cluster.worker_devices.devices
 
     # ---- what is done on the loop ----------------------------------------------------
 
@@ -394,7 +396,7 @@ class ClusterSession:
             exit: Workers and parameter servers drain and end as processes.
         """
         if self.taken_over is None:
-            self.cluster.end()
+            self.cluster.end_on_close()
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
         self.portal.close(self.taken_over or _CLOSED)
@@ -432,8 +434,8 @@ class ClusterSession:
 
     def readiness(self) -> str:
         """Why steps cannot be run now; "" if they can."""
-        broken = self.cluster.broken
-        return "" if broken is None else str(broken)
+        outage = self.cluster.outage_error
+        return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
         """What its coordinator counts, if it has one. From any thread."""
@@ -441,7 +443,7 @@ class ClusterSession:
         return {} if core is None else {"coordinator": core.metrics()}
 
     async def _rests(self) -> bool:
-        return self.cluster.rest.is_held and self.cluster.broken is None
+        return self.cluster.rest.is_held and self.cluster.outage_error is None
 
     def _unfinished(self, words: str) -> str | None:
         """What keeps the cluster, in words; else the coordinator, if there is one, is
