@@ -20,9 +20,7 @@ from zstrat.ps import PsClient
 from zstrat.transport import new_incarnation
 from zstrat.wire import (
     Hello,
-    JoinSession,
     Message,
-    OpenSession,
     Printed,
     SessionOpened,
     Telemetry,
@@ -35,6 +33,8 @@ from ._seen import SeenRun
 from ._store_directory import StoreDirectory
 from .connecting import (
     MakeTaskLink,
+    SessionMaker,
+    SessionOptions,
     TaskSession,
     adopted,
     all_joined,
@@ -72,17 +72,9 @@ class Cluster:
         session: The number of the session.
         ps: Addresses, by task number.
         workers: Task number to address; some numbers may be missing.
+        options: How the program holds the cluster.
         writer: The incarnation in the HELLO of the links; None: the session's number.
-        joins: Another program holds the parameter servers, and creates the variables.
-        is_held_for_others: Other programs join, and the variables stay when this one
-            ends.
-        draw: Draws the number of a session anew, which nobody has used.
-        listens: Whether workers are to say what their steps print.
-        replicas: Copies of what each parameter server holds, in other ones: 0 or 1.
-        stores_per_ps: Logical servers of each parameter server, which may move.
-        name: What the session is called. It goes on with what a program before has left
-            under that name, and is itself left there unless `end_on_close` was called.
-        begins_anew: Whether it begins with nothing if only a part of that is left.
+        draw: Draws a number for the session anew, which nobody has used.
     """
 
     def __init__(
@@ -92,24 +84,14 @@ class Cluster:
         workers: Mapping[int, str],
         timeouts: Timeouts,
         make_link: MakeTaskLink,
-        prefetch: int = 0,
+        options: SessionOptions,
         *,
         writer: int | None = None,
-        joins: bool = False,
-        is_held_for_others: bool = False,
-        listens: bool = False,
-        replicas: int = 0,
-        stores_per_ps: int = 1,
         draw: Callable[[], int] = new_incarnation,
-        name: str = "",
-        begins_anew: bool = False,
     ) -> None:
-        self.joins: Final = joins
-        self.is_shared: Final = joins or is_held_for_others
-        """Whether other programs update the variables, too."""
-        self.name: Final = name
-        self._ends_on_close = not self.is_shared and not name
-        self._begins_anew = begins_anew
+        self.options: Final = options
+        self.name: Final = options.name
+        self._ends_on_close = not options.is_shared and not options.name
         self.resumed = False
         """It goes on with what another program has left."""
         self.origin = session
@@ -118,20 +100,18 @@ class Cluster:
         """Knows the number of the session, and has all tasks enter another one."""
         self.recovery: Recovery | None = None
         """Fills parameter servers that come back empty, if that is wished."""
-        self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
         self.seen: Final = SeenRun()
         """What the tasks tell of themselves."""
         self.timeline: TimelineRun | None = None
         """The one that is taken now."""
         self._closing = False
-        self._timeouts, self._make_link, self._listens = timeouts, make_link, listens
-        self._home, self._stores_per_ps = tuple(ps), stores_per_ps
-        self._replicas = replicas
+        self._timeouts, self._make_link, self._home = timeouts, make_link, tuple(ps)
+        self._make: Final = SessionMaker(options, timeouts, make_link, self)
         self.workers: Final[list[TaskSession]] = []
         """By place; the sessions on workers that were let go are closed, and stay."""
         self.store_directory: Final = StoreDirectory(
-            list(ps) * stores_per_ps, self.workers
+            list(ps) * options.stores_per_ps, self.workers
         )
         self.membership: Final = Membership(workers)
         self.worker_sessions: Final = WorkerSessions(self.workers, self._worker_session)
@@ -139,7 +119,7 @@ class Cluster:
             self.worker_sessions, self.membership, timeouts.drain, timeouts.connect
         )
         self.ps: Final = [
-            self._server_session(store, at)
+            self._make.server(session, store, at, self.membership.size)
             for store, at in enumerate(self.store_directory.addresses)
         ]
         """By store."""
@@ -162,69 +142,30 @@ class Cluster:
         self.replication: Replication | None = None
         """Keeps second copies of what the parameter servers hold, if that is wished, or
         while stores move."""
-        if replicas or stores_per_ps > 1:
+        if options.replicas or options.stores_per_ps > 1:
             self.ensure_replication()
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
         self.fences: Final = Fences(session, self.ps, self._absent, timeouts.request)
         self.rest: Final = Rest(self.fences)
 
-    def _server_session(self, store: int, address: str) -> TaskSession:
-        opening: OpenSession | JoinSession
-        if self.joins:
-            opening = JoinSession(self.session, [], [], self._timeouts.request)
-        else:
-            opening = self._opening(self.session, store, [], [])
-        return TaskSession(
-            "ps",
-            store,
-            store,
-            address,
-            opening,
-            self._make_link,
-            self,
-            one_life=True,
-            grace=self._timeouts.reconnect,
-            turn=self._timeouts.request if self.joins else self._timeouts.turn,
-            moves=bool(self._replicas),
-        )
-
     def _worker_session(
         self, task_number: int, place: int, address: str
     ) -> TaskSession:
         directory, renewal = self.store_directory, self.renewal
-        task = TaskSession(
-            "worker",
+        task = self._make.worker(
+            renewal.worker_session,
             task_number,
             place,
             address,
-            self._opening(
-                renewal.worker_session, place, directory.addresses, directory.views
-            ),
-            self._make_link,
-            self,
-            turn=self._timeouts.turn,
-            objection=self._objection,
+            self.membership.size,
+            directory.addresses,
+            directory.views,
+            self._objection,
         )
         if renewal.farewells:
             task.renew(renewal.worker_session, renewal.farewells)
         return task
-
-    def _opening(
-        self, session: int, place: int, servers: list[str], views: list[int]
-    ) -> OpenSession:
-        return OpenSession(
-            session,
-            place,
-            self.membership.size,
-            servers,
-            self.prefetch,
-            self._listens,
-            views,
-            self.name,
-            replicas=self._replicas,
-            is_shared=self.is_shared,
-        )
 
     # ---- life ------------------------------------------------------------------------
 
@@ -235,7 +176,7 @@ class Cluster:
 
     def end_on_close(self) -> None:
         """The session is over when it is closed, whatever its name. From any thread."""
-        self._ends_on_close = not self.is_shared
+        self._ends_on_close = not self.options.is_shared
 
     async def open(self) -> None:
         """Takes all parameter servers and one worker at least; the rest joins later.
@@ -250,7 +191,7 @@ class Cluster:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.connect
-        if self.replication is not None and self._stores_per_ps > 1:
+        if self.replication is not None and self.options.stores_per_ps > 1:
             for task in self.ps[len(self._home) :]:
                 task.park()
             await self.replication.create_stores(deadline)
@@ -321,7 +262,9 @@ class Cluster:
     def recover(self, patience: float) -> None:
         """From now on parameter servers that come back empty are filled again, if they
         come back within ``patience`` seconds."""
-        assert not self.is_shared, "what other programs hold is not ours to replace"
+        assert not self.options.is_shared, (
+            "what other programs hold is not ours to replace"
+        )
         filling = patience + self._timeouts.request
         self.recovery = Recovery(self, self.renewal, patience, filling)
         if self._absent:
@@ -336,8 +279,8 @@ class Cluster:
                 self._home,
                 self._timeouts,
                 self._make_link,
-                self._replicas,
-                self._stores_per_ps,
+                self.options.replicas,
+                self.options.stores_per_ps,
                 self.name,
             )
         return self.replication
@@ -422,7 +365,9 @@ class Cluster:
             self.turnover.worker_lost()
             return
         replication = self.replication
-        if replication is None or not (self._replicas or replication.keeps(task.place)):
+        if replication is None or not (
+            self.options.replicas or replication.keeps(task.place)
+        ):
             self.store_lost(task.place, reason)
         elif replication.is_started and task.place not in self._absent:
             replication.store_lost(task, reason)
@@ -471,7 +416,7 @@ class Cluster:
             else:
                 found = await self.replication.take_over(deadline)
         except PSUnavailableError as error:
-            if not self._begins_anew:
+            if not self.options.begins_anew:
                 raise
             log.warning("all begins anew, with nothing restored yet: %s", error)
             self.renewal.renew_servers()

@@ -103,7 +103,7 @@ class CoordinatorCore:
             self.session.cluster.fences,
             self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
-            prefetch=self.session.cluster.prefetch,
+            prefetch=self.session.cluster.options.prefetch,
             worker_wait_timeout=(
                 WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
             ),

@@ -22,6 +22,7 @@ from zstrat.wire import Job
 from ._cluster import Cluster
 from ._servers import ParameterServers, session_of
 from .connecting import (
+    SessionOptions,
     addresses_of_ps,
     addresses_of_workers,
     check_replicas,
@@ -117,7 +118,7 @@ class ClusterSession:
                 All are made when this returns.
             make_link: How a task is reached; left out: over ZeroMQ.
             resume, begins_anew: What the session is called, and what becomes of it if
-                only a part is left, as of `Cluster`.
+                only a part is left, as of `SessionOptions`.
 
         Raises:
             ValueError: The indices of the parameter servers have gaps, or there cannot
@@ -140,12 +141,14 @@ class ClusterSession:
                 workers,
                 settings.timeouts,
                 make,
-                prefetch_of(settings, workers),
-                listens=settings.output == "program",
-                replicas=replicas,
-                stores_per_ps=stores_per_ps,
-                name=resume,
-                begins_anew=begins_anew,
+                SessionOptions(
+                    prefetch_of(settings, workers),
+                    listens=settings.output == "program",
+                    replicas=replicas,
+                    stores_per_ps=stores_per_ps,
+                    name=resume,
+                    begins_anew=begins_anew,
+                ),
             )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
@@ -168,7 +171,12 @@ class ClusterSession:
 
         async def cluster() -> Cluster:
             return Cluster(
-                session, ps, {}, settings.timeouts, make, is_held_for_others=True
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                SessionOptions(is_held_for_others=True),
             )
 
         places = [(Job.CHIEF, 0, at) for at in ps]
@@ -203,7 +211,13 @@ class ClusterSession:
         async def cluster() -> Cluster:
             session = await session_of(make, ps[0], settings.timeouts.connect)
             return Cluster(
-                session, ps, {}, settings.timeouts, make, writer=me, joins=True
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                SessionOptions(joins=True),
+                writer=me,
             )
 
         # A ps lets in one process as a worker: the older session is that until it ends.
@@ -304,7 +318,7 @@ class ClusterSession:
 
         Cancellation: all goes on.
         """
-        if self.cluster.is_shared:
+        if self.cluster.options.is_shared:
             yield None
             return
         rest, holder = self.cluster.rest, object()
