@@ -30,11 +30,11 @@ from zstrat.wire import (
 from ._fences import Fences
 from ._rest import Rest
 from ._seen import SeenRun
-from ._store_directory import StoreDirectory
 from .connecting import (
     MakeTaskLink,
     SessionMaker,
     SessionOptions,
+    StoreDirectory,
     TaskSession,
     adopted,
     all_joined,

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from zstrat.transport import Portal
     from zstrat.wire import PlainTree
 
-    from ._loop_side import Cancelling
     from ._session import ClusterSession
     from ._values import Kept
+    from ._waiting import Cancelling
 
 
 WORKER_WAIT: Final = 600.0
@@ -192,10 +192,10 @@ class CoordinatorCore:
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
             "steps_per_s": dispatcher.members.rate(self.portal.loop.time()),
-            "fetches": self.engine.fetches,
+            "fetches": self.engine.waiters.fetches,
             "traces": self.calls.traces,
             "turns": dispatcher.turns,
-            "dispatches": dispatcher.dispatches,
+            "dispatches": dispatcher.shipping.messages,
             "stale_completions": dispatcher.outcomes.stale,
             "ps_restores": 0 if recovery is None else recovery.restores,
             "steps_lost": 0 if recovery is None else recovery.steps_lost,

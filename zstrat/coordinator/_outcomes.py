@@ -152,7 +152,7 @@ class Outcomes:
                 error = errors.get(closure.step)
                 self._failed(channel, closure, completion, error, now)
             self._members.ended(member, ended, now)
-            self._engine.notify()
+            self._engine.waiters.notify()
             more = queue.queued > 0
         if (notes := self._engine.notes) is not None:
             notes.end(ended, time.monotonic())

@@ -211,7 +211,7 @@ class Builder:
                 with self._engine.lock:
                     member = channel.member
                     record.aborted(member.place, member.name, member.reason)
-                    self._engine.notify()
+                    self._engine.waiters.notify()
 
     def drop_soon(self, number: int) -> None:
         """Nobody holds the resource any more; from any thread, takes no lock."""
@@ -326,7 +326,7 @@ class Builder:
             else:
                 assert isinstance(error, Exception)
                 channel.failed[record.number] = record.failed(worker, name, error)
-            self._engine.notify()
+            self._engine.waiters.notify()
         self._built(channel, epoch, 1)
 
     def _built(self, channel: WorkerChannel, epoch: int, count: int) -> None:

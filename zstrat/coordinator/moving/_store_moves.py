@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator._store_directory import StoreDirectory
-    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.coordinator.connecting import StoreDirectory, TaskSession
     from zstrat.coordinator.replication import StorePlace
     from zstrat.wire import PlainTree
 

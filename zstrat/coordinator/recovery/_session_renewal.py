@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator._fences import Fences
-    from zstrat.coordinator._store_directory import StoreDirectory
-    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.coordinator.connecting import StoreDirectory, TaskSession
     from zstrat.coordinator.replication import Replication
     from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient

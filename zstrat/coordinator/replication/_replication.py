@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator._store_directory import StoreDirectory
-    from zstrat.coordinator.connecting import MakeTaskLink
+    from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
     from zstrat.ps import PsClient
     from zstrat.wire import Hello, PlainTree, SessionOpened
 

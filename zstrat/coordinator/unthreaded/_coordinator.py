@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._loop_side import Cancelling
     from zstrat.coordinator._rest import Cut
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
+    from zstrat.coordinator._waiting import Cancelling
     from zstrat.coordinator.connecting import MakeTaskLink
     from zstrat.coordinator.recovery import Recovery
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Message
 
-    from .connecting import TaskSession
+    from ._task_session import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 
