@@ -323,13 +323,13 @@ def test_a_source_that_is_lost_is_lost_as_without_moves(world, phase, last):
             await draining
 
     asyncio.run(lost())
-    world.until(lambda: world.session.cluster.broken is not None)
+    world.until(lambda: world.session.cluster.outage_error is not None)
     with pytest.raises(PSUnavailableError, match="task:0"):
         coordinator.schedule(good)
     with pytest.raises(PSUnavailableError):
         servers.drain("ps1:1")
     world.on_loop(world.ps[0].come_back, same=True)
-    world.until(lambda: world.session.cluster.broken is None)
+    world.until(lambda: world.session.cluster.outage_error is None)
     assert coordinator.schedule(good).fetch() == 1
 
 
@@ -374,7 +374,7 @@ def test_a_first_change_that_meets_a_restore_starts_nothing_before_its_end(world
     servers, _ = connected(world), world.newcomer(2)
     coordinator, (first, second) = world.coordinator(), world.ps[:2]
     world.session.recover(3600.0)
-    cut = world.on_loop(lambda: world.session.cluster.cut)
+    cut = world.on_loop(lambda: world.session.cluster.renewal.ended_steps)
     asyncio.run(world.session.remember(point := Checkpoint(), cut, 0))
     greets, asked = first.handle, []
 

@@ -49,7 +49,7 @@ class Fences:
 
     Args:
         ps: The sessions with the parameter servers.
-        absent: By index, why a server is lost for good.
+        absent: By store, why a server is lost for good.
         patience: Seconds in which a server has to answer.
     """
 
@@ -174,8 +174,8 @@ class Fences:
         behind updates of the program that wait for the line."""
         way = task.line or task.link
         while True:
-            if task.index in self._absent:
-                raise PSUnavailableError(task.name, self._absent[task.index])
+            if task.place in self._absent:
+                raise PSUnavailableError(task.name, self._absent[task.place])
             try:
                 answer = await way.submit(fence, deadline=deadline)
             except PeerLostError:

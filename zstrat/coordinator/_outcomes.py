@@ -139,20 +139,20 @@ class Outcomes:
                     continue
                 queue.end(closure)
                 if self._struck:
-                    self._healed(step, member.index)
+                    self._healed(step, member.place)
                 value = closure.value
                 value._run = (step, member.name, closure.attempt)
                 if size >= 0:
                     value._settle(layout, results[start:offset])
                 else:
-                    kept = Kept(member.index, member.epoch, step, layout)
+                    kept = Kept(member.place, member.epoch, step, layout)
                     value._settle_kept(kept)
                     self._watch(value, kept)
             for closure, completion in failures:
                 error = errors.get(closure.step)
                 self._failed(channel, closure, completion, error, now)
             self._members.ended(member, ended, now)
-            self._engine.notify()
+            self._engine.waiters.notify()
             more = queue.queued > 0
         if (notes := self._engine.notes) is not None:
             notes.end(ended, time.monotonic())
@@ -171,7 +171,7 @@ class Outcomes:
         if completion.outcome not in (OK, FAILED):
             settle(queue.retry(closure, now, SETBACK, begun=False))
             if isinstance(error, WorkerLostError):
-                self._members.leaving(member.index, error.reason, now)
+                self._members.leaving(member.place, error.reason, now)
             return
         delay = None
         if completion.outcome == OK:
@@ -184,7 +184,7 @@ class Outcomes:
         elif (lost := self._lost_server(error)) is not None:
             error = lost
         else:
-            delay = self._again(member.index, closure.step, error, now)
+            delay = self._again(member.place, closure.step, error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay, begun=True))
             return
@@ -198,7 +198,7 @@ class Outcomes:
         """What we know better than the worker of why a closure failed: our own link has
         lost a parameter server, or knows that it has lost what it held."""
         if isinstance(error, PSUnavailableError | StaleSessionError):
-            return self._engine.broken
+            return self._engine.outage_error
         return None
 
     def _healed(self, step: int, worker: int) -> None:
@@ -236,8 +236,8 @@ class Outcomes:
         if trouble.lasts(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
-        live = {worker, *(member.index for member in self._members.usable)}
-        if all(self._trouble(index, task).lasts(now) for index in live):
+        live = {worker, *(member.place for member in self._members.usable)}
+        if all(self._trouble(place, task).lasts(now) for place in live):
             return None
         return pause
 

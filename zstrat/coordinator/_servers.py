@@ -1,8 +1,8 @@
 """What a program asks of its parameter servers, as coroutines on the cluster's loop.
 
 The translation from specs to requests, in one place: a spec says where a variable is.
-Law of the file: nothing is asked once a parameter server of the session is lost, as the
-model is broken then; or it is asked when that was filled again (`recovery/`).
+Law of the file: nothing is asked once a parameter server of the session is lost, as a
+part of the model is gone then; or it is asked when that was filled again (`recovery/`).
 
 A program that joins asks a parameter server for the session that another one holds.
 """
@@ -92,9 +92,8 @@ class ParameterServers:
         Raises:
             PSUnavailableError: One is; the variables that it held are gone.
         """
-        broken = self._cluster.broken
-        if broken is not None:
-            raise broken
+        if (outage := self._cluster.outage_error) is not None:
+            raise outage
         return self._cluster.client
 
     @steady
@@ -102,7 +101,7 @@ class ParameterServers:
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
         """Creates the variables with these values, where their specs say."""
-        if self._cluster.joins:
+        if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
         with self._told_of_resuming():
@@ -123,7 +122,7 @@ class ParameterServers:
                 another shape or dtype.
         """
         timeout = initializing_timeout(entries, self._patience)
-        if self._cluster.joins:
+        if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in entries], [], timeout)
             return
         deadline = asyncio.get_running_loop().time() + timeout
@@ -140,7 +139,7 @@ class ParameterServers:
         timeout = initializing_timeout(entries, self._patience)
         # A server that waits for another program's creation says itself what is
         # missing: the caller must not give up before that answer is here.
-        return timeout + 2 * ANSWERING if self._cluster.joins else timeout
+        return timeout + 2 * ANSWERING if self._cluster.options.joins else timeout
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """These variables were created just now, and cannot be saved: they begin anew
@@ -204,7 +203,7 @@ class ParameterServers:
     @steady
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
-        if self._cluster.joins:
+        if self._cluster.options.joins:
             await self._wait_for(
                 [], [AwaitedOptimizer(optimizer, name)], self._patience
             )
@@ -264,7 +263,7 @@ class ParameterServers:
     ) -> None:
         """Removes what a creation that failed has left on its servers."""
         # Where another program holds the session, this one has created nothing.
-        if not self._cluster.joins:
+        if not self._cluster.options.joins:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
             await self.client.withdraw(refs, optimizers)
             if self._inventory is not None:

@@ -22,6 +22,7 @@ from zstrat.wire import Job
 from ._cluster import Cluster
 from ._servers import ParameterServers, session_of
 from .connecting import (
+    SessionOptions,
     addresses_of_ps,
     addresses_of_workers,
     check_replicas,
@@ -117,7 +118,7 @@ class ClusterSession:
                 All are made when this returns.
             make_link: How a task is reached; left out: over ZeroMQ.
             resume, begins_anew: What the session is called, and what becomes of it if
-                only a part is left, as of `Cluster`.
+                only a part is left, as of `SessionOptions`.
 
         Raises:
             ValueError: The indices of the parameter servers have gaps, or there cannot
@@ -140,12 +141,14 @@ class ClusterSession:
                 workers,
                 settings.timeouts,
                 make,
-                prefetch_of(settings, workers),
-                listens=settings.output == "program",
-                replicas=replicas,
-                stores_per_ps=stores_per_ps,
-                name=resume,
-                begins_anew=begins_anew,
+                SessionOptions(
+                    prefetch_of(settings, workers),
+                    listens=settings.output == "program",
+                    replicas=replicas,
+                    stores_per_ps=stores_per_ps,
+                    name=resume,
+                    begins_anew=begins_anew,
+                ),
             )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
@@ -167,7 +170,14 @@ class ClusterSession:
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
+            return Cluster(
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                SessionOptions(is_held_for_others=True),
+            )
 
         places = [(Job.CHIEF, 0, at) for at in ps]
         look = partial(hail, ps, {}, make, settings.timeouts.connect)
@@ -201,7 +211,13 @@ class ClusterSession:
         async def cluster() -> Cluster:
             session = await session_of(make, ps[0], settings.timeouts.connect)
             return Cluster(
-                session, ps, {}, settings.timeouts, make, writer=me, joins=True
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                SessionOptions(joins=True),
+                writer=me,
             )
 
         # A ps lets in one process as a worker: the older session is that until it ends.
@@ -242,12 +258,12 @@ class ClusterSession:
     @property
     def platform(self) -> str:
         """What the workers compute on: "cpu", "gpu" or "tpu"."""
-        return self.cluster.opened.platform
+        return self.cluster.worker_devices.platform
 
     @property
     def devices(self) -> int:
         """Local devices of one worker."""
-        return self.cluster.opened.devices
+        return self.cluster.worker_devices.devices
 
     # ---- what is done on the loop ----------------------------------------------------
 
@@ -302,7 +318,7 @@ class ClusterSession:
 
         Cancellation: all goes on.
         """
-        if self.cluster.is_shared:
+        if self.cluster.options.is_shared:
             yield None
             return
         rest, holder = self.cluster.rest, object()
@@ -394,7 +410,7 @@ class ClusterSession:
             exit: Workers and parameter servers drain and end as processes.
         """
         if self.taken_over is None:
-            self.cluster.end()
+            self.cluster.end_on_close()
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
         self.portal.close(self.taken_over or _CLOSED)
@@ -432,8 +448,8 @@ class ClusterSession:
 
     def readiness(self) -> str:
         """Why steps cannot be run now; "" if they can."""
-        broken = self.cluster.broken
-        return "" if broken is None else str(broken)
+        outage = self.cluster.outage_error
+        return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
         """What its coordinator counts, if it has one. From any thread."""
@@ -441,7 +457,7 @@ class ClusterSession:
         return {} if core is None else {"coordinator": core.metrics()}
 
     async def _rests(self) -> bool:
-        return self.cluster.rest.is_held and self.cluster.broken is None
+        return self.cluster.rest.is_held and self.cluster.outage_error is None
 
     def _unfinished(self, words: str) -> str | None:
         """What keeps the cluster, in words; else the coordinator, if there is one, is

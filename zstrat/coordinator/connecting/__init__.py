@@ -12,6 +12,9 @@ from ._open_sessions import Place as Place
 from ._open_sessions import SessionClaim as SessionClaim
 from ._open_sessions import connected as connected
 from ._open_sessions import open_sessions as open_sessions
+from ._session_maker import SessionMaker as SessionMaker
+from ._session_maker import SessionOptions as SessionOptions
+from ._store_directory import StoreDirectory as StoreDirectory
 from ._task_links import MakeTaskLink as MakeTaskLink
 from ._task_links import TaskLink as TaskLink
 from ._task_links import addresses_of_ps as addresses_of_ps

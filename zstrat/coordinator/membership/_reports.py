@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-MOST: Final = 1024
-"""Workers that are on their way at a time; others wait at their server in vain."""
+MAX_ANSWERING: Final = 1024
+"""Reports that are answered at a time; other workers wait at their server in vain."""
 
 NOT_WISHED: Final = (
     "the program takes no workers that report themselves: it does so behind "
@@ -31,7 +31,7 @@ NOT_WISHED: Final = (
 class TakingWorkers(Protocol):
     """What takes a worker in (`Turnover`)."""
 
-    async def report(self, address: str, number: int, patience: float) -> int:
+    async def report(self, address: str, task_number: int, patience: float) -> int:
         """Returns the number of a worker that has reported itself, when it is in the
         session; at once if it asks for a number, by -1."""
         ...
@@ -46,9 +46,9 @@ class AnsweredReports:
         self._taking = taking
         self._answering: set[asyncio.Task[None]] = set()
 
-    def heard(self, server: TaskSession, message: WorkerReported) -> None:
+    def report_received(self, server: TaskSession, message: WorkerReported) -> None:
         """A worker has reported itself at the server."""
-        if len(self._answering) >= MOST:
+        if len(self._answering) >= MAX_ANSWERING:
             return
         answering = asyncio.get_running_loop().create_task(
             self._answer(server, message), name=f"a worker at {message.address:.80}"
@@ -64,20 +64,23 @@ class AnsweredReports:
             await asyncio.wait(list(self._answering))
 
     async def _answer(self, server: TaskSession, message: WorkerReported) -> None:
-        session, report, index = message.session, message.report, message.index
+        session, report = message.session, message.report
+        task_number = message.index
         try:
             if not self.are_wished:
                 raise PermissionDeniedError(NOT_WISHED)
-            index = await self._taking.report(message.address, index, message.patience)
-            answer = AnswerReport(session, report, index)
+            task_number = await self._taking.report(
+                message.address, task_number, message.patience
+            )
+            answer = AnswerReport(session, report, task_number)
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
             log.warning("no worker at %.80s: %s", message.address, error)
             plain = cast("PlainTree", to_wire(error))
-            answer = AnswerReport(session, report, index, plain)
-        server.link.submit(answer).add_done_callback(_heed)
+            answer = AnswerReport(session, report, task_number, plain)
+        server.link.submit(answer).add_done_callback(_log_error)
 
 
-def _heed(answer: asyncio.Future[Message]) -> None:
+def _log_error(answer: asyncio.Future[Message]) -> None:
     """A server that was lost tells us again, or the worker tells another one."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("answering a worker that has reported itself: %s", error)

@@ -185,7 +185,7 @@ class Workers:
 
     def bind(self, why: str) -> int:
         """No worker that is new to the cluster is taken any more, for that reason;
-        returns how many indices were given."""
+        returns how many places were given."""
         membership = self._session.cluster.turnover.membership
 
         async def bound() -> int:

@@ -166,10 +166,6 @@ class TimedCluster(Protocol):
         """A way to each second copy that has all."""
         ...
 
-    def session_of(self, task: TaskSession) -> int:
-        """The number that the task knows its session by."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class TimelineBounds:
@@ -283,7 +279,7 @@ class TimelineRun:
     async def _begin_tasks(self) -> None:
         cluster, bounds = self._cluster, self._bounds
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
-        self._tasks = [CapturedTask(task, cluster.session_of(task)) for task in ready]
+        self._tasks = [CapturedTask(task, task.session) for task in ready]
         self._backups = cluster.backups()
         self._tasks += [CapturedTask(task, cluster.session) for task in self._backups]
         deadline = self._deadline()

@@ -11,3 +11,4 @@ from ._recovery import RecoveringCluster as RecoveringCluster
 from ._recovery import Recovery as Recovery
 from ._recovery import count as count
 from ._recovery import steady as steady
+from ._session_renewal import SessionRenewal as SessionRenewal
