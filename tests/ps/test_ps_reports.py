@@ -113,6 +113,17 @@ async def test_one_connection_does_not_take_the_place_of_others(server):
     report(server)
 
 
+async def test_a_worker_whose_connection_broke_reports_itself_again(server):
+    first = report(server)
+    chief = opened(server, Heard())
+    second = report(server)
+    with pytest.raises(BusyError, match="reported again"):
+        await first
+    server.ask(AnswerReport(SESSION, chief.told[-1].report, 4), chief)
+    assert (await second).index == 4
+    assert len(chief.told) == 2
+
+
 async def test_only_workers_report_and_only_coordinators_answer(server):
     for role in (Job.CHIEF, Job.PS, Job.EVALUATOR, Job.OBSERVER):
         with pytest.raises(PermissionDeniedError, match="from worker"):

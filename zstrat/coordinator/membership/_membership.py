@@ -18,6 +18,7 @@ removed no resolver brings back, and it does not come back by itself.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
 
 PROMISES: Final = 1024
-"""Numbers that are kept for workers which may never come."""
+"""Numbers that are kept for workers which may never come; and as many indices."""
+
+LARGEST: Final = 2**31 - 1
+"""The largest number that a worker may ask for."""
 
 
 class Presence(enum.Enum):
@@ -94,6 +98,8 @@ class _Worker:
     has_come: bool = False
     """It was in the session: what was added and never came leaves its number to the
     next one."""
+    is_own_word: bool = False
+    """It has reported itself with this number: if it never comes, that is nobody's."""
 
     @property
     def is_unknown(self) -> bool:
@@ -188,7 +194,8 @@ class Membership:
         return ReleaseWorker(worker.index)
 
     def withdraw(self, index: int) -> None:
-        """What was added did not come, and is not there."""
+        """What was added did not come, and is not there. A number that it was promised
+        stays its own."""
         worker = self._workers[index]
         worker.presence = Presence.REMOVED if worker.is_dismissed else Presence.AWAY
 
@@ -196,6 +203,7 @@ class Membership:
         """The worker was in the session: its number is its own."""
         worker = self._workers[index]
         worker.has_come, worker.is_dismissed = True, False
+        self._promised.pop(worker.address, None)
 
     # ---- a worker's own word ---------------------------------------------------------
 
@@ -207,11 +215,11 @@ class Membership:
             PermissionDeniedError, InvalidArgumentError: As `reported`.
         """
         known = self._find(address)
-        if known is not None and known.has_come:
+        if known is not None and (known.has_come or known.is_present):
             return known.number
         self._require_indices(address)
         if address not in self._promised:
-            self._promised[address] = self._highest() + 1
+            self._promised[address] = self._fresh()
         if len(self._promised) > PROMISES:
             self._promised.popitem(last=False)
         return self._promised[address]
@@ -227,7 +235,13 @@ class Membership:
         known = self._find(address)
         if known is not None and known.is_present and known.number == number:
             return known.index
-        return self.add(address, number)
+        if number > LARGEST:
+            raise InvalidArgumentError(
+                f"worker {number} at {address}: expected an --index up to {LARGEST}"
+            )
+        wanted = self.add(address, number)
+        self._workers[wanted.index].is_own_word = True
+        return wanted
 
     def _find(self, address: str) -> _Worker | None:
         known = self._at(address)
@@ -330,23 +344,38 @@ class Membership:
         spare = [
             worker.number
             for worker in self._workers
-            if worker.presence is Presence.AWAY and not worker.has_come
+            if worker.presence is Presence.AWAY
+            and not (worker.has_come or worker.is_own_word)
         ]
-        return min(spare) if spare else self._highest() + 1
+        return min(spare) if spare else self._fresh()
 
-    def _highest(self) -> int:
-        return max((*self._numbers, *self._promised.values()), default=-1)
+    def _fresh(self) -> int:
+        """A number that nobody has had: one more than the highest, if there is one."""
+        had = {w.number for w in self._workers if not (w.is_unknown and w.is_own_word)}
+        had.update(self._promised.values())
+        highest = max(had, default=-1)
+        if highest < LARGEST:
+            return highest + 1
+        return next(number for number in itertools.count() if number not in had)
 
     def _require_indices(self, address: str) -> None:
         if self._bound is not None:
             raise InvalidArgumentError(self._no_index(address))
 
     def _enter(self, number: int, address: str, *, is_listed: bool = True) -> _Worker:
-        worker = _Worker(len(self._workers), number, address, is_listed=is_listed)
-        self._workers.append(worker)
+        index = self._index()
+        worker = _Worker(index, number, address, is_listed=is_listed)
+        self._workers[index : index + 1] = [worker]
         self._numbers[number] = worker
-        self._promised.pop(address, None)
         return worker
+
+    def _index(self) -> int:
+        """The next one; or that of the first that never came, where these are many."""
+        unknown = [worker for worker in self._workers if worker.is_unknown]
+        if len(unknown) < PROMISES:
+            return len(self._workers)
+        del self._numbers[unknown[0].number]
+        return unknown[0].index
 
     def _revive(self, worker: _Worker, address: str, *, is_listed: bool) -> AdmitWorker:
         worker.presence, worker.address = Presence.PRESENT, address

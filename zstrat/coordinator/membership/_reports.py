@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
-from zstrat.errors import PermissionDeniedError, ZstratError, to_wire
+from zstrat.errors import (
+    DeadlineExceededError,
+    PermissionDeniedError,
+    ZstratError,
+    to_wire,
+)
+from zstrat.transport import Seldom
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -21,6 +28,11 @@ log = logging.getLogger("zstrat.coordinator")
 
 MOST: Final = 1024
 """Workers that are on their way at a time; others wait at their server in vain."""
+
+GREETED: Final = 64
+"""Of these, those that are greeted at a time: each takes four descriptors until it has
+come, of which a program may have as few as 1024, and the address is a stranger's word.
+The others wait for their turn."""
 
 NOT_WISHED: Final = (
     "the program takes no workers that report themselves: it does so behind "
@@ -45,6 +57,8 @@ class AnsweredReports:
         self.are_wished = False
         self._taking = taking
         self._answering: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(GREETED)
+        self._seldom = Seldom(time.monotonic)
 
     def heard(self, server: TaskSession, message: WorkerReported) -> None:
         """A worker has reported itself at the server."""
@@ -64,17 +78,33 @@ class AnsweredReports:
             await asyncio.wait(list(self._answering))
 
     async def _answer(self, server: TaskSession, message: WorkerReported) -> None:
-        session, report, index = message.session, message.report, message.index
+        session, report = message.session, message.report
         try:
             if not self.are_wished:
                 raise PermissionDeniedError(NOT_WISHED)
-            index = await self._taking.report(message.address, index, message.patience)
-            answer = AnswerReport(session, report, index)
+            answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            log.warning("no worker at %.80s: %s", message.address, error)
+            if self._seldom.may_say():
+                words = "no worker at %.80s: %s (%d so far)"
+                log.warning(words, message.address, error, self._seldom.count)
             plain = cast("PlainTree", to_wire(error))
-            answer = AnswerReport(session, report, index, plain)
+            answer = AnswerReport(session, report, -1, plain)
         server.link.submit(answer).add_done_callback(_heed)
+
+    async def _taken(self, message: WorkerReported) -> int:
+        address, index, patience = message.address, message.index, message.patience
+        if index < 0:
+            return await self._taking.report(address, index, patience)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        async with self._turns:
+            left = deadline - loop.time()
+            if left < 0:
+                raise DeadlineExceededError(
+                    f"{GREETED} workers that have reported themselves are greeted at a "
+                    f"time, and worker {index} had no turn: report again"
+                )
+            return await self._taking.report(address, index, left)
 
 
 def _heed(answer: asyncio.Future[Message]) -> None:
