@@ -94,12 +94,14 @@ def test_no_report_keeps_numbers_from_those_that_come(reported):
     reported.workers.accept_joining()
     with pytest.raises(InvalidArgumentError, match="an --index up to 2147483647"):
         reported("late:1", 2**64 - 1)
-    for patience in (0.0, float("nan")):
-        with pytest.raises(DeadlineExceededError):
+    for address in ("nowhere:1", "late:1"):
+        reported.world.newcomer(address).alive = False
+    for patience in (0.01, float("nan")):
+        with pytest.raises(DeadlineExceededError, match="nowhere:1"):
             reported("nowhere:1", 2**31 - 1, patience)
     assert reported("late:1") == 1
-    with pytest.raises(DeadlineExceededError):
-        reported("late:1", 1, 0.0)
+    with pytest.raises(DeadlineExceededError, match="late:1"):
+        reported("late:1", 1, 0.01)
     assert reported("later:1") == 2
     assert reported("late:1") == 1, "it is nobody else's"
 

@@ -88,6 +88,21 @@ async def test_a_program_that_comes_back_or_follows_is_told_again(server):
     assert (await waiting).index == 1
 
 
+async def test_an_answer_for_the_process_before_is_nobodys(server):
+    before = Gated()
+    first = report(before)
+    chief = opened(before, Heard())
+    waiting = report(server, peer=OTHER)
+    opened(server, Heard())
+    late = AnswerReport(SESSION, chief.told[0].report, 4)
+    assert server.ask(late, caller(Job.CHIEF)) == Done()
+    assert not waiting.done()
+    await before.service.drain()
+    with pytest.raises(UnavailableError):
+        await first
+    server.service.lost(OTHER, "ended")
+
+
 @pytest.mark.parametrize(
     ("holds", "words"),
     [(None, "no program has opened"), (False, "is gone within"), (True, "not taken")],

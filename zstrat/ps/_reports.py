@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, DeadlineExceededError, from_wire
+from zstrat.transport import new_incarnation
 from zstrat.wire import AnswerReport, Message, ReportWorker, WorkerReported
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class WorkerReports:
     ) -> None:
         self._task, self._ownership, self._tell = task, ownership, tell
         self._waiting: dict[int, _WaitingReport] = {}
-        self._numbers = itertools.count(1)
+        # An answer that was meant for the process before finds nobody here.
+        self._numbers = itertools.count(new_incarnation())
 
     def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
         """The answer of the program; DeadlineExceededError at the latest when the

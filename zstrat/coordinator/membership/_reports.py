@@ -34,6 +34,10 @@ GREETED: Final = 64
 come, of which a program may have as few as 1024, and the address is a stranger's word.
 The others wait for their turn."""
 
+EARLIER: Final = 0.9
+"""The part of a worker's patience behind which it hears from us what is in the way:
+before its server says that nobody has answered."""
+
 NOT_WISHED: Final = (
     "the program takes no workers that report themselves: it does so behind "
     "strategy.workers.accept_joining()"
@@ -92,7 +96,8 @@ class AnsweredReports:
         server.link.submit(answer).add_done_callback(_heed)
 
     async def _taken(self, message: WorkerReported) -> int:
-        address, index, patience = message.address, message.index, message.patience
+        address, index = message.address, message.index
+        patience = EARLIER * message.patience
         if index < 0:
             return await self._taking.report(address, index, patience)
         loop = asyncio.get_running_loop()
