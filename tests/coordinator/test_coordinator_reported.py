@@ -15,7 +15,7 @@ from zstrat.errors import (
     PermissionDeniedError,
     from_wire,
 )
-from zstrat.wire import WorkerReported
+from zstrat.wire import OpenSession, WorkerReported
 
 
 @zs.function
@@ -50,12 +50,29 @@ def reported(make_world):
 
 def test_a_worker_that_reports_itself_is_refused_unless_that_is_wished(reported):
     with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
-        reported("late:1")
+        reported("late:1", patience=0.01)
     reported.workers.accept_joining()
     assert reported("late:1") == 1
     reported.workers.accept_joining(False)
     with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
         reported("late:1")
+
+
+def test_a_worker_that_waited_for_the_program_is_taken_in(make_world):
+    world = make_world(workers=1)
+    server, handle = world.ps[0], world.ps[0].handle
+
+    def tells_before_it_answers(message):
+        if isinstance(message, OpenSession):
+            told = WorkerReported(message.session, 1, "early:1", -1, 20.0)
+            server.link.say(told)
+        return handle(message)
+
+    server.handle = tells_before_it_answers
+    world.connect()
+    Workers(world.session).accept_joining()
+    world.until(lambda: server.answers)
+    assert [(each.index, each.error) for each in server.answers] == [(1, None)]
 
 
 def test_a_worker_that_reports_itself_gets_a_number_and_closures(reported):

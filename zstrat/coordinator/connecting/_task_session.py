@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -52,6 +53,10 @@ T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
+
+EARLY: Final = 2048
+"""Notices that are kept until the task has answered: those of all workers that may wait
+at it, and some more."""
 
 
 class TaskSessionEvents(Protocol):
@@ -160,6 +165,9 @@ class TaskSession:
         """The level at which its loss was logged: that of its return, too."""
         self._timer: asyncio.TimerHandle | None = None
         self._asked: asyncio.Future[Message] | None = None
+        self._early: deque[Message] = deque(maxlen=EARLY)
+        """What a task with one life has told before it answered that it is ours: that a
+        backup is lost, say, or that a worker waits."""
         self._entered: asyncio.Event = asyncio.Event()
         self._closed = False
         self._make_link, self._expect, self._place = make_link, (job, task), 0
@@ -408,13 +416,18 @@ class TaskSession:
             self._absence = loop.call_later(grace, self._leave, error.reason, level)
 
     def _heard(self, message: Message) -> None:
-        if self.is_ready and not self._closed:
+        if self._closed:
+            return
+        if self.is_ready:
             self._events.heard(self, message)
+        elif self._one_life and self._asked is not None:
+            self._early.append(message)
 
     # ---- entering the session --------------------------------------------------------
 
     def _ask(self) -> None:
         self._stop_asking()
+        self._early.clear()
         opening = self._reopening if self.is_ready else self._opening
         if not self.is_ready:
             for farewell in self._farewells:
@@ -489,6 +502,8 @@ class TaskSession:
         level, self._missed = self._missed or logging.INFO, None
         log.log(level, "%s at %s is %s", self.name, self.address, where)
         self._events.ready(self)
+        while self._early and self.is_ready:
+            self._heard(self._early.popleft())
 
     def _decline(self, error: ZstratError) -> None:
         """It is not taken, as it is now: asked again when it greets anew."""

@@ -7,6 +7,7 @@ takes them only if it says so: who is in its cluster is its own business. On the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Final, Protocol, cast, final
@@ -34,6 +35,10 @@ GREETED: Final = 64
 come, of which a program may have as few as 1024, and the address is a stranger's word.
 The others wait for their turn."""
 
+UNDECIDED: Final = 10.0
+"""Seconds that a program has to say that it takes such workers: some may have waited
+for it, and its strategy has to be made before it can say so."""
+
 EARLIER: Final = 0.9
 """The part of a worker's patience behind which it hears from us what is in the way:
 before its server says that nobody has answered."""
@@ -55,14 +60,19 @@ class TakingWorkers(Protocol):
 
 @final
 class AnsweredReports:
-    """Those of one session. ``are_wished``: the program takes such workers."""
+    """Those of one session."""
 
     def __init__(self, taking: TakingWorkers) -> None:
-        self.are_wished = False
+        self._are_wished, self._said = False, asyncio.Event()
         self._taking = taking
         self._answering: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(GREETED)
         self._seldom = Seldom(time.monotonic)
+
+    def accept(self, are_wished: bool) -> None:
+        """The program takes such workers from now on, or none any more."""
+        self._are_wished = are_wished
+        self._said.set()
 
     def heard(self, server: TaskSession, message: WorkerReported) -> None:
         """A worker has reported itself at the server."""
@@ -84,8 +94,6 @@ class AnsweredReports:
     async def _answer(self, server: TaskSession, message: WorkerReported) -> None:
         session, report = message.session, message.report
         try:
-            if not self.are_wished:
-                raise PermissionDeniedError(NOT_WISHED)
             answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
             if self._seldom.may_say():
@@ -97,7 +105,12 @@ class AnsweredReports:
 
     async def _taken(self, message: WorkerReported) -> int:
         address, index = message.address, message.index
-        patience = EARLIER * message.patience
+        patience = EARLIER * max(0.0, message.patience)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(patience, UNDECIDED)):
+                await self._said.wait()
+        if not self._are_wished:
+            raise PermissionDeniedError(NOT_WISHED)
         if index < 0:
             return await self._taking.report(address, index, patience)
         loop = asyncio.get_running_loop()

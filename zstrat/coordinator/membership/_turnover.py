@@ -122,8 +122,7 @@ class Turnover:
         Cancellation: it is not taken in, unless it was there before.
         """
         check_told(address)
-        patience = min(max(0.0, patience), self._arrival)  # a stranger says it
-        deadline = asyncio.get_running_loop().time() + patience
+        deadline = asyncio.get_running_loop().time() + min(patience, self._arrival)
         async with self._lock:
             if number < 0:
                 return self.membership.promise(address)
