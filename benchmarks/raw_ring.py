@@ -18,8 +18,8 @@ import zmq
 
 MiB = 2**20
 CHUNK: Final = MiB
-"""The most that is taken from a socket at once: it is still in the cache when added. With
-ZeroMQ a message: longer ones wait for fresh memory, page by page."""
+"""The most that is taken from a socket at once: it is still in the cache when added.
+With ZeroMQ a message: longer ones wait for fresh memory, page by page."""
 
 
 class Ring:
@@ -130,7 +130,7 @@ class ZmqRing:
             self._receive(into, is_sum=hop < self._size - 1)
 
     def close(self) -> None:
-        """Ends when all ranks have come here: one may still wait for another's bytes."""
+        """Ends when all ranks have come here: one may still wait for bytes."""
         self.sum(np.zeros(self._size, np.float32))
         self.sum(np.zeros(self._size, np.float32))
         self._before.close()

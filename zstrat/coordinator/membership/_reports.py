@@ -119,8 +119,8 @@ class AnsweredReports:
             left = deadline - loop.time()
             if left < 0:
                 raise DeadlineExceededError(
-                    f"{MAX_GREETED} workers that have reported themselves are greeted at a "
-                    f"time, and worker {index} had no turn: report again"
+                    f"{MAX_GREETED} workers that have reported themselves are greeted "
+                    f"at a time, and worker {index} had no turn: report again"
                 )
             return await self._taking.report(address, index, left)
 
