@@ -158,18 +158,18 @@ def test_what_never_comes_takes_no_room_for_ever():
     membership = Membership({0: "host:1"})
     for number in range(1, 3000):
         wanted = membership.reported(f"nowhere:{number}", number)
-        membership.withdraw(wanted.index)
+        membership.withdraw(wanted.place)
     assert membership.size == 1 + 1024
     assert membership.promise("late:1") == 1
     wanted = membership.reported("late:1", 1)
-    membership.came(wanted.index)
+    membership.came(wanted.place)
     assert membership.addresses == {0: "host:1", 1: "late:1"}
 
 
 def test_numbers_end_and_are_found_below():
     membership = Membership({0: "host:1", 1: "host:2"})
     far = membership.reported("far:1", 2**31 - 1)
-    membership.came(far.index)
+    membership.came(far.place)
     assert [membership.promise(f"late:{n}") for n in (1, 2)] == [2, 3]
 
 

@@ -115,7 +115,8 @@ class Turnover:
                 await task.wait_ready(deadline)
             except ClosedError:
                 raise BusyError(
-                    f"worker {task_number} at {address} is let go just now: report again"
+                    f"worker {task_number} at {address} is let go just now: report "
+                    "again"
                 ) from None
         else:
             await self._take_in(wanted, task, deadline, "it has reported itself")
