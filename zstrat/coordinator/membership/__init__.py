@@ -1,5 +1,5 @@
-"""Workers that come and go while a program trains: who is in the cluster, and which
-data they read."""
+"""Workers that come and go while a program trains, and the data that each of them
+reads."""
 
 from __future__ import annotations
 
