@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ClosedError, ZstratError
 from zstrat.transport import ThreadBell
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
 
-T = TypeVar("T")
 ANSWERING: Final = 1.0
 """Seconds that an interrupt waits for the loop to say how much it has cancelled."""
 

@@ -10,7 +10,6 @@ from ._membership import Membership as Membership
 from ._membership import MoveWorker as MoveWorker
 from ._membership import RefuseWorker as RefuseWorker
 from ._membership import ReleaseWorker as ReleaseWorker
-from ._resolver_watch import ResolverWatch as ResolverWatch
 from ._turnover import Turnover as Turnover
 from ._worker_sessions import WorkerSessions as WorkerSessions
 from ._workers import ChangingSession as ChangingSession
