@@ -81,9 +81,9 @@ class Dispatcher:
         self._draining: dict[int, asyncio.Event] = {}
         """By place of a worker that is leaving: set when it has nothing more to run."""
         self.retired: deque[int] = deque()
-        """Numbers of arguments that nobody needs any more; anyone may append."""
+        """Numbers of arguments that no closure needs any more; any thread appends."""
         self.abandoned: deque[Kept] = deque()
-        """Kept results that nobody can fetch any more; anyone may append."""
+        """Kept results whose values are gone; any thread appends."""
         self.builder = Builder(engine, self.members, self.channels, self.turn_soon)
         self.outcomes = Outcomes(engine, self.members, self.abandoned)
         self.shipping = ClosureShipping(
@@ -120,6 +120,7 @@ class Dispatcher:
         self.cancel_running()
         now = self._now()
         self.engine.close(cause)
+        # A worker may still run what it had: none of it may change a variable now.
         self.fence(self.queue.steps.next, [])
         with self.engine.lock:
             for member in self.members.members:
@@ -138,26 +139,27 @@ class Dispatcher:
             self.cancel_running()
 
     def cancel_running(self) -> None:
-        """Drops what the workers have not begun."""
+        """Has the workers hand back closures that they have not begun."""
         for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
                 self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Nothing begins any more, and what the workers have not begun comes back."""
+        """Hands out no closure that has not begun before, so that the session comes to
+        rest; `release` has to follow."""
         with self.engine.lock:
             self.queue.held = True
         self.cancel_running()
         self.turn_soon()
 
     def release(self) -> None:
-        """All goes on."""
+        """Hands closures out again, behind `hold`."""
         with self.engine.lock:
             self.queue.held = False
         self.turn_soon()
 
     def suspend(self, yes: bool) -> None:
-        """Nothing is handed out, not even what may have begun; or all goes on."""
+        """Hands nothing out, not even closures that may have begun; or all again."""
         with self.engine.lock:
             self.queue.suspended = yes
         if yes:
@@ -165,19 +167,24 @@ class Dispatcher:
         self.turn_soon()
 
     def enter(self, session: int) -> None:
-        """The workers are in another session, or enter it now."""
+        """Sends everything for another session from now on, which the workers enter."""
         self._session = session
         self._marking.enter(session)
         for channel in self.channels.values():
             channel.session = session
 
     def fence(self, end: int, doubtful: list[int]) -> None:
-        """Has all steps below ``end`` be over on the parameter servers, and tells the
-        engine which of the doubtful ones were applied."""
+        """Closes all steps below ``end`` on the parameter servers, and tells the engine
+        which of the doubtful ones were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
     async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
-        """Fetches a result that stayed on its worker."""
+        """Fetches a result that stayed on its worker.
+
+        Raises:
+            ClosureAbortedError: The worker is lost, or has connected anew since.
+            DeadlineExceededError: It did not answer until ``deadline`` (loop time).
+        """
         channel = self.channels.get(kept.worker)
         name = "its worker" if channel is None else channel.member.name
         gone = ClosureAbortedError(
@@ -300,7 +307,8 @@ class Dispatcher:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
-                # Those who come after us need them too: they are told once.
+                # A worker tells each layout once per session: they are kept with the
+                # task, as the next coordinator of this session needs them, too.
                 told = {layout.layout: layout for layout in message.layouts}
                 task.layouts.update(told)
                 if not self._stopped:
@@ -327,8 +335,8 @@ class Dispatcher:
         now, queue = self._now(), self.queue
         with self.engine.lock:
             records = self.builder.take_new()
-            # With new resources nobody is given anything before all have begun to build
-            # them: the closures that follow may need them.
+            # No worker gets a closure before all have begun to build new resources: the
+            # closures that follow may need them.
             runs = not records and self.engine.outage_error is None and queue.runs
             grants = self.members.grants(*queue.ready(now)) if runs else []
             full = queue.is_full
@@ -358,7 +366,7 @@ class Dispatcher:
     # ---- upkeep ----------------------------------------------------------------------
 
     def _clean(self) -> None:
-        """Has the workers forget what nobody needs any more."""
+        """Tells workers which arguments, resources and results they may forget."""
         arguments = _emptied(self.retired)
         resources = self.builder.dropped()
         results = _emptied(self.abandoned)
@@ -415,7 +423,8 @@ class Dispatcher:
             self._timer = loop.call_at(due, self.turn_soon)
 
     def _set_alarm(self, now: float) -> None:
-        """Ends the wait for a worker when nobody is there and there is work."""
+        """Arms the timer that ends the wait for a worker, while none is there and there
+        is work; disarms it otherwise."""
         waits = self.members.alone_since is not None and self.engine.needs_worker
         if waits and self._alarm is None:
             loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ClosedError, ZstratError
 from zstrat.transport import ThreadBell
@@ -31,17 +31,16 @@ if TYPE_CHECKING:
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
 
-T = TypeVar("T")
 ANSWERING: Final = 1.0
 """Seconds that an interrupt waits for the loop to say how much it has cancelled."""
 
 
 class ClosureEngine:
-    """The queue with its lock, and all who wait for it."""
+    """The queue with its lock, and the calls of the user that wait for it."""
 
     def __init__(self, queue: Queue, loop: LoopSide) -> None:
         self.loop = loop
-        # A value asks its engine; whoever fetches one waits without the lock.
+        # Plain attributes, as values ask their engine: fetching takes no lock.
         self.bring: Callable[[Kept], list[np.ndarray]] = loop.bring
         self.bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
             loop.bring_async
@@ -162,7 +161,7 @@ class ClosureEngine:
         with self.lock:
             self._wanted += 1
         try:
-            self.loop.wake()  # if nobody is there, the loop has to count the seconds
+            self.loop.wake()  # without a worker the loop has to count the seconds
             self.waiters.block(partial(self._try_until, ready, what), timeout, what)
         finally:
             with self.lock:
@@ -174,7 +173,7 @@ class ClosureEngine:
 
     @property
     def needs_worker(self) -> bool:
-        """Whether somebody waits for something that only a worker can do."""
+        """Whether a call waits for what only a worker can do."""
         return self._wanted > 0 or not self.queue.is_idle
 
     async def rest_async(self) -> None:
@@ -188,7 +187,7 @@ class ClosureEngine:
     # ---- the loop --------------------------------------------------------------------
 
     def drain(self, wish: Cancelling | None) -> bool:
-        """Cancels what waits: as somebody wishes it, or else if an error is there.
+        """Cancels closures that wait: for a wish, or else because one has failed.
 
         Returns:
             Whether what the workers have not begun is to be dropped.
@@ -262,8 +261,8 @@ class ClosureEngine:
             self._close(cause)
 
     def give_way(self, words: str) -> str | None:
-        """Closes, if nothing is unfinished; else returns what is. Whoever uses the
-        coordinator afterwards is told the ``words``."""
+        """Closes, if nothing is unfinished; else returns what is. Later calls of the
+        coordinator raise the ``words``."""
         with self.lock:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
@@ -290,7 +289,7 @@ class ClosureEngine:
 
         Ctrl-C may strike between any two of these lines: `hungry` is taken back
         last, so that a closure in the queue of which the loop does not know yet is seen
-        by the next one who looks (`remind`)."""
+        by the next call that looks (`remind`)."""
         if not self.queue.put(closure):
             return False
         if self.hungry:

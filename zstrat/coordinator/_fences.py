@@ -1,4 +1,4 @@
-"""Tells all parameter servers that steps are over, whoever still works on one.
+"""Tells all parameter servers that steps are over, even if a worker still runs one.
 
 A worker that was lost may be frozen, or cut off from us alone, and push when it wakes
 up. Behind a *fence* what it pushes has no effect; before it is up, the servers finish
@@ -45,7 +45,7 @@ MOMENT: Final = 1.0
 
 @final
 class Fences:
-    """Those of one session.
+    """Raises the fences of one session.
 
     Args:
         ps: The sessions with the parameter servers.
@@ -206,7 +206,7 @@ ones are some ten thousand, a hundredth of what a server can remember."""
 
 @final
 class Marking:
-    """To the servers of these task sessions. On the loop."""
+    """Raises the marks of one session on its servers. On the loop."""
 
     def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
         self._session, self._tasks = session, tasks

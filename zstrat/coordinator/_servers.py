@@ -76,12 +76,12 @@ class ParameterServers:
 
     @property
     def patient(self) -> Patient | None:
-        """What gets lost servers back, if that is wished."""
+        """Repeats requests when lost servers are back; None: nothing does."""
         return self._cluster.recovery or self._cluster.replication
 
     @property
     def _inventory(self) -> Inventory | None:
-        """Where it is noted what there is, if somebody may need it."""
+        """Notes what the servers have, for a recovery; None if there will be none."""
         recovery = self._cluster.recovery
         return None if recovery is None else recovery.inventory
 

@@ -73,7 +73,7 @@ class ClusterSession:
         self.coordinators: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.taken_over: str | None = None
-        """Who has the cluster now, once another strategy of this program does."""
+        """Says which other strategy of this program has the cluster now."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
         portal.at_close(partial(cluster.close, False))
@@ -160,7 +160,7 @@ class ClusterSession:
         spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
     ) -> ClusterSession:
         """Takes the parameter servers for several programs, of which this one creates
-        the variables: what is there stays when it ends. A session of this program is
+        the variables, which stay when it ends. A session of this program is
         replaced as in `connect`.
 
         Raises:
@@ -462,7 +462,7 @@ class ClusterSession:
     def _unfinished(self, words: str) -> str | None:
         """What keeps the cluster, in words; else the coordinator, if there is one, is
         closed with the ``words``."""
-        # The loop is asked: who has rested a moment ago tells it so without waiting.
+        # The loop is asked, as `at_rest` only posts the end of a rest to it.
         with contextlib.suppress(ClosedError):
             if self.run(self._rests(), "looking whether a checkpoint is saved"):
                 return "a checkpoint is saved or restored"

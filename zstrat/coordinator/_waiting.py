@@ -1,8 +1,8 @@
 """What calls of the user ask of the loop thread, and how they wait for it.
 
 A call repeats a short *attempt* under the lock of the engine. An attempt that cannot
-succeed yet says what it waits for; whoever changes that, on the loop or on another
-thread, rings the bell of the call (`Waiters.notify`). Threads block and coroutines
+succeed yet says what it waits for; the thread that changes that, often the loop's,
+rings the bell of the call (`Waiters.notify`). Threads block and coroutines
 await, but both wait for the same.
 """
 
@@ -192,7 +192,7 @@ class Waiters:
             rang = bell.wait(timeout)
         finally:
             self._note_fetch(began)
-            if not rang:  # who rings forgets the bell, and holds the lock just now
+            if not rang:  # else the thread that rang it, which has the lock, forgets it
                 with self._guarded.lock:
                     value._unlisten(bell)
             self.show()

@@ -66,7 +66,7 @@ class SessionClaim:
 
     @property
     def session(self) -> Replaceable | None:
-        """None while it is not open, and when nobody holds it any more."""
+        """None while it is not open, and when the program has dropped it."""
         return None if self._session is None else self._session()
 
     def give_way(self, made_at: str) -> None:
@@ -84,7 +84,7 @@ class SessionClaim:
 
 @final
 class OpenSessions:
-    """Those of this program. From any thread."""
+    """The sessions that this program has open. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +178,8 @@ def connected(
 
     Args:
         slack: Seconds for each part. The cluster keeps deadlines of its own, and names
-            who missed them; there are two, as who joins a session waits for it first.
+            the tasks that missed them; there are two, as a program that joins a session
+            waits for it first.
 
     Raises:
         BusyError: One of these sessions has something unfinished.

@@ -45,7 +45,7 @@ class SessionRequest:
         on_answer: Callable[[asyncio.Future[Message]], None],
     ) -> None:
         self._opening = self._reopening = opening
-        # Who was in the session need not wait for it: it is there, or gone for good.
+        # A task that was in the session has it still, or has lost it for good.
         if isinstance(opening, JoinSession):
             self._reopening = replace(opening, patience=0.0)
         self._turn, self._on_answer = turn, on_answer
@@ -161,7 +161,7 @@ class SessionRequest:
     def _answered(self, sent: asyncio.Future[Message]) -> None:
         if sent.cancelled():
             return
-        sent.exception()  # or it is logged as one that nobody has looked at
+        sent.exception()  # else asyncio logs that it was never retrieved
         if sent is self._sent:
             self._sent = None
             self._on_answer(sent)

@@ -6,8 +6,8 @@ known to be dead (`SessionRequest`). It runs on the loop thread and has no task 
 own: futures and timers call it back.
 
 A task with one life (a parameter server) keeps what is ours over a cut line and over
-our own absence. So nobody is told of its loss while it may come back with all of it: it
-is asked whether the session goes on, in silence.
+our own absence. So its loss is not told while it may come back with all of it: it is
+asked whether the session goes on, in silence.
 
 The law of this file: `TaskSessionEvents.task_ready` and `TaskSessionEvents.task_lost`
 alternate.
@@ -180,7 +180,7 @@ class TaskSession:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody answers there now."""
+        """Whether no process answers there now."""
         return not self.is_ready and not self.link.is_open
 
     @property
@@ -226,7 +226,7 @@ class TaskSession:
         return self.opened
 
     def reopen(self, reason: str) -> None:
-        """The task says that it is not ours: enter again."""
+        """Enters again, as the task says that it is not ours."""
         if self.is_ready:
             self._leave(reason)
             self._ask()
@@ -276,7 +276,7 @@ class TaskSession:
         self._link.park()
 
     def give_up(self, reason: str) -> None:
-        """Whoever waits for a task that ``moves`` is told that it is lost."""
+        """Ends the requests that wait for a task that ``moves``: it is lost."""
         if self.line is not None:
             self.line.lose(reason, gone=self.gone, own=not self.gone)
 
@@ -379,14 +379,14 @@ class TaskSession:
             self.refusal = error  # the link opens again, and we are greeted anew
             return
         if self.is_ready:
-            # Who has taken it over has it emptied.
+            # A coordinator that takes a server over empties it.
             self.gone = self._one_life and isinstance(error, BusyError)
             self._leave(str(error))
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             is_held = isinstance(error, BusyError)
             if self._request.repeat(self._ask, is_held=is_held):
-                self._entered.set()  # nobody waits for the end of another program
+                self._entered.set()  # it lives: waiting for its end is over
         else:
             words = f"{type(error).__name__}: {error}"
             self._refused(
@@ -425,7 +425,7 @@ class TaskSession:
             self._received(self._early.popleft())
 
     def _decline(self, error: ZstratError) -> None:
-        """It is not taken, as it is now: asked again when it greets anew."""
+        """Does not take the task as it is; it is asked again when it greets anew."""
         self._refused(error)
         self._entered.set()
 

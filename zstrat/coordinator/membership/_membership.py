@@ -289,7 +289,7 @@ class Membership:
     @staticmethod
     def _keeps(worker: _Worker, task_number: int, lost: Collection[int]) -> bool:
         """Whether the worker stays what it is, at an address that the resolver names
-        under this number: lists shift when somebody leaves, and workers that live do
+        under this number: lists shift when a worker leaves, and workers that live do
         not."""
         if not worker.is_present:
             return False
@@ -328,7 +328,7 @@ class Membership:
         self, settled: Collection[int], lost: Collection[int], taken: Collection[str]
     ) -> list[ReleaseWorker]:
         """Those that are lost and that the resolver names no more. A resolver that has
-        the hiccups dismisses nobody who lives."""
+        the hiccups dismisses no worker that lives."""
         released = []
         for worker in self._workers:
             gone = worker.is_present and worker.place in lost
@@ -342,7 +342,7 @@ class Membership:
     # ---- private ---------------------------------------------------------------------
 
     def _at(self, address: str) -> _Worker | None:
-        """Who is at the address, or was there last."""
+        """The worker at the address, or the last one that was there."""
         found = [worker for worker in self._workers if worker.address == address]
         return next((w for w in found if w.is_present), found[-1] if found else None)
 

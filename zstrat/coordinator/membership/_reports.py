@@ -1,7 +1,7 @@
 """Answers workers that report themselves: they are taken in, or told why not.
 
 They come by way of a parameter server, and only with a worker's key. Even so a program
-takes them only if it says so: who is in its cluster is its own business. On the loop.
+takes them only if it says so: it decides which workers its cluster has. On the loop.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TakingWorkers(Protocol):
 
 @final
 class AnsweredReports:
-    """Those of one session."""
+    """Answers the reports of one session."""
 
     def __init__(self, taking: TakingWorkers) -> None:
         self._are_wished, self._said = False, asyncio.Event()
@@ -126,6 +126,7 @@ class AnsweredReports:
 
 
 def _log_error(answer: asyncio.Future[Message]) -> None:
-    """A server that was lost tells us again, or the worker tells another one."""
+    """A server that was lost passes the report on again, or the worker reports to
+    another one."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("answering a worker that has reported itself: %s", error)

@@ -1,7 +1,8 @@
-"""Carries out who comes and who goes, while training goes on. On the loop.
+"""Carries out that workers come and go, while training goes on. On the loop.
 
-`Membership` decides; this shell tells the cluster, waits where somebody is to finish
-first, counts and logs. One change of a worker at a time: the next one waits.
+`Membership` decides; this shell opens and closes their sessions (`WorkerSessions`),
+waits for workers that are to finish first, counts and logs. One change of a worker at a
+time: the next one waits.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class Turnover:
             self._watch.soon()
 
     async def stop(self) -> None:
-        """Nobody comes or goes any more."""
+        """Takes no worker in any more, and lets none go."""
         await self.reports.stop()
         if self._watch is not None:
             self._watch.stop()

@@ -66,7 +66,7 @@ class TurnoverCluster(Protocol):
 
 @final
 class Workers:
-    """``strategy.workers``: who computes steps, and how that changes while they do.
+    """``strategy.workers``: the workers that compute steps, and changes of them.
 
     A worker has a number, with which its daemon was started (``--index``). A number
     that was removed is never given to another address.
@@ -133,7 +133,7 @@ class Workers:
 
         It gets nothing new. What it has begun runs to its end there, or on another
         worker if it is lost or has not ended in time; its session is closed, and its
-        daemon serves whoever comes next. The last one may be removed, too: closures
+        daemon serves the next program. The last one may be removed, too: closures
         wait then, for ``worker_wait_timeout``.
 
         Args:
@@ -197,7 +197,11 @@ class Workers:
 
 
 def _check_reached(address: str) -> None:
-    """Whether a worker may be reached at that, in the words of who adds one."""
+    """Checks that a worker can be reached there.
+
+    Raises:
+        ValueError: It cannot; says what `Workers.add` expects.
+    """
     try:
         if isinstance(address, str):
             return check_address(address)

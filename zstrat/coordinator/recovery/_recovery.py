@@ -3,7 +3,7 @@
 A checkpoint is of one moment of all servers. So when one of them has lost what it held,
 all of them begin a *session anew*, under another number: with empty ledgers, the same
 keys, and the values of the checkpoint. What was sent for the session before is refused
-from then on, whoever sends it, and however late; so a closure that runs again has its
+from then on, from any process and however late; so a closure that runs again has its
 effect once on top of the restored values, and one that had ended before is lost with
 what it did.
 
@@ -13,7 +13,8 @@ what it did.
                             └── nobody came in time, or no checkpoint ──▶ FAILED
 
 Until all is WHOLE nothing is handed out to workers, and requests of the program wait.
-The law of this file: each recovery ends, and whoever waits is told how. On the loop.
+The law of this file: each recovery ends, and each call that waits is told how. On the
+loop.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Recovery:
             self.failure = None
 
     async def stop(self) -> None:
-        """Gives up; nobody asks any more."""
+        """Gives up: the session is being closed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -212,7 +213,7 @@ class Recovery:
         waited = self.is_under_way
         if not waited and not all(task.link.is_open for task in self._cluster.ps):
             waited = True
-            # Their lines have them wait until it is known who came back.
+            # Their lines hold this request until it is known what came back.
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
         await self.over()
@@ -225,7 +226,7 @@ class Recovery:
             await self._bring_back()
         except PSUnavailableError as error:
             self._fail(error)
-        except Exception as error:  # goes to whoever needs the servers
+        except Exception as error:  # goes to each call that needs the servers
             log.exception("filling the parameter servers again")
             words = f"filling it again failed: {type(error).__name__}: {error}"
             self._fail(PSUnavailableError(self._lost_task.name, words, lost=True))
@@ -389,7 +390,8 @@ class Patient(Protocol):
 
 
 class Recovered(Protocol):
-    """Who asks parameter servers that may be got back; None: they are not."""
+    """Asks parameter servers, which ``patient`` gets back when they are lost; None: no
+    one does."""
 
     @property
     def patient(self) -> Patient | None: ...
