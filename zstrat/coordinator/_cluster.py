@@ -36,7 +36,6 @@ from .connecting import (
     SessionOptions,
     StoreDirectory,
     TaskSession,
-    adopted,
     all_joined,
     arrive,
     devices_of,
@@ -92,10 +91,6 @@ class Cluster:
         self.options: Final = options
         self.name: Final = options.name
         self._ends_on_close = not options.is_shared and not options.name
-        self.resumed = False
-        """It goes on with what another program has left."""
-        self.origin = session
-        """What keys are counted from: the first number that the session had."""
         self.renewal: Final = SessionRenewal(self, session, draw)
         """Knows the number of the session, and has all tasks enter another one."""
         self.recovery: Recovery | None = None
@@ -199,7 +194,7 @@ class Cluster:
         if self.replication is None or not self.name:
             await arrive(self.ps, self.workers, deadline)
         if self.name:
-            await self._adopt(deadline)
+            await self.renewal.adopt(self.name, self.options.begins_anew, deadline)
         await all_joined(
             self.workers, min(deadline, loop.time() + WORKERS_JOIN_SECONDS)
         )
@@ -262,9 +257,7 @@ class Cluster:
     def recover(self, patience: float) -> None:
         """From now on parameter servers that come back empty are filled again, if they
         come back within ``patience`` seconds."""
-        assert not self.options.is_shared, (
-            "what other programs hold is not ours to replace"
-        )
+        assert not self.options.is_shared, "other programs hold the servers, too"
         filling = patience + self._timeouts.request
         self.recovery = Recovery(self, self.renewal, patience, filling)
         if self._absent:
@@ -405,28 +398,3 @@ class Cluster:
         self, task: TaskSession, hello: Hello, opened: SessionOpened | None
     ) -> ZstratError | None:
         return objection_to(task, hello, opened, self.workers, self._devices)
-
-    # ---- private ---------------------------------------------------------------------
-
-    async def _adopt(self, deadline: float) -> None:
-        """Goes on with what is left under the name, or begins anew."""
-        try:
-            if self.replication is None:
-                found = adopted(self.name, self.session, self.ps)
-            else:
-                found = await self.replication.take_over(deadline)
-        except PSUnavailableError as error:
-            if not self.options.begins_anew:
-                raise
-            log.warning("all begins anew, with nothing restored yet: %s", error)
-            self.renewal.renew_servers()
-            self.origin, found = self.session, None
-            self.renewal.renew_workers()
-            await arrive(self.ps, self.workers, deadline)
-            await all_joined(self.workers, deadline)
-        if found is not None:
-            self.resumed, self.origin = True, found
-            log.info("goes on with what was left of the session %r", self.name)
-        for task in self.ps:
-            task.keep_origin(self.origin)
-        await arrive(self.ps, self.workers, deadline)

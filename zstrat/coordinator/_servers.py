@@ -276,7 +276,7 @@ class ParameterServers:
         try:
             yield
         except AlreadyExistsError as error:
-            if not self._cluster.resumed:
+            if not self._cluster.renewal.resumed:
                 raise
             raise AlreadyExistsError(
                 f"{error}. The program that left the session {self._cluster.name!r} "

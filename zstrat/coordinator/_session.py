@@ -239,12 +239,12 @@ class ClusterSession:
     def origin(self) -> int:
         """The number that keys and optimizers' ids are counted from: that of the first
         session, if this one goes on with what another program has left."""
-        return self.cluster.origin
+        return self.cluster.renewal.origin
 
     @property
     def resumed(self) -> bool:
         """Whether it goes on with what another program has left."""
-        return self.cluster.resumed
+        return self.cluster.renewal.resumed
 
     @property
     def ps_count(self) -> int:
