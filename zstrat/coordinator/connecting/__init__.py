@@ -8,7 +8,7 @@ from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import hail as hail
 from ._arrival import objection_to as objection_to
-from ._open_sessions import Place as Place
+from ._open_sessions import ClaimedTask as ClaimedTask
 from ._open_sessions import connected as connected
 from ._open_sessions import open_sessions as open_sessions
 from ._session_maker import SessionMaker as SessionMaker
