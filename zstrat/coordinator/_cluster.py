@@ -122,6 +122,7 @@ class Cluster:
             self._worker_session(task_number, place, at)
             for place, (task_number, at) in enumerate(sorted(workers.items()))
         )
+        # By identity, as a set: it is looked at for each message of a task.
         self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         """Stores that are not there, and no copy in their place: why."""
@@ -207,7 +208,7 @@ class Cluster:
         """Leaves all tasks; with ``leave`` they drain and end as processes."""
         if self._closing:
             return
-        self._closing = True
+        self._closing = True  # from now on a task that goes is no loss: we leave it
         self.worker_sessions.stop_starting()
         if self.timeline is not None:
             try:
@@ -244,6 +245,7 @@ class Cluster:
         """From now on the dispatcher is told about workers."""
         self.dispatcher = dispatcher
         self.worker_sessions.attach(dispatcher)
+        # Before it starts: what it sends then has the number that workers know.
         dispatcher.enter(self.renewal.worker_session)
         if self.recovery is not None and self.recovery.is_under_way:
             self.renewal.suspend_dispatch()

@@ -232,7 +232,7 @@ class Dispatcher:
         self.members.retire(task.place, reason, self._now())
         if self._stopped or not channel.member.in_flight:
             return
-        if task.is_ready:
+        if task.is_ready:  # closures that it has not begun come back, for others
             self._notify(channel, CancelSteps(self._session))
         idle = self._draining[task.place] = asyncio.Event()
         self.turn_soon()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
 
-ANSWERING: Final = 1.0
+INTERRUPT_SECONDS: Final = 1.0
 """Seconds that an interrupt waits for the loop to say how much it has cancelled."""
 
 
@@ -132,7 +132,7 @@ class ClosureEngine:
                     return
                 self.waiters.watchers[bell] = lambda: wish.is_carried_out
                 self.loop.drain(wish)
-            bell.wait(ANSWERING)
+            bell.wait(INTERRUPT_SECONDS)
         finally:
             with self.lock:
                 self.waiters.watchers.pop(bell, None)

@@ -1,4 +1,5 @@
-"""How a program comes to its tasks, one at a time and all of them together."""
+"""How a program comes to its tasks, one at a time and all of them together: the session
+on each of them, its link, and the addresses that workers are told."""
 
 from __future__ import annotations
 

@@ -154,6 +154,7 @@ class SessionRenewal:
         self.session = self._draw()
         cluster.client.enter(self.session)
         cluster.fences.enter(self.session)
+        # Before the workers: what they still tell of the session before is not taken.
         if (replication := cluster.replication) is not None:
             replication.renew(self.session, self.farewells)
             stores = range(len(cluster.ps))
@@ -177,6 +178,7 @@ class SessionRenewal:
         self.worker_session = self.session
         if cluster.replication is not None:
             cluster.replication.start()
+        # Before the workers: what they still report of the session before is not taken.
         if cluster.dispatcher is not None:
             cluster.dispatcher.enter(self.session)
         for task in cluster.workers:
