@@ -67,6 +67,11 @@ class SessionRequest:
         """Whether the pauses have grown as long as they become."""
         return self._pause >= LONGEST_PAUSE_SECONDS
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the task is to answer."""
+        return self._sent is not None
+
     def keep_origin(self, origin: int) -> None:
         """From now on it is opened as a session whose keys are counted from there."""
         assert isinstance(self._opening, OpenSession), self._opening

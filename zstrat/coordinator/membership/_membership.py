@@ -19,6 +19,7 @@ removed no resolver brings back, and it does not come back by itself.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 
 
 PROMISES: Final = 1024
-"""Numbers that are kept for workers which may never come."""
+"""Numbers that are kept for workers which may never come; and as many places."""
+
+LARGEST_TASK_NUMBER: Final = 2**31 - 1
+"""The largest number that a worker may ask for."""
 
 
 class Presence(enum.Enum):
@@ -95,6 +99,8 @@ class _Worker:
     has_come: bool = False
     """It was in the session: what was added and never came leaves its number to the
     next one."""
+    is_own_word: bool = False
+    """It has reported itself with this number: if it never comes, that is nobody's."""
 
     @property
     def is_unknown(self) -> bool:
@@ -189,7 +195,8 @@ class Membership:
         return ReleaseWorker(worker.place)
 
     def withdraw(self, place: int) -> None:
-        """What was added did not come, and is not there."""
+        """What was added did not come, and is not there. A number that it was promised
+        stays its own."""
         worker = self._workers[place]
         worker.presence = Presence.REMOVED if worker.is_dismissed else Presence.AWAY
 
@@ -197,6 +204,7 @@ class Membership:
         """The worker was in the session: its number is its own."""
         worker = self._workers[place]
         worker.has_come, worker.is_dismissed = True, False
+        self._promised.pop(worker.address, None)
 
     # ---- a worker's own word ---------------------------------------------------------
 
@@ -208,11 +216,11 @@ class Membership:
             PermissionDeniedError, InvalidArgumentError: As `reported`.
         """
         known = self._find(address)
-        if known is not None and known.has_come:
+        if known is not None and (known.has_come or known.is_present):
             return known.task_number
         self._require_places(address)
         if address not in self._promised:
-            self._promised[address] = self._highest() + 1
+            self._promised[address] = self._fresh()
         if len(self._promised) > PROMISES:
             self._promised.popitem(last=False)
         return self._promised[address]
@@ -228,7 +236,14 @@ class Membership:
         known = self._find(address)
         if known is not None and known.is_present and known.task_number == task_number:
             return known.place
-        return self.add(address, task_number)
+        if task_number > LARGEST_TASK_NUMBER:
+            raise InvalidArgumentError(
+                f"worker {task_number} at {address}: expected an --index up to "
+                f"{LARGEST_TASK_NUMBER}"
+            )
+        wanted = self.add(address, task_number)
+        self._workers[wanted.place].is_own_word = True
+        return wanted
 
     def _find(self, address: str) -> _Worker | None:
         known = self._at(address)
@@ -337,12 +352,21 @@ class Membership:
         spare = [
             worker.task_number
             for worker in self._workers
-            if worker.presence is Presence.AWAY and not worker.has_come
+            if worker.presence is Presence.AWAY
+            and not (worker.has_come or worker.is_own_word)
         ]
-        return min(spare) if spare else self._highest() + 1
+        return min(spare) if spare else self._fresh()
 
-    def _highest(self) -> int:
-        return max((*self._numbers, *self._promised.values()), default=-1)
+    def _fresh(self) -> int:
+        """A number that nobody has had: one more than the highest, if there is one."""
+        had = {
+            w.task_number for w in self._workers if not (w.is_unknown and w.is_own_word)
+        }
+        had.update(self._promised.values())
+        highest = max(had, default=-1)
+        if highest < LARGEST_TASK_NUMBER:
+            return highest + 1
+        return next(number for number in itertools.count() if number not in had)
 
     def _require_places(self, address: str) -> None:
         if self._bound is not None:
@@ -351,11 +375,19 @@ class Membership:
     def _enter(
         self, task_number: int, address: str, *, is_listed: bool = True
     ) -> _Worker:
-        worker = _Worker(len(self._workers), task_number, address, is_listed=is_listed)
-        self._workers.append(worker)
+        place = self._free_place()
+        worker = _Worker(place, task_number, address, is_listed=is_listed)
+        self._workers[place : place + 1] = [worker]
         self._numbers[task_number] = worker
-        self._promised.pop(address, None)
         return worker
+
+    def _free_place(self) -> int:
+        """The next one; or that of the first that never came, where these are many."""
+        unknown = [worker for worker in self._workers if worker.is_unknown]
+        if len(unknown) < PROMISES:
+            return len(self._workers)
+        del self._numbers[unknown[0].task_number]
+        return unknown[0].place
 
     def _revive(self, worker: _Worker, address: str, *, is_listed: bool) -> AdmitWorker:
         worker.presence, worker.address = Presence.PRESENT, address

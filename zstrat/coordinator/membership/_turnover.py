@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import BusyError
+from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import check_address, check_told
 
 from ._membership import (
@@ -96,6 +96,7 @@ class Turnover:
 
         Raises:
             PermissionDeniedError: The program has removed it.
+            BusyError: It is let go just now.
             Others: As `add`.
 
         Cancellation: it is not taken in, unless it was there before.
@@ -111,7 +112,13 @@ class Turnover:
             else:
                 task = self._admit(wanted)
         if isinstance(wanted, int):
-            await task.wait_ready(deadline)
+            try:
+                await task.wait_ready(deadline)
+            except ClosedError:
+                raise BusyError(
+                    f"worker {task_number} at {address} is let go just now: report "
+                    "again"
+                ) from None
         else:
             await self._take_in(wanted, task, deadline, "it has reported itself")
         return task_number

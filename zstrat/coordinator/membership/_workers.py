@@ -156,13 +156,10 @@ class Workers:
     def accept_joining(self, accept: bool = True) -> None:
         """From now on workers are taken in, as by `add`, that report themselves:
         daemons started with ``zstrat-worker --join``, which have a worker's key. Up to
-        then, and behind ``accept_joining(False)``, they are refused."""
+        then they are refused when they have waited ten seconds, and behind
+        ``accept_joining(False)`` at once."""
         reports = self._session.cluster.turnover.reports
-
-        def take() -> None:
-            reports.are_wished = accept
-
-        self._session.portal.call_soon(take)
+        self._session.portal.call_soon(reports.accept, accept)
 
     # ---- for the strategy ------------------------------------------------------------
 
