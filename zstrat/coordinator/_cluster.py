@@ -148,15 +148,14 @@ class Cluster:
     def _worker_session(
         self, task_number: int, place: int, address: str
     ) -> TaskSession:
-        directory, renewal = self.store_directory, self.renewal
+        renewal = self.renewal
         task = self._make.worker(
             renewal.worker_session,
             task_number,
             place,
             address,
             self.membership.size,
-            directory.addresses,
-            directory.views,
+            self.store_directory,
             self._objection,
         )
         if renewal.farewells:
@@ -251,9 +250,8 @@ class Cluster:
             self.renewal.suspend_dispatch()
         dispatcher.start()
         self.rest.attach(dispatcher)
-        if dispatcher.queue.suspended:
-            return
-        if (outage := self.outage_error) is not None:
+        outage = None if dispatcher.queue.suspended else self.outage_error
+        if outage is not None:
             self.renewal.report_outage(outage)
 
     def recover(self, patience: float) -> None:
