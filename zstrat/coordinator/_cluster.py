@@ -364,7 +364,7 @@ class Cluster:
             self.store_lost(task.place, reason)
         elif replication.is_started and task.place not in self._absent:
             replication.store_lost(task, reason)
-        else:
+        else:  # no copy can take its place now: requests end that wait for that
             task.give_up(reason)
             self.store_lost(task.place, reason)
 

@@ -307,7 +307,7 @@ class TaskSession:
         self._stop_absence()
         before, self.hello = self.hello, hello
         if self.line is not None:
-            self.line.hold()
+            self.line.hold()  # requests wait until it has said that it is still ours
         if not self._one_life:
             if self.is_ready:
                 same = before is not None and before.incarnation == hello.incarnation
@@ -404,7 +404,7 @@ class TaskSession:
         if resumed:
             log.info("%s at %s is back, with all it held", self.name, self.address)
             return
-        self.layouts = {}
+        self.layouts = {}  # it tells them anew, as it does after each entry
         self._life = self.hello.incarnation
         self._entered.set()
         where = "in the session" if self._missed is None else "back"
