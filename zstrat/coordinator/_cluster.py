@@ -36,7 +36,6 @@ from .connecting import (
     SessionOptions,
     StoreDirectory,
     TaskSession,
-    adopted,
     all_joined,
     arrive,
     devices_of,
@@ -92,10 +91,6 @@ class Cluster:
         self.options: Final = options
         self.name: Final = options.name
         self._ends_on_close = not options.is_shared and not options.name
-        self.resumed = False
-        """It goes on with what another program has left."""
-        self.origin = session
-        """What keys are counted from: the first number that the session had."""
         self.renewal: Final = SessionRenewal(self, session, draw)
         """Knows the number of the session, and has all tasks enter another one."""
         self.recovery: Recovery | None = None
@@ -127,6 +122,7 @@ class Cluster:
             self._worker_session(task_number, place, at)
             for place, (task_number, at) in enumerate(sorted(workers.items()))
         )
+        # By identity, as a set: it is looked at for each message of a task.
         self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         """Stores that are not there, and no copy in their place: why."""
@@ -152,15 +148,14 @@ class Cluster:
     def _worker_session(
         self, task_number: int, place: int, address: str
     ) -> TaskSession:
-        directory, renewal = self.store_directory, self.renewal
+        renewal = self.renewal
         task = self._make.worker(
             renewal.worker_session,
             task_number,
             place,
             address,
             self.membership.size,
-            directory.addresses,
-            directory.views,
+            self.store_directory,
             self._objection,
         )
         if renewal.farewells:
@@ -199,7 +194,7 @@ class Cluster:
         if self.replication is None or not self.name:
             await arrive(self.ps, self.workers, deadline)
         if self.name:
-            await self._adopt(deadline)
+            await self.renewal.adopt(self.name, self.options.begins_anew, deadline)
         await all_joined(
             self.workers, min(deadline, loop.time() + WORKERS_JOIN_SECONDS)
         )
@@ -212,7 +207,7 @@ class Cluster:
         """Leaves all tasks; with ``leave`` they drain and end as processes."""
         if self._closing:
             return
-        self._closing = True
+        self._closing = True  # from now on a task that goes is no loss: we leave it
         self.worker_sessions.stop_starting()
         if self.timeline is not None:
             try:
@@ -249,22 +244,20 @@ class Cluster:
         """From now on the dispatcher is told about workers."""
         self.dispatcher = dispatcher
         self.worker_sessions.attach(dispatcher)
+        # Before it starts: what it sends then has the number that workers know.
         dispatcher.enter(self.renewal.worker_session)
         if self.recovery is not None and self.recovery.is_under_way:
             self.renewal.suspend_dispatch()
         dispatcher.start()
         self.rest.attach(dispatcher)
-        if dispatcher.queue.suspended:
-            return
-        if (outage := self.outage_error) is not None:
+        outage = None if dispatcher.queue.suspended else self.outage_error
+        if outage is not None:
             self.renewal.report_outage(outage)
 
     def recover(self, patience: float) -> None:
         """From now on parameter servers that come back empty are filled again, if they
         come back within ``patience`` seconds."""
-        assert not self.options.is_shared, (
-            "what other programs hold is not ours to replace"
-        )
+        assert not self.options.is_shared, "other programs hold the servers, too"
         filling = patience + self._timeouts.request
         self.recovery = Recovery(self, self.renewal, patience, filling)
         if self._absent:
@@ -371,7 +364,7 @@ class Cluster:
             self.store_lost(task.place, reason)
         elif replication.is_started and task.place not in self._absent:
             replication.store_lost(task, reason)
-        else:
+        else:  # no copy can take its place now: requests end that wait for that
             task.give_up(reason)
             self.store_lost(task.place, reason)
 
@@ -405,28 +398,3 @@ class Cluster:
         self, task: TaskSession, hello: Hello, opened: SessionOpened | None
     ) -> ZstratError | None:
         return objection_to(task, hello, opened, self.workers, self._devices)
-
-    # ---- private ---------------------------------------------------------------------
-
-    async def _adopt(self, deadline: float) -> None:
-        """Goes on with what is left under the name, or begins anew."""
-        try:
-            if self.replication is None:
-                found = adopted(self.name, self.session, self.ps)
-            else:
-                found = await self.replication.take_over(deadline)
-        except PSUnavailableError as error:
-            if not self.options.begins_anew:
-                raise
-            log.warning("all begins anew, with nothing restored yet: %s", error)
-            self.renewal.renew_servers()
-            self.origin, found = self.session, None
-            self.renewal.renew_workers()
-            await arrive(self.ps, self.workers, deadline)
-            await all_joined(self.workers, deadline)
-        if found is not None:
-            self.resumed, self.origin = True, found
-            log.info("goes on with what was left of the session %r", self.name)
-        for task in self.ps:
-            task.keep_origin(self.origin)
-        await arrive(self.ps, self.workers, deadline)

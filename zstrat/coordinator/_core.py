@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from ._waiting import Cancelling
 
 
-WORKER_WAIT: Final = 600.0
+WORKER_WAIT_SECONDS: Final = 600.0
 """Seconds without any worker until `join` gives up: long enough to boot a machine."""
-STOPPING: Final = 10.0
+STOP_SECONDS: Final = 10.0
+"""Seconds for the loop to begin with a dispatcher, or to stop it: it waits for nothing
+there."""
 
 
 class CoordinatedStrategy(abc.ABC):
@@ -105,7 +107,9 @@ class CoordinatorCore:
             closures_in_flight=closures_in_flight,
             prefetch=self.session.cluster.options.prefetch,
             worker_wait_timeout=(
-                WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
+                WORKER_WAIT_SECONDS
+                if worker_wait_timeout is None
+                else worker_wait_timeout
             ),
         )
         self.calls = CallTable(strategy, self.dispatcher.retired)
@@ -227,7 +231,7 @@ class CoordinatorCore:
             function(*args)
 
         if not self.portal.is_closed:
-            self.portal.run(call(), STOPPING, function.__name__)
+            self.portal.run(call(), STOP_SECONDS, function.__name__)
 
 
 class _LoopCalls:

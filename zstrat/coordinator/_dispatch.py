@@ -25,8 +25,6 @@ from zstrat.wire import (
     CancelSteps,
     Completions,
     DropResults,
-    Fetch,
-    Fetched,
     Message,
     Printed,
 )
@@ -145,8 +143,7 @@ class Dispatcher:
                 self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Hands out no closure that has not begun before, so that the session comes to
-        rest; `release` has to follow."""
+        """Hands out closures that may have begun alone, so that all comes to rest."""
         with self.engine.lock:
             self.queue.held = True
         self.cancel_running()
@@ -185,24 +182,18 @@ class Dispatcher:
             ClosureAbortedError: The worker is lost, or has connected anew since.
             DeadlineExceededError: It did not answer until ``deadline`` (loop time).
         """
-        channel = self.channels.get(kept.worker)
+        channel, lost = self.channels.get(kept.worker), None
+        if channel is not None and channel.keeps(kept):
+            try:
+                return await channel.fetch(kept.step, deadline)
+            except PeerLostError as error:
+                lost = error
         name = "its worker" if channel is None else channel.member.name
-        gone = ClosureAbortedError(
+        raise ClosureAbortedError(
             f"the result of step {kept.step} was too large to travel with its "
             f"completion and went away with {name}; schedule it again, "
             "and fetch large results soon, or return less"
-        )
-        is_there = channel is not None and channel.task.is_ready
-        if channel is None or not is_there or channel.member.epoch != kept.epoch:
-            raise gone
-        try:
-            answer = await channel.task.link.submit(
-                Fetch(self._session, kept.step), deadline=deadline
-            )
-        except PeerLostError as error:
-            raise gone from error
-        assert isinstance(answer, Fetched), answer
-        return list(answer.arrays)
+        ) from lost
 
     # ---- workers that come and go, on the loop ---------------------------------------
 
@@ -232,7 +223,7 @@ class Dispatcher:
         self.members.retire(task.place, reason, self._now())
         if self._stopped or not channel.member.in_flight:
             return
-        if task.is_ready:
+        if task.is_ready:  # closures that it has not begun come back, for others
             self._notify(channel, CancelSteps(self._session))
         idle = self._draining[task.place] = asyncio.Event()
         self.turn_soon()
@@ -342,6 +333,7 @@ class Dispatcher:
             full = queue.is_full
             work = [(grant, self._take(grant, now)) for grant in grants]
             left = QueueLeft(queue.queued, full)
+            # With nothing left the next `put` has to wake the loop.
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.waiters.notify()

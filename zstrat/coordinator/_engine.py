@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
 
-ANSWERING: Final = 1.0
+INTERRUPT_SECONDS: Final = 1.0
 """Seconds that an interrupt waits for the loop to say how much it has cancelled."""
 
 
@@ -72,6 +72,7 @@ class ClosureEngine:
         began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
+        # Nearly every closure is queued at once: no attempt is made for it.
         with self.lock:
             queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
@@ -96,6 +97,7 @@ class ClosureEngine:
 
     def join(self, timeout: float | None) -> None:
         """Waits for all that is scheduled so far."""
+        # Another thread may go on scheduling: its closures are not waited for.
         with self.lock:
             mark = self.queue.steps.next
         try:
@@ -132,7 +134,7 @@ class ClosureEngine:
                     return
                 self.waiters.watchers[bell] = lambda: wish.is_carried_out
                 self.loop.drain(wish)
-            bell.wait(ANSWERING)
+            bell.wait(INTERRUPT_SECONDS)
         finally:
             with self.lock:
                 self.waiters.watchers.pop(bell, None)

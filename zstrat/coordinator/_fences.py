@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-PER_MESSAGE: Final = 4096
+STEPS_PER_MESSAGE: Final = 4096
 """Steps, or runs of them, that one message names: they fit a header by far."""
-MOMENT: Final = 1.0
-"""Seconds until one looks again whether a server is lost for good."""
+LOOK_AGAIN_SECONDS: Final = 1.0
+"""Seconds between two looks whether a server that does not answer is lost for good."""
 
 
 @final
@@ -160,8 +160,8 @@ class Fences:
         # the last one, as the server forgets what is below.
         runs = [StepRun(0, low_water), *over]
         most = max(len(runs), len(asked))
-        for at in range(0, most, PER_MESSAGE):
-            end = at + PER_MESSAGE
+        for at in range(0, most, STEPS_PER_MESSAGE):
+            end = at + STEPS_PER_MESSAGE
             mark = low_water if end >= most else 0
             message = Fence(self._session, mark, runs[at:end], asked[at:end])
             applied += await self._answer(task, message, deadline)
@@ -193,15 +193,15 @@ class Fences:
         """
         now = asyncio.get_running_loop().time()
         try:
-            await task.wait_ready(min(deadline, now + MOMENT))
+            await task.wait_ready(min(deadline, now + LOOK_AGAIN_SECONDS))
         except DeadlineExceededError:
-            if now + MOMENT >= deadline:
+            if now + LOOK_AGAIN_SECONDS >= deadline:
                 raise
 
 
 INTERVAL: Final = 0.25
-"""Seconds between two words to each server, while closures end. In so long the quickest
-ones are some ten thousand, a hundredth of what a server can remember."""
+"""Seconds between two marks to each server, while closures end. The quickest closures
+are some ten thousand in that time, a hundredth of what a server can remember."""
 
 
 @final

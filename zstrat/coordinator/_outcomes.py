@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from ._members import Members
     from ._worker_channel import WorkerChannel
 
-WINDOW: Final = 60.0
+WINDOW_SECONDS: Final = 60.0
+"""After which a strike is forgotten."""
 STRIKES: Final = 6
 """With the pauses below the sixth comes after about six seconds of trouble: longer than
 our own link needs to notice that the server is gone."""
@@ -70,18 +71,18 @@ class Trouble:
         return len(self.strikes) >= STRIKES
 
     def _forget(self, now: float) -> None:
-        while self.strikes and now - self.strikes[0] > WINDOW:
+        while self.strikes and now - self.strikes[0] > WINDOW_SECONDS:
             self.strikes.popleft()
 
 
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
-STRUCK: Final = 65536
-"""Steps that met with trouble and have not ended well; above it, one looks which of
-them are over in another way."""
-WORDS: Final = 1000
-"""Characters of an error that are kept for whoever looks at the run."""
-SETBACK: Final = 0.05
+MAX_STRUCK: Final = 65536
+"""Steps that met with trouble and have not ended well; beyond it, those that are over
+in another way are dropped."""
+ERROR_CHARACTERS: Final = 1000
+"""Characters of an error that are kept for `metrics`."""
+SETBACK_SECONDS: Final = 0.05
 """Seconds before a closure is tried again that its worker dropped by itself."""
 
 
@@ -169,7 +170,7 @@ class Outcomes:
         """One that did not end well, or whose result cannot be read. Lock held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
-            settle(queue.retry(closure, now, SETBACK, begun=False))
+            settle(queue.retry(closure, now, SETBACK_SECONDS, begun=False))
             if isinstance(error, WorkerLostError):
                 self._members.leaving(member.place, error.reason, now)
             return
@@ -189,7 +190,7 @@ class Outcomes:
             settle(queue.retry(closure, now, delay, begun=True))
             return
         words = f"step {closure.step}: {type(error).__name__}: {error}"
-        self._members.failed(member, words[:WORDS])
+        self._members.failed(member, words[:ERROR_CHARACTERS])
         queue.end(closure, error)
         closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
@@ -243,7 +244,7 @@ class Outcomes:
 
     def _remember(self, step: int, worker: int, trouble: Trouble) -> None:
         self._struck[step] = worker, trouble
-        if len(self._struck) > STRUCK:  # those that were cancelled
+        if len(self._struck) > MAX_STRUCK:  # those that were cancelled
             low_water = self._engine.queue.steps.low_water
             self._struck = {s: at for s, at in self._struck.items() if s >= low_water}
 

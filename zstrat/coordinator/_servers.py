@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, what is done to it, the optimizer (0 for none) and the operands."""
 
-ANSWERING: Final = 5.0
+ANSWER_SECONDS: Final = 5.0
 """Seconds that a server has to say that what it was asked to wait for did not come."""
 
 _WISHES: Final = 512
@@ -139,7 +139,7 @@ class ParameterServers:
         timeout = initializing_timeout(entries, self._patience)
         # A server that waits for another program's creation says itself what is
         # missing: the caller must not give up before that answer is here.
-        return timeout + 2 * ANSWERING if self._cluster.options.joins else timeout
+        return timeout + 2 * ANSWER_SECONDS if self._cluster.options.joins else timeout
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """These variables were created just now, and cannot be saved: they begin anew
@@ -276,7 +276,7 @@ class ParameterServers:
         try:
             yield
         except AlreadyExistsError as error:
-            if not self._cluster.resumed:
+            if not self._cluster.renewal.resumed:
                 raise
             raise AlreadyExistsError(
                 f"{error}. The program that left the session {self._cluster.name!r} "
@@ -320,7 +320,7 @@ class ParameterServers:
             for ps, mine in wishes.items()
             for at in range(0, len(mine) or 1, _WISHES)
         ]
-        deadline = asyncio.get_running_loop().time() + patience + ANSWERING
+        deadline = asyncio.get_running_loop().time() + patience + ANSWER_SECONDS
         await client.each(messages, SessionOpened, deadline=deadline)
 
 
@@ -364,7 +364,7 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     try:
         await link.wait_open(deadline)
         wish = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
-        answer = await link.submit(wish, deadline=deadline + ANSWERING)
+        answer = await link.submit(wish, deadline=deadline + ANSWER_SECONDS)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
             f"no program has opened a session on the ps at {address} in {timeout} s: "

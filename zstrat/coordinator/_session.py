@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._rest import Cut
-    from .connecting import MakeTaskLink, Place
+    from .connecting import ClaimedTask, MakeTaskLink
     from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")
@@ -151,9 +151,9 @@ class ClusterSession:
                 ),
             )
 
-        places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
+        tasks = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
         look = partial(hail, ps, workers, make, settings.timeouts.connect)
-        return _opened(f"zstrat {session:x}", cluster, look, settings, places)
+        return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
 
     @staticmethod
     def hold(
@@ -179,9 +179,9 @@ class ClusterSession:
                 SessionOptions(is_held_for_others=True),
             )
 
-        places = [(Job.CHIEF, 0, at) for at in ps]
+        tasks = [(Job.CHIEF, 0, at) for at in ps]
         look = partial(hail, ps, {}, make, settings.timeouts.connect)
-        return _opened(f"zstrat {session:x}", cluster, look, settings, places)
+        return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
 
     @staticmethod
     def join(
@@ -224,9 +224,9 @@ class ClusterSession:
         observe = make_link or links_of(
             Job.WORKER, index, new_incarnation(), settings, looks=True
         )
-        places = [(Job.WORKER, index, at) for at in ps]
+        tasks = [(Job.WORKER, index, at) for at in ps]
         look = partial(hail, ps, {}, observe, settings.timeouts.connect)
-        return _opened(f"zstrat {me:x}", cluster, look, settings, places)
+        return _opened(f"zstrat {me:x}", cluster, look, settings, tasks)
 
     # ---- what it is ------------------------------------------------------------------
 
@@ -239,12 +239,12 @@ class ClusterSession:
     def origin(self) -> int:
         """The number that keys and optimizers' ids are counted from: that of the first
         session, if this one goes on with what another program has left."""
-        return self.cluster.origin
+        return self.cluster.renewal.origin
 
     @property
     def resumed(self) -> bool:
         """Whether it goes on with what another program has left."""
-        return self.cluster.resumed
+        return self.cluster.renewal.resumed
 
     @property
     def ps_count(self) -> int:
@@ -490,17 +490,17 @@ def _opened(
     cluster: Callable[[], Coroutine[Any, Any, Cluster]],
     look: Callable[[], Coroutine[Any, Any, None]],
     settings: Settings,
-    places: Iterable[Place],
+    tasks: Iterable[ClaimedTask],
 ) -> ClusterSession:
     """The session, when all that it needs is there. Other sessions of this program that
-    have some of the same places are closed before, once ``look`` has found no fault.
+    claim some of the same tasks are closed before, once ``look`` has found no fault.
 
     Raises:
         BusyError: One of them has something unfinished.
         ValueError, OSError: Its HTTP port cannot be had (``settings.http``).
     """
     serve_as_told(settings)
-    claim = open_sessions.claim(places)
+    claim = open_sessions.claim(tasks)
     try:
         portal = Portal(name)
         slack = 2 * settings.timeouts.connect + settings.timeouts.drain
@@ -510,7 +510,7 @@ def _opened(
         open_sessions.drop(claim)
         raise
     claim.opened(session)
-    job, index, _ = next(iter(claim.places))
+    job, index, _ = next(iter(claim.tasks))
     name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
     register(session, name, session.portal.loop, anywhere=True)
     return session

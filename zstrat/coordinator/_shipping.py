@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, ClosedError, PeerLostError
 
-from ._outcomes import SETBACK
+from ._outcomes import SETBACK_SECONDS
 from ._queue import Ended
 from ._seen import short
 
@@ -128,7 +128,9 @@ class ClosureShipping:
         with self._engine.lock:
             for closure in unsent:
                 if channel.member.in_flight.pop(closure.step, None) is not None:
-                    again = self._queue.retry(closure, now, SETBACK, begun=False)
+                    again = self._queue.retry(
+                        closure, now, SETBACK_SECONDS, begun=False
+                    )
                     self._engine.settle(again)
         self._members.ended(channel.member, 0, now)
         self._turn_soon()

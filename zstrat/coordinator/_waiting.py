@@ -137,6 +137,7 @@ class Waiters:
                 ready = attempt()
                 if ready is None:
                     return
+                # A call that Ctrl-C struck may have queued a closure and told nobody.
                 guarded.remind()
                 bell = ThreadBell()
                 self.watchers[bell] = ready

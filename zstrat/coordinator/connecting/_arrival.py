@@ -193,13 +193,13 @@ class HailedTask:
     """A task that is greeted, and asked for nothing."""
 
     def __init__(
-        self, job: str, number: int, address: str, make_link: MakeTaskLink
+        self, job: str, task_number: int, address: str, make_link: MakeTaskLink
     ) -> None:
-        self.name, self.address = f"/job:{job}/task:{number}", address
+        self.name, self.address = f"/job:{job}/task:{task_number}", address
         self.link: TaskLink = make_link(
             address,
             name=self.name,
-            expect=(job, number),
+            expect=(job, task_number),
             on_notice=_ignored,
             on_open=_ignored,
             on_lost=_ignored,

@@ -15,6 +15,7 @@ from ._task_session import TaskSession
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
 
+    from ._store_directory import StoreDirectory
     from ._task_links import MakeTaskLink
     from ._task_session import Objection, TaskSessionEvents
 
@@ -98,8 +99,7 @@ class SessionMaker:
         place: int,
         address: str,
         workers: int,
-        servers: list[str],
-        views: list[int],
+        stores: StoreDirectory,
         objection: Objection,
     ) -> TaskSession:
         """The session on a worker.
@@ -107,8 +107,7 @@ class SessionMaker:
         Args:
             session: Its number.
             workers: How many places of workers there are.
-            servers, views: By store: the address, and the view of its copies. Encoded
-                when the session is opened, so they are those of that moment.
+            stores: Where the stores are when the session is opened.
             objection: Says why the worker is not taken.
         """
         return TaskSession(
@@ -116,7 +115,7 @@ class SessionMaker:
             task_number,
             place,
             address,
-            self._opening(session, place, workers, servers, views),
+            self._opening(session, place, workers, stores.addresses, stores.views),
             self._make_link,
             self._events,
             turn=self._timeouts.turn,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
@@ -25,6 +26,10 @@ log = logging.getLogger("zstrat.coordinator")
 
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 5.0
+
+MAX_EARLY_NOTICES: Final = 2048
+"""Notices that are kept until the task has answered: those of all workers that may wait
+at it, and some more."""
 
 
 @final
@@ -54,6 +59,8 @@ class SessionRequest:
         self._pause = FIRST_PAUSE_SECONDS
         self._held_since: float | None = None
         """Since when (loop time) the task says that another coordinator holds it."""
+        self.early: Final[deque[Message]] = deque(maxlen=MAX_EARLY_NOTICES)
+        """What the task has told before it answered the last request."""
         self._sent: asyncio.Future[Message] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -98,6 +105,7 @@ class SessionRequest:
             resumes: The task was in the session when it was heard of last.
         """
         self.stop()
+        self.early.clear()
         if not resumes:
             for farewell in self._farewells:
                 link.submit(farewell).add_done_callback(_ignore_outcome)

@@ -50,7 +50,7 @@ class StoreDirectory:
         """The store is served at this address from now on: the workers are told."""
         before, self.addresses[store] = self.addresses[store], address
         self.views[store] = view
-        if before == address:
+        if before == address:  # it goes on where it was, as without a backup
             return
         for worker in self._workers:
             if worker.link.is_open:  # else it is told when its session is opened

@@ -18,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from zstrat.errors import (
     BusyError,
@@ -42,11 +41,6 @@ if TYPE_CHECKING:
     from ._task_links import MakeTaskLink, TaskLink
 
 log = logging.getLogger("zstrat.coordinator")
-
-
-MAX_EARLY_NOTICES: Final = 2048
-"""Notices that are kept until the task has answered: those of all workers that may wait
-at it, and some more."""
 
 
 class TaskSessionEvents(Protocol):
@@ -139,13 +133,9 @@ class TaskSession:
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
         """The incarnation that has something of ours."""
-        self._emptied = False
-        self._warned = ""
+        self._emptied, self._warned = False, ""
         self._missed: int | None = None
         """The level at which its loss was logged: that of its return, too."""
-        self._early: deque[Message] = deque(maxlen=MAX_EARLY_NOTICES)
-        """What a task with one life has told before it answered that it is ours: that a
-        backup is lost, say, or that a worker waits."""
         self._entered: asyncio.Event = asyncio.Event()
         self._closed = False
         self._link = MovableLink(
@@ -317,7 +307,7 @@ class TaskSession:
         self._stop_absence()
         before, self.hello = self.hello, hello
         if self.line is not None:
-            self.line.hold()
+            self.line.hold()  # requests wait until it has said that it is still ours
         if not self._one_life:
             if self.is_ready:
                 same = before is not None and before.incarnation == hello.incarnation
@@ -362,12 +352,12 @@ class TaskSession:
         if self.is_ready:
             self._events.message_received(self, message)
         elif self._one_life and self._request.is_under_way:
-            self._early.append(message)
+            # That a backup is lost, say, or that a worker waits: told when it is ours.
+            self._request.early.append(message)
 
     # ---- entering the session --------------------------------------------------------
 
     def _ask(self) -> None:
-        self._early.clear()
         self._request.send(self.link, resumes=self.is_ready)
 
     def _answered(self, asked: asyncio.Future[Message]) -> None:
@@ -414,15 +404,16 @@ class TaskSession:
         if resumed:
             log.info("%s at %s is back, with all it held", self.name, self.address)
             return
-        self.layouts = {}
+        self.layouts = {}  # it tells them anew, as it does after each entry
         self._life = self.hello.incarnation
         self._entered.set()
         where = "in the session" if self._missed is None else "back"
         level, self._missed = self._missed or logging.INFO, None
         log.log(level, "%s at %s is %s", self.name, self.address, where)
         self._events.task_ready(self)
-        while self._early and self.is_ready:
-            self._received(self._early.popleft())
+        early = self._request.early
+        while early and self.is_ready:
+            self._received(early.popleft())
 
     def _decline(self, error: ZstratError) -> None:
         """Does not take the task as it is; it is asked again when it greets anew."""

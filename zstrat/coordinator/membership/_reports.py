@@ -104,15 +104,15 @@ class AnsweredReports:
         server.link.submit(answer).add_done_callback(_log_error)
 
     async def _taken(self, message: WorkerReported) -> int:
-        address, index = message.address, message.index
+        address, task_number = message.address, message.index
         patience = PART_OF_PATIENCE * max(0.0, message.patience)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(patience, UNDECIDED_SECONDS)):
                 await self._said.wait()
         if not self._are_wished:
             raise PermissionDeniedError(NOT_WISHED)
-        if index < 0:
-            return await self._taking.report(address, index, patience)
+        if task_number < 0:
+            return await self._taking.report(address, task_number, patience)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience
         async with self._turns:
@@ -120,9 +120,9 @@ class AnsweredReports:
             if left < 0:
                 raise DeadlineExceededError(
                     f"{MAX_GREETED} workers that have reported themselves are greeted "
-                    f"at a time, and worker {index} had no turn: report again"
+                    f"at a time, and worker {task_number} had no turn: report again"
                 )
-            return await self._taking.report(address, index, left)
+            return await self._taking.report(address, task_number, left)
 
 
 def _log_error(answer: asyncio.Future[Message]) -> None:

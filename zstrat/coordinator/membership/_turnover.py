@@ -139,6 +139,7 @@ class Turnover:
         try:
             await self._release(task, REMOVED, patience)
         except asyncio.CancelledError:
+            # The membership has it no more: others run what it has.
             await self._release(task, REMOVED, 0.0)
             raise
 
@@ -225,6 +226,7 @@ class Turnover:
                 log.warning("%s at %s is let go: %s", task.name, task.address, GONE)
                 await self._release(task, GONE, self._drain)
             case RefuseWorker(task_number, words):
+                # A resolver says the same again and again: it is logged once.
                 if self._refused.get(task_number) != words:
                     log.warning("%s", words)
                 self._refused[task_number] = words

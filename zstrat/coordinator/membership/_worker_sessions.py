@@ -91,7 +91,7 @@ class WorkerSessions:
             self.dispatcher.remove_worker(task, reason, for_good=patience is not None)
         if task.is_ready and patience is not None:
             answer = task.say_goodbye(GOODBYE_SECONDS)
-            task.leave()
+            task.leave()  # before it ends: that is no loss
             await asyncio.wait([answer])
         await task.close()
 

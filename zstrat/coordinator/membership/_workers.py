@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLACK: Final = 10.0
-"""Seconds for the loop to say that the time is over, beyond that time."""
+SLACK_SECONDS: Final = 10.0
+"""Beyond the time of a change, for the loop to say itself that it is over."""
 
 
 Tasks_co = TypeVar("Tasks_co", covariant=True)
@@ -117,7 +117,7 @@ class Workers:
         _check_reached(address)
         patience = self._patience(timeout, self._session.settings.timeouts.connect)
         work = self._session.cluster.turnover.add(address, index, patience)
-        return self._session.run(work, f"adding {address}", patience + SLACK)
+        return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
 
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
@@ -144,7 +144,7 @@ class Workers:
         """
         patience = self._patience(timeout, self._session.settings.timeouts.drain)
         work = self._session.cluster.turnover.remove(address, patience)
-        self._session.run(work, f"removing {address}", patience + SLACK)
+        self._session.run(work, f"removing {address}", patience + SLACK_SECONDS)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
         """As `remove`, awaited. Cancellation: it is gone all the same, and what it has

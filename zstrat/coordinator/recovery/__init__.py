@@ -1,4 +1,5 @@
-"""Lost parameter servers that are filled again from the last checkpoint."""
+"""Lost parameter servers that are filled again from the last checkpoint, in a session
+under another number."""
 
 from __future__ import annotations
 

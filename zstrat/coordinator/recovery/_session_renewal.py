@@ -1,5 +1,8 @@
 """The numbers of one session, and how all tasks enter another one.
 
+A session has a number of its own even if it goes on with what another program has left
+under a name (`adopt`); keys are counted from the number that the first of them had.
+
 Parameter servers that begin anew enter a session with a number that nobody has used, in
 which they are empty (`renew_servers`). When they are filled, the workers enter it, too
 (`renew_workers`). Nothing is dispatched meanwhile (`suspend_dispatch`). The law of this
@@ -9,9 +12,12 @@ is refused from then on.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.coordinator._rest import Cut, cut_of
+from zstrat.coordinator.connecting import adopted, all_joined, arrive
+from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
 
 if TYPE_CHECKING:
@@ -21,8 +27,9 @@ if TYPE_CHECKING:
     from zstrat.coordinator._fences import Fences
     from zstrat.coordinator.connecting import StoreDirectory, TaskSession
     from zstrat.coordinator.replication import Replication
-    from zstrat.errors import PSUnavailableError
     from zstrat.ps import PsClient
+
+log = logging.getLogger("zstrat.coordinator")
 
 
 class RenewedCluster(Protocol):
@@ -68,6 +75,10 @@ class SessionRenewal:
         """The number that the parameter servers know the session by."""
         self.worker_session = session
         """That of the workers, which enter another session after the servers."""
+        self.origin = session
+        """What keys are counted from: the first number that the session had."""
+        self.resumed = False
+        """The session goes on with what another program has left."""
         self.farewells: list[CloseSession] = []
         """Close the sessions before, on a task that still serves one of them."""
         self._cluster, self._draw = cluster, draw
@@ -96,6 +107,43 @@ class SessionRenewal:
         if (dispatcher := self._cluster.dispatcher) is not None:
             dispatcher.engine.fail(error, lasting=True)
 
+    # ---- a session that was left -----------------------------------------------------
+
+    async def adopt(self, name: str, begins_anew: bool, deadline: float) -> None:
+        """Goes on with what another program has left under the name, if there is such.
+
+        Args:
+            begins_anew: If only a part is left, all tasks enter another session.
+            deadline: Loop time.
+
+        Raises:
+            PSUnavailableError: Only a part is left.
+            ZstratError: As of `arrive`.
+
+        Cancellation: the tasks that were started go on.
+        """
+        cluster = self._cluster
+        try:
+            if cluster.replication is None:
+                found = adopted(name, self.session, cluster.ps)
+            else:
+                found = await cluster.replication.take_over(deadline)
+        except PSUnavailableError as error:
+            if not begins_anew:
+                raise
+            log.warning("all begins anew, with nothing restored yet: %s", error)
+            self.renew_servers()
+            self.origin, found = self.session, None
+            self.renew_workers()
+            await arrive(cluster.ps, cluster.workers, deadline)
+            await all_joined(cluster.workers, deadline)
+        if found is not None:
+            self.resumed, self.origin = True, found
+            log.info("goes on with what was left of the session %r", name)
+        for task in cluster.ps:
+            task.keep_origin(self.origin)
+        await arrive(cluster.ps, cluster.workers, deadline)
+
     # ---- another session -------------------------------------------------------------
 
     def renew_servers(self) -> None:
@@ -106,6 +154,7 @@ class SessionRenewal:
         self.session = self._draw()
         cluster.client.enter(self.session)
         cluster.fences.enter(self.session)
+        # Before the workers: what they still tell of the session before is not taken.
         if (replication := cluster.replication) is not None:
             replication.renew(self.session, self.farewells)
             stores = range(len(cluster.ps))
@@ -129,6 +178,7 @@ class SessionRenewal:
         self.worker_session = self.session
         if cluster.replication is not None:
             cluster.replication.start()
+        # Before the workers: what they still report of the session before is not taken.
         if cluster.dispatcher is not None:
             cluster.dispatcher.enter(self.session)
         for task in cluster.workers:
