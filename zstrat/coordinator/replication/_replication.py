@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello, PlainTree, SessionOpened
 
     from ._orders import Asked, PlacementOrder
-    from ._placement import StorePlace
+    from ._store_places import StorePlace
 
 log = logging.getLogger("zstrat.coordinator")
 
