@@ -87,6 +87,7 @@ class FleetPlan:
     env: Mapping[str, str]
     arguments: Mapping[str, tuple[str, ...]]
     logs: Path | None
+    leash: float
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task, log = self.tasks[name], self.log(name)
@@ -105,6 +106,7 @@ class FleetPlan:
             beside.index(task),
             log,
             log.stat().st_size if log is not None and log.exists() else 0,
+            self.leash,
         )
 
     def log(self, name: str) -> Path | None:
@@ -287,6 +289,7 @@ class Fleet:
             told,
             arguments or {},
             self.directory if logs == "files" else None,
+            times.leash,
         )
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)
