@@ -21,7 +21,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps import PsClient
-from zstrat.transport import new_incarnation
+from zstrat.transport import new_incarnation, program_name
 from zstrat.wire import (
     CloseSession,
     Hello,
@@ -196,6 +196,7 @@ class Cluster:
                 self.name,
                 replicas=self._replicas,
                 is_shared=self.is_shared,
+                program=program_name(),
             )
         return TaskSession(
             job,
@@ -208,6 +209,7 @@ class Cluster:
             one_life=job == "ps",
             grace=timeouts.reconnect,
             turn=timeouts.request if self.joins else timeouts.turn,
+            notice=timeouts.notice,
             moves=bool(self._replicas) and job == "ps",
             **({} if job == "ps" else {"objection": self._objection}),
         )
@@ -233,12 +235,13 @@ class Cluster:
             PSUnavailableError: Only a part is left of the session that has the name; it
                 stays where it is.
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
-            BusyError: They belong to another coordinator, for ``timeouts.turn``.
+            BusyError: They belong to another coordinator, for ``timeouts.turn``; or for
+                ``timeouts.notice``, if that is not heard any more.
             VersionMismatchError, PermissionDeniedError: At once.
             ValueError: The workers that are there differ in their number of devices.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeouts.connect
+        deadline = loop.time() + self._timeouts.connect + self._timeouts.turn
         if self.replication is not None and self._stores_per_ps > 1:
             for task in self.ps[len(self._home) :]:
                 task.park()

@@ -487,7 +487,8 @@ def _opened(
     claim = open_sessions.claim(places)
     try:
         portal = Portal(name)
-        slack = 2 * settings.timeouts.connect + settings.timeouts.drain
+        times = settings.timeouts
+        slack = 2 * times.connect + times.turn + times.drain
         opened = connected(portal, cluster, look, slack, claim)
         session = ClusterSession(opened, portal, settings)
     except BaseException:  # to the caller, who has no session

@@ -26,6 +26,7 @@ from zstrat.errors import (
     BusyError,
     ClosedError,
     DeadlineExceededError,
+    HeldError,
     PeerLostError,
     ZstratError,
 )
@@ -97,6 +98,8 @@ class TaskSession:
         grace: Seconds that a task with one life has to return after its link lost it.
         turn: Seconds after which `wait_ready` gives up while another coordinator has
             the task; it is asked further on.
+        notice: The same, where the other one is not heard any more, and may be gone: so
+            long it takes the task to notice that.
         moves: What it held may be elsewhere: who waits does so to `move` or `give_up`.
         objection: Why a task that greets, or has opened the session, is not taken.
     """
@@ -114,6 +117,7 @@ class TaskSession:
         one_life: bool = False,
         grace: float = 0.0,
         turn: float = math.inf,
+        notice: float = 0.0,
         moves: bool = False,
         objection: Objection = _take_all,
     ) -> None:
@@ -149,7 +153,8 @@ class TaskSession:
             self._reopening = replace(opening, patience=0.0)
         self._farewells: Sequence[Message] = ()
         """What the task is told before it is asked in."""
-        self._grace, self._turn, self._object = grace, turn, objection
+        self._grace, self._object = grace, objection
+        self._turn, self._notice = turn, notice
         self._held_since: float | None = None
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
@@ -442,7 +447,7 @@ class TaskSession:
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             loop = asyncio.get_running_loop()
-            self._held(isinstance(error, BusyError), loop.time())
+            self._held(error, loop.time())
             self._timer = loop.call_later(self._pause, self._ask)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         else:
@@ -452,13 +457,16 @@ class TaskSession:
             )
             self._entered.set()
 
-    def _held(self, by_another: bool, now: float) -> None:
-        """Whoever waits need wait no longer, once it is clear that the other lives."""
-        if not by_another:
+    def _held(self, error: BusyError | DeadlineExceededError, now: float) -> None:
+        """Whoever waits need wait no longer than for its turn, once it is clear that
+        the other one lives."""
+        if not isinstance(error, BusyError):
             self._held_since = None
-        elif self._held_since is None:
+            return
+        if self._held_since is None:
             self._held_since = now
-        elif now - self._held_since >= self._turn:
+        doubt = 0.0 if isinstance(error, HeldError) else self._notice
+        if now - self._held_since >= max(self._turn, doubt):
             self._entered.set()
 
     def _enter(self, answer: Message) -> None:
