@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from zstrat.cluster import cluster_spec_of, validate_cluster_spec
+from zstrat.cluster import (
+    RunningCluster,
+    cluster_spec_of,
+    detect,
+    validate_cluster_spec,
+)
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
 from zstrat.coordinator import (
     PS_WAIT,
@@ -73,7 +78,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     have answered. Until then it lives on.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster, and which one this is.
+        cluster_resolver: Tells the tasks of the cluster, and which one this is. Left
+            out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first. Or a
+            `zs.LocalCluster` or a fleet of `zs.launch`, which is kept for as long as
+            the strategy, and whose settings count if none are given.
         variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
             of rank 1 or more; returns a number of parts for each axis, 1 but for the
             first (`zstrat.partitioners`). A variable in several parts is a
@@ -145,7 +153,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver,
+        cluster_resolver: ClusterResolver | RunningCluster | None = None,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
         placement: str = "round_robin",
@@ -159,6 +167,13 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
+        self._given: Final = cluster_resolver
+        """Tasks that were started for this program end with it."""
+        if isinstance(cluster_resolver, RunningCluster):
+            settings = settings or cluster_resolver.settings
+            cluster_resolver = cluster_resolver.resolver
+        elif cluster_resolver is None:
+            cluster_resolver = _detected()
         spec = _checked_spec(cluster_resolver)
         rule = _rule(placement)
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -404,6 +419,16 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
             )
         return None
     return PS_WAIT if timeout is None else float(timeout)
+
+
+def _detected() -> ClusterResolver:
+    found = detect()
+    if not cluster_spec_of(found):
+        raise ValueError(
+            "nothing says where the cluster is: set TF_CONFIG, or give a resolver, a "
+            "zs.LocalCluster, or what zs.launch.ssh, slurm, ray or dask returns"
+        )
+    return found
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
