@@ -103,7 +103,7 @@ class Security:
             if folder.exists():
                 _LOG.warning("the keys in use stay in use: %s", error)
             else:  # a fleet removes it once it was read
-                _LOG.info("%s is gone: the keys in use stay in use", folder)
+                _LOG.debug("%s is gone: the keys in use stay in use", folder)
             self._complained = stamp
             return
         if self._is_settled(found):
