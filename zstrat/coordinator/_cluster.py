@@ -21,7 +21,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps import PsClient
-from zstrat.transport import new_incarnation, program_name
+from zstrat.transport import new_incarnation
 from zstrat.wire import (
     CloseSession,
     Hello,
@@ -108,8 +108,10 @@ class Cluster:
         draw: Callable[[], int] = new_incarnation,
         name: str = "",
         begins_anew: bool = False,
+        program: str = "",
     ) -> None:
         self._draw: Final = draw
+        self._program: Final = program
         self.joins: Final = joins
         self.is_shared: Final = joins or not ends
         """Whether other programs update the variables, too."""
@@ -196,7 +198,7 @@ class Cluster:
                 self.name,
                 replicas=self._replicas,
                 is_shared=self.is_shared,
-                program=program_name(),
+                program=self._program,
             )
         return TaskSession(
             job,

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
-from zstrat.transport import Portal, new_incarnation
+from zstrat.transport import Portal, new_incarnation, program_name
 from zstrat.transport.health import register, serve_as_told
 from zstrat.wire import Job
 
@@ -146,6 +146,7 @@ class ClusterSession:
                 stores_per_ps=stores_per_ps,
                 name=resume,
                 begins_anew=begins_anew,
+                program=program_name(),
             )
 
         places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
@@ -167,7 +168,15 @@ class ClusterSession:
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
+            return Cluster(
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                ends=False,
+                program=program_name(),
+            )
 
         places = [(Job.CHIEF, 0, at) for at in ps]
         look = partial(hail, ps, {}, make, settings.timeouts.connect)

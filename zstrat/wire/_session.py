@@ -142,7 +142,7 @@ class Ownership:
             raise HeldError(words) if heard else BusyError(words)
         if owner is not None and owner.session == session:
             since, name, origin = owner.since, owner.name, owner.origin
-            is_shared, program = owner.is_shared, owner.program
+            is_shared, program = owner.is_shared, owner.program or program
         else:
             self._links = []
         if several:

@@ -21,7 +21,7 @@ from zstrat.errors import (
     UnavailableError,
     ZstratError,
 )
-from zstrat.transport import program_name, reached_as
+from zstrat.transport import reached_as
 from zstrat.wire import (
     AskCopies,
     BackupLost,
@@ -156,13 +156,7 @@ class Replication:
             index,
             address,
             OpenSession(
-                self._session,
-                index,
-                0,
-                [],
-                name=self._name,
-                replicas=self.replicas,
-                program=program_name(),
+                self._session, index, 0, [], name=self._name, replicas=self.replicas
             ),
             self._make_link,
             self,
