@@ -100,7 +100,8 @@ test-engines: $(VENV)/.dev
 	@missing=; for program in sshd slurmctld slurmd sbatch munged; do \
 	  PATH=$$PATH:/usr/sbin command -v $$program >/dev/null || missing="$$missing $$program"; done; \
 	if [ -z "$$missing" ]; then :; \
-	elif [ -n "$${INSTALL:-}" ]; then apt-get install -y --no-install-recommends $(ENGINES); \
+	elif [ -n "$${INSTALL:-}" ]; then \
+	  apt-get update -qq; apt-get install -y --no-install-recommends $(ENGINES); \
 	else echo "not installed:$$missing; INSTALL=1 has apt-get install $(ENGINES)"; fi
 	@if $(PY) -c 'import distributed, kubernetes_validate, ray.train' 2>/dev/null; then :; \
 	elif [ -n "$${INSTALL:-}" ]; then \

@@ -8,3 +8,4 @@ manager.
 from ._arguments import jobs_of as jobs_of
 from ._arguments import order as order
 from ._arguments import parser as parser
+from ._parent_watch import ParentWatch as ParentWatch

@@ -52,7 +52,7 @@ from zstrat.wire import Job
 
 from ._log import start_logging
 from ._notify import Notifier
-from ._parent_watch import die_with, is_there, watch_parent, watch_process
+from ._parent_watch import ParentWatch, die_with, is_there, watch_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,8 +80,9 @@ class Order:
     descriptor that the bound address is written to, -1 for none. With a report the
     parent is the program that started it, and the daemon is killed with it; else any
     process, and the daemon drains. ``passing``: a folder with the keys, which is
-    removed when they are read; None: they are where they stay. ``join``: where a worker
-    reports itself that is in no program's cluster.
+    removed when they are read; None: they are where they stay. ``leash``: seconds for
+    which the program that started it may say nothing, 0 if it never says anything.
+    ``join``: where a worker reports itself that is in no program's cluster.
     """
 
     place: TaskPlace
@@ -89,6 +90,7 @@ class Order:
     join: JoinPlace | None = None
     parent: int = 0
     report: int = -1
+    leash: float = 0.0
     passing: Path | None = None
 
 
@@ -223,9 +225,10 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
+    watch: ParentWatch | None = None
     _listen_to_signals(loop, task.end)
     if order.parent and order.report >= 0:
-        watch_parent(loop, lambda: task.end("the program that started me is gone"))
+        watch = ParentWatch(loop, task.end, order.leash)
     elif order.parent:
         watch_process(loop, order.parent, task.end)
     _report(order.report, task)
@@ -244,6 +247,8 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     log.info("ended" if drained else "ended before everything was done")
     if joining is not None and joining.error is not None:
         return TRY_AGAIN if _may_pass(joining.error) else MISTAKEN
+    if watch is not None and watch.is_late:
+        return TRY_AGAIN  # it may be there again, and wants us then
     return DRAINED if drained else TRY_AGAIN
 
 

@@ -62,18 +62,51 @@ def watch_process(
     loop.add_reader(descriptor, gone)
 
 
-def watch_parent(loop: asyncio.AbstractEventLoop, on_gone: Callable[[], None]) -> None:
-    """Calls ``on_gone`` once when the other end of standard input is closed."""
-    stdin = sys.stdin.fileno()
-    os.set_blocking(stdin, False)
+class ParentWatch:
+    """Calls ``end`` once with the reason: the other end of standard input is closed, or
+    nothing has come from there for ``leash`` seconds, if that is above 0.
 
-    def look() -> None:
+    ``is_late``: it was the silence.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, end: Callable[[str], None], leash: float
+    ) -> None:
+        self._loop, self._end, self._leash = loop, end, leash
+        self._stdin = sys.stdin.fileno()
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_late = False
+        os.set_blocking(self._stdin, False)
+        loop.add_reader(self._stdin, self._look)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._leash:
+            self._timer = self._loop.call_later(self._leash, self._late)
+
+    def _look(self) -> bool:
+        """Reads what is there; whether it was anything, be it the end."""
         try:
-            gone = not os.read(stdin, 4096)
+            said = os.read(self._stdin, 4096)
         except BlockingIOError:
-            return
-        if gone:
-            loop.remove_reader(stdin)
-            on_gone()
+            return False
+        if said:
+            self._wait()
+        else:
+            self._over("the program that started me is gone")
+        return True
 
-    loop.add_reader(stdin, look)
+    def _late(self) -> None:
+        # Of a process that was stopped itself, what came meanwhile is still in there.
+        if not self._look():
+            self.is_late = True
+            words = f"the program that started me said nothing for {self._leash:g} s"
+            self._over(words)
+
+    def _over(self, reason: str) -> None:
+        self._loop.remove_reader(self._stdin)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end(reason)

@@ -7,13 +7,15 @@ address at which it serves. What is printed goes to standard error, which is the
 
 Law: keys come by standard input, never on a command line, and lie in a folder of this
 user alone for the moment in which they are read. The daemon never outlives who started
-it: it drains when standard input ends, and is killed when its parent process ends.
+it: it drains when standard input ends, or has been silent for ``--leash`` seconds, for
+which an empty line now and then will do; and is killed when its parent process ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mine = hello(job, 0, new_incarnation())
     greeting = {"protocol": mine.protocol, "host": mine.host, "versions": mine.versions}
     os.write(report, json.dumps(greeting).encode() + b"\n")
-    told = _told()
+    told = _told(float(arguments[arguments.index("--leash") + 1]))
     os.environ.update(told["env"])
     # As beside other workers of a `LocalCluster`; a ps takes one core and no GPU.
     if job == "worker":
@@ -70,17 +72,21 @@ def _divide(place: int, workers: int) -> None:
         print(f"{words} GPU {', '.join(gpus)}", file=sys.stderr)
 
 
-def _told() -> dict[str, dict[str, str]]:
+def _told(leash: float) -> dict[str, dict[str, str]]:
     """What the fleet says. It says nothing to a daemon that does not suit it."""
+    late = f"did not say within {leash:g} s what it is to do"
+    signal.signal(signal.SIGALRM, lambda number, frame: _leave(late))
+    signal.setitimer(signal.ITIMER_REAL, leash)
     line = sys.stdin.buffer.readline()
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
     if not line:
-        _leave()
+        _leave("does not want it")
     found: dict[str, dict[str, str]] = json.loads(line)
     return found
 
 
-def _leave() -> NoReturn:
-    print("the program that started this daemon does not want it", file=sys.stderr)
+def _leave(why: str) -> NoReturn:
+    print(f"the program that started this daemon {why}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -36,7 +36,7 @@ def commands() -> list[list[str]]:
 
 
 def test_the_page_has_them():
-    assert len(commands()) == 11
+    assert len(commands()) == 10
     assert len(blocks("py")) == 8  # the other one runs with those of all pages
 
 

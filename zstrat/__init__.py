@@ -16,11 +16,11 @@ _EXPORTS: Final = by_name(
     {
         "zstrat.errors": "AlreadyExistsError BusyError CancelledError ClosedError "
         "ClosureAbortedError ClosureInputError CollectiveTimeoutError DataLossError "
-        "DeadlineExceededError InvalidArgumentError NotFoundError NotPrimaryError "
-        "OutOfRangeError PSUnavailableError PeerLostError PermissionDeniedError "
-        "ProtocolError ResourceExhaustedError ResultLostError RetryDiffersError "
-        "StaleSessionError StepError UnavailableError VersionMismatchError "
-        "WorkerLostError ZstratError",
+        "DeadlineExceededError HeldError InvalidArgumentError NotFoundError "
+        "NotPrimaryError OutOfRangeError PSUnavailableError PeerLostError "
+        "PermissionDeniedError ProtocolError ResourceExhaustedError ResultLostError "
+        "RetryDiffersError StaleSessionError StepError UnavailableError "
+        "VersionMismatchError WorkerLostError ZstratError",
         "zstrat.cluster": "ClusterSpec",
         "zstrat.coordinator": "AsyncClusterCoordinator ClusterCoordinator "
         "PerWorkerDataset PerWorkerValues AsyncRemoteValue RemoteValue "

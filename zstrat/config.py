@@ -32,9 +32,8 @@ class Timeouts:
     handshake: float = 5.0
     connect: float = 60.0
     """How long a program waits for the tasks of its cluster when it starts."""
-    turn: float = 6.0
-    """How long a program waits while another one holds its cluster: a bit longer than
-    it takes to miss one that is gone, so whoever still holds it then is alive."""
+    turn: float = 0.0
+    """How long a program waits while another one, which is alive, holds its cluster."""
     resolve: float = 10.0
     """So long after its last answer a resolver whose answer may change is asked again;
     sooner when a worker was lost. One small question to a busy service, or one file."""
@@ -45,6 +44,15 @@ class Timeouts:
     handover: float = 60.0
     """A parameter server with a state folder that is told to stop has so long to write
     what it holds; who uses it then waits as long for the process that goes on."""
+    leash: float = 300.0
+    """A daemon that a program has started on another machine ends if it has heard
+    nothing of that program for so long. Longer than a person stops a program for."""
+
+    @property
+    def notice(self) -> float:
+        """How long it takes to miss a program that has ended in whatever way, or was
+        cut off: who holds a cluster and is not heard is given so long."""
+        return self.patience + self.reconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ NAMES: Final = (
     "ZSTRAT_INSECURE",
     "ZSTRAT_KEYS",
     "ZSTRAT_LANE",
+    "ZSTRAT_LEASH",
     "ZSTRAT_LOG",
     "ZSTRAT_OUTPUT",
     "ZSTRAT_PATIENCE",
@@ -128,6 +137,7 @@ NAMES: Final = (
     "ZSTRAT_RESOLVE",
     "ZSTRAT_STATE",
     "ZSTRAT_TRACEBACK",
+    "ZSTRAT_TURN",
 )
 
 
@@ -156,10 +166,11 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         timeouts=Timeouts(
             patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
             connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
-            turn=_seconds(env, "ZSTRAT_TURN", _turn(env, default)),
+            turn=_seconds(env, "ZSTRAT_TURN", default.turn),
             resolve=_seconds(env, "ZSTRAT_RESOLVE", default.resolve),
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
             handover=_seconds(env, "ZSTRAT_HANDOVER", default.handover),
+            leash=_seconds(env, "ZSTRAT_LEASH", default.leash),
         ),
         lane=_one_of(env, "ZSTRAT_LANE", LANES),
         prefetch=_prefetch(env),
@@ -173,12 +184,6 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         state=Path(state) if state else None,
         choices=Path(choices) if choices else None,
     )
-
-
-def _turn(env: Mapping[str, str], default: Timeouts) -> float:
-    """Longer than the patience that was asked for."""
-    patience = _seconds(env, "ZSTRAT_PATIENCE", default.patience)
-    return default.turn - default.patience + patience
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:

@@ -176,6 +176,13 @@ class BusyError(ZstratError):
     retryable = True
 
 
+class HeldError(BusyError):
+    """The task serves another coordinator, which was heard just now: it is no leftover
+    of one that is gone and not yet missed."""
+
+    code = 33
+
+
 class CollectiveTimeoutError(DeadlineExceededError):
     """A rank did not take part in a collective in time."""
 

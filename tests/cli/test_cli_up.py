@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -173,3 +174,24 @@ def test_a_lock_that_was_removed_meanwhile_is_not_the_lock(
     monkeypatch.setattr("fcntl.flock", locked)
     zstrat("up", hosts, "true")
     assert locks == [False, True]
+
+
+def test_who_queues_begins_when_the_other_one_has_ended(hosts, tmp_path):
+    ssh(tmp_path, serves() + "cat > /dev/null\n")
+    up = [sys.executable, "-m", "zstrat.cli", "up"]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    say = ["sh", "-c", "echo has begun >&2; cat; echo $0", "one"]
+    with subprocess.Popen([*up, hosts, *say], **pipes, stdout=subprocess.PIPE) as first:
+        assert first.stderr.readline() == "has begun\n"
+        ran = zstrat("up", hosts, "true")
+        who = rf"hosts.up is held by another `zstrat up` \(pid {first.pid}\)"
+        assert re.search(f"{who}: end it with .* --queue", ran.output), ran.output
+        ran = zstrat("up", "--queue", "1", hosts, "true")
+        assert re.search(f"{who}, for 1 s by now", ran.output), ran.output
+        words = [*up, "--queue", str(hosts), "sh", "-c", "echo two --queue"]
+        with subprocess.Popen(words, **pipes, stdout=subprocess.PIPE) as second:
+            assert re.search(f"waits, as .*{who}", second.stderr.readline())
+            assert first.communicate("")[0] == "one\n"
+            assert second.communicate()[0] == "two --queue\n"
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert not hosts.with_suffix(".up").exists()

@@ -10,6 +10,7 @@ import pytest
 from zstrat.cluster import (
     ClusterResolver,
     ClusterSpec,
+    FunctionClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,
     TomlClusterResolver,
@@ -472,3 +473,12 @@ def test_union_refuses_what_it_cannot_unite() -> None:
         UnionResolver(simple({}), port=3)
     with pytest.raises(TypeError, match="sub-class of `ClusterResolver`, got dict"):
         UnionResolver({})  # type: ignore[arg-type]
+
+
+def test_a_function_is_asked_again_and_again():
+    specs = [ClusterSpec({"worker": [f"host{n}:1"]}) for n in range(3)]
+    resolver = FunctionClusterResolver(iter(specs).__next__)
+    assert resolver.may_change
+    assert resolver.cluster_spec() == specs[0]
+    assert resolver.master("worker", 0) == "host1:1"
+    assert resolver.cluster_spec() == specs[2]

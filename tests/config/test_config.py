@@ -13,9 +13,10 @@ def test_nothing_said_is_the_default() -> None:
     assert settings_from({}) == Settings()
 
 
-def test_a_program_waits_for_another_one_longer_than_for_one_that_is_gone() -> None:
+def test_a_program_waits_for_one_that_may_be_gone_and_not_for_one_that_lives() -> None:
     timeouts = settings_from({"ZSTRAT_PATIENCE": "30"}).timeouts
-    assert timeouts.turn > timeouts.patience
+    assert timeouts.notice > timeouts.patience
+    assert timeouts.turn == 0
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -37,6 +38,7 @@ def test_everything_said() -> None:
             "ZSTRAT_TURN": "4.5",
             "ZSTRAT_DRAIN": "1e1",
             "ZSTRAT_HANDOVER": "30",
+            "ZSTRAT_LEASH": "90",
             "ZSTRAT_STATE": "/var/lib/zstrat",
             "ZSTRAT_PREFETCH": "1",
             "ZSTRAT_CHOICES": "/etc/zstrat/choices.toml",
@@ -45,7 +47,12 @@ def test_everything_said() -> None:
     )
     assert settings == Settings(
         timeouts=Timeouts(
-            patience=2.5, connect=9.0, turn=4.5, drain=10.0, handover=30.0
+            patience=2.5,
+            connect=9.0,
+            turn=4.5,
+            drain=10.0,
+            handover=30.0,
+            leash=90.0,
         ),
         state=Path("/var/lib/zstrat"),
         lane="tcp",

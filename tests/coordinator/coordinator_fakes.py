@@ -19,6 +19,7 @@ from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import ClusterCoordinator, ClusterSession, CoordinatedStrategy
 from zstrat.errors import (
     BusyError,
+    HeldError,
     to_wire,
 )
 from zstrat.program import StepIterator, Structure, fill_inputs, load
@@ -110,7 +111,7 @@ class FakeTask:
                 return Captured(phases, False, "", "", tuple(columns))
             case OpenSession():
                 if self.busy:
-                    raise BusyError(f"{self.job}:{self.index} is taken")
+                    raise HeldError(f"{self.job}:{self.index} is taken")
                 resumed, self.session = self.session == message.session, message.session
                 self.sessions.append(message)
                 return SessionOpened("cpu", self.devices, resumed)
@@ -364,9 +365,13 @@ class World:
         asyncio.get_running_loop().call_soon(self.changed)
         return link
 
-    def connect(self, connect=30.0, prefetch=None, turn=20.0):
+    def connect(self, connect=30.0, prefetch=None, turn=20.0, patience=5.0):
         timeouts = Timeouts(
-            connect=connect, request=20.0, reconnect=self.reconnect, turn=turn
+            connect=connect,
+            request=20.0,
+            reconnect=self.reconnect,
+            turn=turn,
+            patience=patience,
         )
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = ClusterSession.connect(

@@ -8,7 +8,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator.connecting import _arrival, _session_request
-from zstrat.errors import BusyError, DeadlineExceededError
+from zstrat.errors import BusyError, DeadlineExceededError, HeldError
 from zstrat.testing import FakeClock
 from zstrat.wire import OpenSession
 
@@ -147,13 +147,30 @@ def test_a_cluster_of_another_coordinator_is_busy(make_world):
         world.connect(connect=0.05)
 
 
-def test_whoever_waits_for_another_program_hears_of_it_before_the_time_is_up(
-    make_world,
-):
+def test_a_cluster_that_another_program_holds_is_refused_at_once(make_world):
     world = make_world()
     world.ps[0].busy = True
-    with pytest.raises(BusyError, match="taken"):
-        world.connect(connect=1e6, turn=0.0)
+    with pytest.raises(HeldError, match="taken"):
+        world.connect(connect=1e6, turn=0.0, patience=1e6)
+
+
+def test_who_may_be_gone_is_waited_for_and_who_is_heard_again_is_not(make_world):
+    world = make_world()
+    (ps,) = world.ps
+    handle, said = ps.handle, [BusyError("who was killed"), BusyError("again")]
+
+    def held(message):
+        if isinstance(message, OpenSession) and said:
+            raise said.pop(0)
+        return handle(message)
+
+    ps.handle = held
+    world.connect(turn=0.0, patience=1e3)
+    assert not said
+    world.session.close()
+    said += [BusyError("who was stopped"), HeldError("who goes on")]
+    with pytest.raises(HeldError, match="who goes on"):
+        world.connect(connect=1e6, turn=0.0, patience=1e6)
 
 
 def test_a_cluster_that_becomes_free_is_taken(make_world):

@@ -43,9 +43,7 @@ def went_through(cluster, began):
     """Trains on a fleet that is just there; returns the processes of its tasks."""
     logging.getLogger("zstrat").setLevel(logging.INFO)
     ready = time.monotonic()
-    strategy = zs.ParameterServerStrategy(
-        cluster.resolver, settings=cluster.settings, on_ps_loss="restore"
-    )
+    strategy = zs.ParameterServerStrategy(cluster, on_ps_loss="restore")
     with strategy.scope():
         count = zs.Variable(jnp.zeros(()), name="count")
 

@@ -1,5 +1,6 @@
 """A program on Ray, with what its user types, and what goes wrong."""
 
+import gc
 import os
 import signal
 import sys
@@ -8,6 +9,7 @@ import time
 import psutil
 import ray
 from engine_run import Heard, pids, said, used, went_through
+from ray.actor import ActorHandle
 
 import zstrat as zs
 
@@ -40,11 +42,26 @@ def loses_an_actor(cluster):
     again, began = Heard("worker:0", "was lost with its actor"), time.monotonic()
     os.kill(actor.pid, signal.SIGKILL)
     again.wait()
-    strategy = zs.ParameterServerStrategy(cluster.resolver, settings=cluster.settings)
+    strategy = zs.ParameterServerStrategy(cluster)
     step = zs.function(lambda: zs.get_worker_context().worker_index)
     used(zs.ClusterCoordinator(strategy), step, 0)
     strategy.close()
     return time.monotonic() - began
+
+
+def kills_an_actor(cluster):
+    """As whoever has a handle may; the worker comes back."""
+    handles = [each for each in gc.get_objects() if isinstance(each, ActorHandle)]
+    address = cluster.spec.task_address("worker", 1)
+    found = {ray.get(each.address.remote()): each for each in handles}
+    again = Heard("worker:1", "was lost with its actor", "ray.kill")
+    ray.kill(found[address])
+    again.wait()
+    del handles, found
+    strategy = zs.ParameterServerStrategy(cluster)
+    step = zs.function(lambda: zs.get_worker_context().worker_index)
+    used(zs.ClusterCoordinator(strategy), step, 1)
+    strategy.close()
 
 
 def main():
@@ -58,6 +75,7 @@ def main():
             words = str(error)
         seconds, started = went_through(cluster, began)
         seconds["actor_back"] = loses_an_actor(cluster)
+        kills_an_actor(cluster)
     assert not any(psutil.pid_exists(pid) for pid in started.values())
     assert rooms(4)
     try:

@@ -6,9 +6,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 from engine_run import Heard, said, used
+from engines_ask import pid_of
 
 import zstrat as zs
+from zstrat.config import Settings, Timeouts
 
 
 def refused(file):
@@ -26,9 +29,7 @@ def loses(file, link):
     """The line to node2, which has worker:0, is down until that is noticed. Returns
     how many steps were done meanwhile, and seconds."""
     with zs.launch.ssh(file) as cluster:
-        strategy = zs.ParameterServerStrategy(
-            cluster.resolver, settings=cluster.settings
-        )
+        strategy = zs.ParameterServerStrategy(cluster)
         with strategy.scope():
             count = zs.Variable(0, name="count")
 
@@ -57,10 +58,31 @@ def loses(file, link):
     return done, {"went_on": went_on, "back": time.monotonic() - began}
 
 
+def stays_cut(file, link):
+    """The line to node2 goes down for good: seconds until nothing of ours is there."""
+    settings = Settings(Timeouts(leash=10.0))
+    with zs.launch.ssh(file, settings=settings) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster)
+        coordinator = zs.ClusterCoordinator(strategy)
+        step = zs.function(lambda: zs.get_worker_context().worker_index)
+        for index in (0, 1):
+            used(coordinator, step, index)
+        daemon = psutil.Process(int(pid_of(cluster.log("worker:0"))))
+        began = time.monotonic()
+        subprocess.run(["ip", "link", "set", link, "down"], check=True)
+        daemon.wait(120)
+        ended = time.monotonic() - began
+        assert coordinator.schedule(step).fetch() == 1, "training goes on"
+        strategy.close()
+    subprocess.run(["ip", "link", "set", link, "up"], check=True)
+    return ended
+
+
 def main():
     folder = Path(sys.argv[1])
     found = {each: refused(folder / f"{each}.toml") for each in ("hole", "versions")}
     done, seconds = loses(folder / "hosts.toml", sys.argv[2])
+    seconds["leash"] = stays_cut(folder / "hosts.toml", sys.argv[2])
     said(**found, done=done, seconds=seconds)
 
 

@@ -52,4 +52,13 @@ def test_workers_of_a_trainer_of_ray():
 
 @pytest.mark.timeout(450)
 def test_a_program_on_dask():
-    assert result("on_dask.py", needs="distributed")["seconds"]
+    seen = result("on_dask.py", needs="distributed")
+    assert seen["seconds"]
+    moved = seen["moved"]
+    assert moved["moved"] == moved["expected"]
+    assert moved["gpus"] == [["1", "2", moved["there"][1]]]
+
+
+@pytest.mark.timeout(450)
+def test_a_ray_that_loses_a_node():
+    assert result("on_ray_nodes.py", needs="ray")["done"]

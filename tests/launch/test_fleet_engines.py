@@ -39,6 +39,9 @@ case $2 in
   old*) echo 'Welcome to this host!'
     echo '{"protocol": 1, "versions": {"zstrat": "0.0.1", "python": "3.9.2"}}'
     cat > "$0.got"; exit 2 ;;
+  beat*) last=$(echo "$last" | sed "s:-m zstrat.daemons.launched:$0.py:")
+    exec /bin/sh -c "$last" ;;
+  cut*) cat | HOME=/nonexistent /bin/sh -c "$last" ;;
   *) HOME=/nonexistent exec /bin/sh -c "$last" ;;
 esac
 """
@@ -115,9 +118,52 @@ def test_a_ps_behind_ssh_comes_back_and_ends(fake_ssh):
     assert fleet.failures == ("ps:0",)
 
 
+BEATEN = """
+import json, os, sys
+from zstrat.transport import hello
+me = hello("ps", 0, 1)
+os.write(1, json.dumps({"protocol": me.protocol, "versions": me.versions}).encode())
+os.write(1, b"\\n")
+said = [os.read(0, 65536) for _ in range(4)]
+assert b"keys" in said[0] and b"".join(said[1:]).strip() == b"", said[1:]
+os.write(1, json.dumps({"address": "127.0.0.1:7"}).encode() + b"\\n")
+sys.stdin.buffer.read()
+"""
+
+
+def test_a_daemon_hears_of_us_again_and_again(fake_ssh, tmp_path):
+    program(tmp_path, "ssh.py", BEATEN)
+    settings = Settings(Timeouts(connect=120.0, leash=1.0))
+    with ssh(["beat1"], 1, 0, program=str(fake_ssh), settings=settings) as fleet:
+        assert fleet.is_running("ps:0")
+
+
+def test_a_daemon_that_is_cut_off_ends_and_comes_back(fake_ssh):
+    """What lies between passes nothing on any more, and nobody is told."""
+    before, settings = set(descendants()), Settings(Timeouts(connect=120.0, leash=2.0))
+    with ssh(["cut1"], 1, 0, program=str(fake_ssh), settings=settings) as fleet:
+        first = incarnation(fleet)
+        found = {
+            process.name(): process
+            for process in set(descendants()) - before
+            if "zstrat.daemons.launched" in process.cmdline() or process.name() == "cat"
+        }
+        line = found.pop("cat")
+        (daemon,) = found.values()
+        end = os.pidfd_open(daemon.pid)
+        line.suspend()
+        assert select.select([end], [], [], 60)[0], fleet.log("ps:0")
+        os.close(end)
+        assert "said nothing for 2 s" in fleet.log("ps:0")
+        line.resume()
+        assert incarnation(fleet) != first
+        assert fleet.attempt("ps:0") == 2
+    assert not set(descendants()) - before
+
+
 def test_workers_on_one_host_divide_its_gpus(fake_ssh, tmp_path):
     file = tmp_path / "hosts.toml"
-    file.write_text("ps = 1\nworkers = 2\n[hosts.a]\ngpus = [4, 5, 6, 7]\n")
+    file.write_text("ps = 1\n[hosts.a]\nworkers = 2\ngpus = [4, 5, 6, 7]\n")
     env = {"JAX_PLATFORMS": ""}
     with ssh(file, program=str(fake_ssh), env=env, settings=QUICK) as fleet:
         said = [fleet.log(task) for task in fleet.tasks]
@@ -183,6 +229,28 @@ def test_hosts_of_a_file(tmp_path):
     assert len(found.tasks(1, 0)) == 1
 
 
+def test_hosts_that_say_how_many_tasks_they_have_and_where_these_listen(tmp_path):
+    file = tmp_path / "hosts.toml"
+    own = '[hosts.big]\nworkers = 2\nports = "7000-7002"\n'
+    file.write_text(f"ps = 1\nworkers = 5\n{own}[hosts.a]\n[hosts.b]\nworkers = 0\n")
+    assert hosts_of(file).tasks(None, None) == [
+        FleetTask("ps", 0, "big", 7000),
+        FleetTask("worker", 0, "big", 7001),
+        FleetTask("worker", 1, "big", 7002),
+        FleetTask("worker", 2, "a"),
+        FleetTask("worker", 3, "a"),
+        FleetTask("worker", 4, "a"),
+    ]
+    file.write_text(f"{own}[hosts.a]\nps = 1\nworkers = 1\n")  # the sums will do
+    tasks = hosts_of(file).tasks(None, None)
+    assert [(task.name, task.where) for task in tasks] == [
+        ("ps:0", "a"),
+        ("worker:0", "big"),
+        ("worker:1", "big"),
+        ("worker:2", "a"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -203,6 +271,14 @@ def test_hosts_of_a_file(tmp_path):
         ("[hosts.a]\ngpus = [1, 1]", "gpus = .*: expected different numbers"),
         ('[hosts.a]\ngpus = ["all"]', "gpus = .*: expected different numbers"),
         ("workers = 1\n[hosts.a]", "say num_ps="),
+        ("ps = 1\n[hosts.a]\nworkers = -2", "a: workers = -2, .*: expected 0 or more"),
+        ('[hosts.a]\nps = 1\njobs = ["worker"]', r"ps = 1, jobs = \['worker'\]"),
+        ('[hosts.a]\nports = "70-"', "a: ports = '70-': expected a range"),
+        ('[hosts.a]\nports = "9-7"', "ports = '9-7': expected a range"),
+        ('[hosts.a]\nports = "x"', "ports = 'x': expected a range"),
+        ('ps = 2\nworkers = 1\nports = "7-8"\n[hosts.a]', "ports of a: expected 3 or"),
+        ("ps = 1\nworkers = 1\n[hosts.a]\nworkers = 2", r"have 2 \(a: 2\)"),
+        ("ps = 1\nworkers = 3\n[hosts.a]\nworkers = 2", "1 of 3 are left"),
         ('ps = 1\nworkers = 1\n[hosts.a]\njobs = ["ps"]', "no host takes job 'worker'"),
     ],
 )

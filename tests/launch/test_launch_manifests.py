@@ -131,7 +131,7 @@ def write(*arguments):
     return CliRunner().invoke(main, ["manifests", *arguments])
 
 
-def test_keys_are_in_it_only_if_they_are_asked_for(tmp_path):
+def test_keys_are_in_it_only_if_they_are_asked_for(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     generate_keys(keys)
     given = ("jobset", "--image", "i", "--keys", str(keys))
@@ -156,6 +156,20 @@ def test_keys_are_in_it_only_if_they_are_asked_for(tmp_path):
         for name, data in each["data"].items():
             assert base64.b64decode(data) == (keys / name).read_bytes()
     assert found == secrets_from(PodCluster("zstrat", "i", 1, 1, ("train",)), keys)
+    # Without a folder of keys they are new ones each time.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    fresh = []
+    for _ in range(2):
+        ran = write("kubernetes", "--image", "i", "--with-secrets", "--", "train")
+        made = of("Secret", yaml.safe_load_all(ran.output))
+        assert [sorted(each["data"]) for each in made] == [
+            sorted(each["data"]) for each in found
+        ]
+        fresh.append([each["data"]["ps.public"] for each in made])
+    assert len({*fresh[0]}) == len({*fresh[1]}) == 1
+    assert fresh[0] != fresh[1]
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 KUBECTL = """#!/bin/sh

@@ -7,10 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from zstrat.errors import BusyError, StaleSessionError
+from zstrat.errors import BusyError, HeldError, StaleSessionError
 from zstrat.wire import Hello, Ownership
 
 SESSIONS = st.integers(1, 3)
+
+
+class Line:
+    """A connection, which is whole and heard, or not."""
+
+    def __init__(self, *, is_heard=False):
+        self.is_heard = is_heard
 
 
 def hello(session: int) -> Hello:
@@ -18,7 +25,7 @@ def hello(session: int) -> Hello:
 
 
 def test_a_second_coordinator_waits_until_the_first_is_gone():
-    tasks, first, second = Ownership("/job:ps/task:0"), object(), object()
+    tasks, first, second = Ownership("/job:ps/task:0"), Line(), Line()
     assert tasks.open(1, first, hello(1))
     with pytest.raises(BusyError, match=r"ps/task:0 serves .*pid 1001 on host1.*stop"):
         tasks.open(2, second, hello(2))
@@ -38,34 +45,56 @@ def test_a_second_coordinator_waits_until_the_first_is_gone():
         tasks.check(2)
 
 
+def test_who_is_heard_holds_a_task_and_who_is_not_may_be_gone():
+    tasks, store, process = Ownership("ps"), Line(is_heard=True), Line()
+    for link in (store, process):
+        tasks.open(1, link, hello(1), several=True, program="train.py")
+    with pytest.raises(HeldError, match=r"train\.py, pid 1001 on host1.*ZSTRAT_TURN"):
+        tasks.open(2, Line(), hello(2))
+    store.is_heard = False  # it was killed: its connections broke, and may come back
+    with pytest.raises(BusyError) as raised:
+        tasks.open(2, Line(), hello(2))
+    assert type(raised.value) is BusyError
+    process.is_heard = True
+    with pytest.raises(HeldError):
+        tasks.open(2, Line(), hello(2))
+    # One that opens another session of its own has closed this one, or will.
+    with pytest.raises(BusyError) as raised:
+        tasks.open(2, Line(), replace(hello(1), incarnation=2))
+    assert type(raised.value) is BusyError
+    assert not tasks.lost(process)
+    assert tasks.lost(store)
+    assert tasks.open(2, Line(), hello(2))
+
+
 def test_a_program_is_not_told_to_stop_itself():
     tasks = Ownership("/job:ps/task:0")
-    tasks.open(1, object(), hello(1))
+    tasks.open(1, Line(), hello(1))
     with pytest.raises(BusyError, match=r"your own program.*strategy\.close") as raised:
-        tasks.open(2, object(), replace(hello(1), incarnation=2))
+        tasks.open(2, Line(), replace(hello(1), incarnation=2))
     assert "1001" not in str(raised.value)
 
 
 def test_a_coordinator_that_reconnects_keeps_its_session_and_old_connections_die_late():
-    tasks, old, new = Ownership("ps"), object(), object()
+    tasks, old, new = Ownership("ps"), Line(), Line()
     tasks.open(1, old, hello(1))
     assert not tasks.open(1, new, hello(1))
     assert not tasks.lost(old)
     with pytest.raises(BusyError):
-        tasks.open(2, object(), hello(2))
+        tasks.open(2, Line(), hello(2))
     assert tasks.lost(new)
-    assert tasks.open(2, object(), hello(2))
+    assert tasks.open(2, Line(), hello(2))
 
 
 def test_a_coordinator_with_several_connections_is_there_while_one_of_them_is():
-    tasks, store, process = Ownership("ps"), object(), object()
+    tasks, store, process = Ownership("ps"), Line(), Line()
     for link in (store, process, store, process):
         tasks.open(1, link, hello(1), name="run", several=True)
     assert not tasks.lost(process)
     assert (tasks.owner.peer, tasks.owner.alive) == (store, True)
-    assert not tasks.adopt(2, object(), hello(2), 0.0, "run")
+    assert not tasks.adopt(2, Line(), hello(2), 0.0, "run")
     # Who asks for a promotion may do so where nobody hears when it is lost.
-    tasks.open(1, object(), hello(1))
+    tasks.open(1, Line(), hello(1))
     tasks.open(1, process, hello(1), several=True)
     assert not tasks.lost(store)
     assert tasks.lost(process)
@@ -82,7 +111,7 @@ class OwnershipMachine(RuleBasedStateMachine):
 
     @rule(session=SESSIONS)
     def open(self, session):
-        peer = object()
+        peer = Line()
         if self.owner not in (None, session) and self.alive:
             with pytest.raises(BusyError):
                 self.real.open(session, peer, hello(session))

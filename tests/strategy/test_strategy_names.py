@@ -1,10 +1,14 @@
 """Examples of the page of ParameterServerStrategy, with their numbers, over a cluster
 without processes; what other tests show is not here."""
 
+import json
+import weakref
+
 import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.config import Settings
 from zstrat.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
 
 
@@ -128,3 +132,34 @@ def test_gradients_of_parts_and_of_the_whole(make_cluster):
     )
     assert float(value) == 30.0
     assert [np.asarray(each).tolist() for each in gradients] == [[2.0, 4.0], [6.0, 8.0]]
+
+
+def test_a_strategy_takes_what_a_launcher_returns(make_cluster, monkeypatch):
+    """And keeps it, as its tasks end with it."""
+    fake, told = make_cluster(ps=1, workers=2), []
+
+    class Running:
+        resolver = fake.resolver
+        settings = Settings(insecure=True)
+
+    def connect(spec, settings):
+        told.append((spec.num_tasks("worker"), settings))
+        return fake.session
+
+    running = Running()
+    kept = weakref.ref(running)
+    strategy = zs.ParameterServerStrategy(running, connect=connect)
+    other = Settings(lane="tcp")
+    zs.ParameterServerStrategy(running, settings=other, connect=connect)
+    assert told == [(2, Running.settings), (2, other)]
+    assert strategy.cluster_resolver is fake.resolver
+    del running
+    assert kept() is not None
+    monkeypatch.setenv(
+        "TF_CONFIG", json.dumps({"cluster": fake.resolver.cluster_spec().as_dict()})
+    )
+    zs.ParameterServerStrategy(connect=connect)
+    assert told[-1][0] == 2
+    monkeypatch.delenv("TF_CONFIG")
+    with pytest.raises(ValueError, match="nothing says where the cluster is"):
+        zs.ParameterServerStrategy(connect=connect)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,7 @@ import pytest
 from system_worlds import all_running, leak_check_behind
 
 import zstrat as zs
+from zstrat.config import Settings, Timeouts
 
 pytestmark = pytest.mark.processes
 
@@ -249,7 +254,20 @@ _PROGRAM = """
 """
 
 
-def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local):
+def awaited(words, monkeypatch):
+    """Set when the log of programs that connect has said so."""
+    said, log = threading.Event(), logging.getLogger("zstrat.coordinator")
+
+    def look(record):
+        if re.search(words, record.getMessage()):
+            said.set()
+        return True
+
+    monkeypatch.setattr(log, "filters", [look])
+    return said
+
+
+def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local, monkeypatch):
     told = json.dumps({"cluster": local.spec.as_dict()})
     env = {**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": PATIENCE}
 
@@ -264,11 +282,24 @@ def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local):
 
     first = program()
     assert first.stdout.readline() == "ready\n"
+    held = rf"the coordinator chief:0 \(python -c, pid {first.pid} on .* since \d"
+    with pytest.raises(zs.HeldError, match=held):
+        zs.ParameterServerStrategy(local.resolver)
     first.send_signal(signal.SIGKILL)
     first.communicate()
+    # The tasks have not missed it yet: whoever comes now is not refused.
+    zs.ParameterServerStrategy(local.resolver).close()
     second = program()
     assert second.stdout.readline() == "ready\n"
-    second.communicate("")
+    waiting = awaited("still waiting for .*HeldError.*python -c", monkeypatch)
+    queued = Settings(timeouts=Timeouts(turn=120.0))
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(
+            zs.ParameterServerStrategy, local.resolver, settings=queued
+        )
+        assert waiting.wait(60)
+        second.communicate("")
+        made.result().close()
     assert second.returncode == 0
 
 

@@ -82,3 +82,15 @@ def test_a_process_that_slept_gives_who_broke_off_time_to_return(pair):
     assert pair.server.tick(600.0) == []  # the return may be there, and be read next
     (closed,) = tick_until(pair.server, 600.0, 610.0)
     assert "did not come back within 2 s" in closed.reason
+
+
+def test_a_peer_is_heard_until_it_is_late_or_its_connection_breaks(pair):
+    assert pair.server.is_heard
+    assert tick_until(pair.server, 0.0, 1.5) == []
+    assert pair.server.is_heard
+    pair.server.tick(2.0)  # no two beats of a second each are missed for nothing
+    assert not pair.server.is_heard
+    pair.server.received([encode(Beat(False))[0]], 2.0)
+    assert pair.server.is_heard
+    pair.server.disconnected("", 2.0)
+    assert not pair.server.is_heard

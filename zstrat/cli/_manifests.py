@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any, Final
 
 import click
 
@@ -15,11 +17,13 @@ from zstrat.launch.manifests import (
     secrets_from,
     written,
 )
+from zstrat.transport import generate_keys
 
 from ._options import fail
 
 _COUNT = click.IntRange(min=1)
 _AMOUNTS = "NAME=AMOUNT,..."
+KEYS: Final = Path("keys")
 
 
 @click.command("manifests")
@@ -46,10 +50,12 @@ _AMOUNTS = "NAME=AMOUNT,..."
     show_default=True,
     help="of each job",
 )
+@click.option("--keys", type=Path, metavar="DIR", help="default: keys")
 @click.option(
-    "--keys", type=Path, default=Path("keys"), show_default=True, metavar="DIR"
+    "--with-secrets",
+    is_flag=True,
+    help="Write the keys, too, as Secrets; new ones, where there is no DIR.",
 )
-@click.option("--with-secrets", is_flag=True, help="Write the keys, too, as Secrets.")
 @click.option("--insecure", is_flag=True, help="No keys: a network of your own.")
 @click.option("--to", type=Path, metavar="FILE", help="default: standard output")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -66,7 +72,7 @@ def write_manifests(
     port: int,
     http: int,
     restarts: int,
-    keys: Path,
+    keys: Path | None,
     with_secrets: bool,
     insecure: bool,
     to: Path | None,
@@ -101,11 +107,20 @@ def write_manifests(
         )
         objects = manifests(engine, cluster)
         if with_secrets:
-            objects = [*secrets_from(cluster, keys), *objects]
-        text = written(cluster, objects, "" if with_secrets else str(keys))
+            objects = [*_secrets(cluster, keys), *objects]
+        text = written(cluster, objects, "" if with_secrets else str(keys or KEYS))
         _put(text, to, is_secret=with_secrets)
     except (ImportError, OSError, ValueError) as error:
         fail(error)
+
+
+def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
+    """Of the folder that is said; else of one that is there, else of nobody else."""
+    if keys is not None or KEYS.exists():
+        return secrets_from(cluster, keys or KEYS)
+    with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:
+        generate_keys(Path(folder, "keys"))
+        return secrets_from(cluster, Path(folder, "keys"))
 
 
 def _put(text: str, to: Path | None, *, is_secret: bool) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
@@ -58,3 +58,20 @@ def fail(error: Exception) -> NoReturn:
     """Says what was wrong, and ends with 2."""
     click.echo(f"zstrat: {error}", err=True)
     sys.exit(2)
+
+
+class QueueingCommand(click.Command):
+    """A command that has ``--queue [SECONDS]``: where a value may follow an option and
+    need not, click takes whatever follows for it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for at, word in enumerate(args):
+            if not word.startswith("-") and not word.isdecimal():
+                break  # the first argument: what follows may be another program's
+            if word == "--queue" and not "".join(args[at + 1 : at + 2]).isdecimal():
+                args = [*args[:at], f"--queue={FOR_EVER}", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+FOR_EVER: Final = 10**9
+"""Seconds that nobody lives to see the end of."""

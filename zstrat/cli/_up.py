@@ -23,7 +23,7 @@ from zstrat.errors import ZstratError
 from zstrat.launch import run_beside, ssh
 
 from ._cluster import how_to_connect, toml
-from ._options import fail, settings
+from ._options import QueueingCommand, fail, settings
 from ._signals import as_interrupts
 from ._up_folder import clear, ended, folder_of, held
 
@@ -36,11 +36,18 @@ _IS_UP: Final = "all tasks serve"
 _HOSTS: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=QueueingCommand, context_settings={"allow_interspersed_args": False})
 @click.option("--ps", type=click.IntRange(1), help="default: as the file says")
 @click.option("--workers", type=click.IntRange(0), help="default: as the file says")
 @click.option(
     "-d", "--detach", is_flag=True, help="return when all serve; `zstrat down` ends it"
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(0),
+    default=0,
+    metavar="[SECONDS]",
+    help="wait while another `zstrat up` holds the hosts of the file",
 )
 @click.option("--alone", is_flag=True, hidden=True, help="nobody watches: say it once")
 @click.argument("hosts", type=_HOSTS)
@@ -49,6 +56,7 @@ def up(
     ps: int | None,
     workers: int | None,
     detach: bool,
+    queue: int,
     alone: bool,
     hosts: Path,
     program: tuple[str, ...],
@@ -63,11 +71,11 @@ def up(
     if program and shutil.which(program[0]) is None:
         fail(ValueError(f"there is no program {program[0]!r} here that can be run"))
     if detach:
-        counts = (("--ps", ps), ("--workers", workers))
+        counts = (("--ps", ps), ("--workers", workers), ("--queue", queue))
         said = [f"{name}={count}" for name, count in counts if count is not None]
         sys.exit(_detached([*said, str(hosts)]))
     try:
-        with held(folder_of(hosts)) as folder:
+        with held(folder_of(hosts), queue) as folder:
             code = _up(hosts, ps, workers, folder, program, alone=alone)
     except KeyboardInterrupt as signalled:
         click.echo("interrupted; all tasks ended")

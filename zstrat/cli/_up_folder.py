@@ -9,8 +9,11 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import click
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,16 +38,22 @@ def folder_of(hosts: Path) -> Path:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[Path]:
+def held(folder: Path, queue: float = 0.0) -> Iterator[Path]:
     """The folder, locked; old logs are gone. What is left at the end is kept.
+
+    Args:
+        queue: Seconds to wait while another process holds it. On the main thread.
 
     Raises:
         ValueError: Another process holds it, or there are files of somebody else.
     """
-    with _locked(folder) as lock:
+    with contextlib.ExitStack() as stack:
+        with _patience(folder, queue):
+            lock = stack.enter_context(_locked(folder, waits=queue > 0))
         if lock is None:
             raise ValueError(
-                f"{folder} is held by another `zstrat up`: end it with `zstrat down`"
+                f"{_holder_words(folder)}: end it with `zstrat down`, or wait for it "
+                "with --queue"
             )
         try:
             if lock.read():  # of one that was killed
@@ -75,8 +84,8 @@ def clear(folder: Path, *, keys: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[IO[str] | None]:
-    """The lock, at its begin; None: another process holds it.
+def _locked(folder: Path, *, waits: bool) -> Iterator[IO[str] | None]:
+    """The lock, at its begin; None: another process holds it, and is not waited for.
 
     Who held it before removes it, and the folder: then it is another file by now.
     """
@@ -90,13 +99,32 @@ def _locked(folder: Path) -> Iterator[IO[str] | None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield None
-                return
+                if not waits:
+                    yield None
+                    return
+                click.echo(f"zstrat: waits, as {_holder_words(folder)}", err=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_same(folder / "lock", lock):
                 continue
             lock.seek(0)
             yield lock
             return
+
+
+@contextlib.contextmanager
+def _patience(folder: Path, seconds: float) -> Iterator[None]:
+    """Ends what is in it by a ValueError when so many seconds have passed; 0: none."""
+
+    def late(number: int, frame: object) -> NoReturn:
+        raise ValueError(f"{_holder_words(folder)}, for {seconds:g} s by now (--queue)")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def ended(folder: Path, number: int) -> bool:
@@ -140,6 +168,14 @@ def _holder(folder: Path, lock: IO[str]) -> int:
     if said.isdecimal() and (not Path("/proc/self/fd").exists() or _has(said, lock)):
         return int(said)
     raise ValueError(f"{folder} is held by one that has just begun: try again")
+
+
+def _holder_words(folder: Path) -> str:
+    said = ""
+    with contextlib.suppress(OSError):  # it ends just now
+        said = (folder / "lock").read_text()
+    who = f" (pid {said})" if said.isdecimal() else ""
+    return f"{folder} is held by another `zstrat up`{who}"
 
 
 def _has(pid: str, lock: IO[str]) -> bool:

@@ -16,6 +16,8 @@ from ._kubernetes import ExecutableLocation as ExecutableLocation
 from ._kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
 from ._ports import free_ports as free_ports
 from ._resolver import ClusterResolver as ClusterResolver
+from ._resolver import FunctionClusterResolver as FunctionClusterResolver
+from ._resolver import RunningCluster as RunningCluster
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver
 from ._resolver import UnionResolver as UnionResolver
 from ._resolver import cluster_spec_of as cluster_spec_of

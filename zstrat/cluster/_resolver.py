@@ -10,12 +10,14 @@ one, a `UnionResolver`: say, workers from a scheduler and ps from a file.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, Protocol, final, runtime_checkable
 
 from ._spec import ClusterSpec, normalize_cluster_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from zstrat.config import Settings
 
 
 class ClusterResolver(abc.ABC):
@@ -404,3 +406,39 @@ def _merge(
             )
         merged |= tasks
     return merged
+
+
+@final
+class FunctionClusterResolver(SourceResolver):
+    """Asks a function of this program, which may answer otherwise later: where the
+    tasks of a fleet are, say, which may move.
+
+    Args:
+        ask: Tells all tasks of the cluster.
+    """
+
+    _may_change = True
+
+    def __init__(self, ask: Callable[[], ClusterSpec]) -> None:
+        super().__init__()
+        self._ask = ask
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._ask()
+
+
+@runtime_checkable
+class RunningCluster(Protocol):
+    """Tasks that somebody has started for this program, as `zs.LocalCluster` and the
+    fleets of `zs.launch` are: where they are, and how one is let in. They run for as
+    long as this object is kept."""
+
+    @property
+    def resolver(self) -> ClusterResolver:
+        """Tells where the tasks are now."""
+        ...
+
+    @property
+    def settings(self) -> Settings:
+        """Keys, and whatever else a program is told to reach them."""
+        ...

@@ -180,12 +180,13 @@ class Cluster:
             PSUnavailableError: Only a part is left of the session that has the name; it
                 stays where it is.
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
-            BusyError: They belong to another coordinator, for ``timeouts.turn``.
+            BusyError: They belong to another coordinator, for ``timeouts.turn``; or for
+                ``timeouts.notice``, if that is not heard any more.
             VersionMismatchError, PermissionDeniedError: At once.
             ValueError: The workers that are there differ in their number of devices.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeouts.connect
+        deadline = loop.time() + self._timeouts.connect + self._timeouts.turn
         if self.replication is not None and self.options.stores_per_ps > 1:
             for task in self.ps[len(self._home) :]:
                 task.park()

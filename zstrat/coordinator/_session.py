@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
-from zstrat.transport import Portal, new_incarnation
+from zstrat.transport import Portal, new_incarnation, program_name
 from zstrat.transport.health import register, serve_as_told
 from zstrat.wire import Job
 
@@ -148,6 +148,7 @@ class ClusterSession:
                     stores_per_ps=stores_per_ps,
                     name=resume,
                     begins_anew=begins_anew,
+                    program=program_name(),
                 ),
             )
 
@@ -176,7 +177,7 @@ class ClusterSession:
                 {},
                 settings.timeouts,
                 make,
-                SessionOptions(is_held_for_others=True),
+                SessionOptions(is_held_for_others=True, program=program_name()),
             )
 
         tasks = [(Job.CHIEF, 0, at) for at in ps]
@@ -503,7 +504,8 @@ def _opened(
     claim = open_sessions.claim(tasks)
     try:
         portal = Portal(name)
-        slack = 2 * settings.timeouts.connect + settings.timeouts.drain
+        times = settings.timeouts
+        slack = 2 * times.connect + times.turn + times.drain
         opened = connected(portal, cluster, look, slack, claim)
         session = ClusterSession(opened, portal, settings)
     except BaseException:  # to the caller, who has no session

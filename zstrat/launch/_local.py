@@ -174,8 +174,14 @@ class LocalCluster:
         return ClusterSpec(jobs)
 
     @property
+    def settings(self) -> Settings:
+        """What a strategy is given to be let in; it takes them by itself if it is given
+        this object."""
+        return self._settings
+
+    @property
     def resolver(self) -> SimpleClusterResolver:
-        """What a strategy is given to reach this cluster.
+        """What a strategy is given to reach this cluster, if not the object itself.
 
         It names no task: the program that coordinates is not among the tasks.
 

@@ -461,7 +461,9 @@ class PsService:
         self._require_open()
         session, now, ownership = asked.session, time.time(), self._ownership
         self._require_alone(asked)
-        if ownership.adopt(session, remote, remote.hello, now, asked.name):
+        if ownership.adopt(
+            session, remote, remote.hello, now, asked.name, asked.program
+        ):
             self._snapshots.clear()
             self._standing.owner_changed(
                 self.coordinator_lost_at, self._settings.timeouts
@@ -481,6 +483,7 @@ class PsService:
             origin=asked.origin,
             several=True,  # one to the store, and one to the process (`Replication`)
             is_shared=asked.is_shared,
+            program=asked.program,
         )
         if new:
             self._clear()

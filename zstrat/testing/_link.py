@@ -76,6 +76,8 @@ class FakeRemote:
         """The first of them is asked about each notice; its error is raised instead of
         taking the notice, and then it is done."""
         self.promised = 0
+        self.is_heard = True
+        """Its connection is whole, and it was heard just now."""
 
     def notify(self, message: Message) -> None:
         """Keeps a notice.

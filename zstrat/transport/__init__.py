@@ -10,6 +10,7 @@ from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
 from ._identity import hello as hello
 from ._identity import new_incarnation as new_incarnation
+from ._identity import program_name as program_name
 from ._keys import NEXT as NEXT
 from ._keys import PREVIOUS as PREVIOUS
 from ._keys import generate_keys as generate_keys

@@ -97,8 +97,13 @@ class Security:
         try:
             found = self._source.read()
         except (OSError, ValueError, ZstratError) as error:
-            if stamp != self._complained:
+            folder = self._source.folder
+            if stamp == self._complained:
+                return
+            if folder.exists():
                 _LOG.warning("the keys in use stay in use: %s", error)
+            else:  # a fleet removes it once it was read
+                _LOG.debug("%s is gone: the keys in use stay in use", folder)
             self._complained = stamp
             return
         if self._is_settled(found):

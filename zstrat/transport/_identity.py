@@ -6,12 +6,15 @@ import os
 import platform
 import secrets
 import socket
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
 from zstrat.wire import PROTOCOL, Hello
 
 _PACKAGES: Final = ("zstrat", "jax", "numpy")
+_LONGEST_NAME: Final = 80
 
 
 def new_incarnation() -> int:
@@ -30,3 +33,11 @@ def hello(job: str, index: int, incarnation: int) -> Hello:
     return Hello(
         PROTOCOL, job, index, incarnation, socket.gethostname(), os.getpid(), versions
     )
+
+
+def program_name() -> str:
+    """What runs in this process, for words to a person: "train.py"."""
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    name = f"python {name}" if name in ("-c", "-m") else name
+    return name[:_LONGEST_NAME] if name.isprintable() else ""

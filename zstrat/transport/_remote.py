@@ -59,6 +59,12 @@ class Remote:
         self.promised = 0
         """Bytes that the handler has promised for the request that it was given."""
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether it lives, as far as one can tell: its connection is whole, and it was
+        heard just now. One that is not `alive` is lost; between the two it may be."""
+        return self.alive and self.connection.outlet.peer.is_heard
+
     def promise(self, nbytes: int) -> None:
         """For handlers: the answer to the present request will have so many bytes. They
         count as waiting for the peer from now on, so that it cannot ask for more and

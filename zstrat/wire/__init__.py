@@ -135,6 +135,7 @@ from ._messages import VariableEntry as VariableEntry
 from ._messages import Withdraw as Withdraw
 from ._messages import WorkerReported as WorkerReported
 from ._messages import WriteSnapshot as WriteSnapshot
+from ._session import AbsentPeer as AbsentPeer
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership
 from .connection._body import Sink as Sink

@@ -11,37 +11,65 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, final
 
-from zstrat.errors import BusyError, StaleSessionError
+from zstrat.errors import BusyError, HeldError, PeerLostError, StaleSessionError
 
 if TYPE_CHECKING:
     from zstrat.wire._messages import Hello
+
+
+class OwnerPeer(Protocol):
+    """A connection of a coordinator, by identity."""
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it is whole, and the coordinator was heard on it just now."""
+        ...
+
+
+@final
+class AbsentPeer:
+    """In place of a connection that is not there yet."""
+
+    is_heard = False
+
+    def notify(self, message: object) -> None:
+        """
+        Raises:
+            PeerLostError: In any case.
+        """
+        raise PeerLostError("the coordinator", "it has not come back yet")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The coordinator that holds a task; ``peer`` is its last connection, by identity;
     ``since`` is when it took it, in seconds since 1970, None if nobody said that;
-    ``name``, ``origin`` and ``is_shared`` are those of `OpenSession`."""
+    ``name``, ``origin``, ``is_shared`` and ``program`` are those of `OpenSession`."""
 
     session: int
-    peer: object
+    peer: OwnerPeer
     hello: Hello
     since: float | None = None
     alive: bool = True
     name: str = ""
     origin: int = 0
     is_shared: bool = False
+    program: str = ""
 
     def __str__(self) -> str:
         who = self.hello
-        return f"{who.job}:{who.index} (pid {who.pid} on {who.host})"
+        program = f"{self.program}, " if self.program else ""
+        return f"{who.job}:{who.index} ({program}pid {who.pid} on {who.host})"
+
+    def is_of(self, other: Hello) -> bool:
+        """Whether the process that says so holds the task itself."""
+        return (self.hello.host, self.hello.pid) == (other.host, other.pid)
 
     def to(self, other: Hello) -> str:
         """What a coordinator is told that wants the task, too."""
-        me = self.hello
-        if (me.host, me.pid) == (other.host, other.pid):
+        if self.is_of(other):
             return (
                 "another strategy of your own program, made before: call "
                 "strategy.close() on that one, or use it"
@@ -50,9 +78,8 @@ class Owner:
         if self.since is not None:
             began = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(self.since))
         return (
-            f"the coordinator {self} since {began}: stop that "
-            "program, or wait until it ends (ZSTRAT_TURN seconds, and no longer than "
-            "ZSTRAT_CONNECT_TIMEOUT)"
+            f"the coordinator {self} since {began}: stop that program, or have this "
+            "one wait for its turn (ZSTRAT_TURN=SECONDS, or Timeouts(turn=SECONDS))"
         )
 
 
@@ -62,7 +89,7 @@ class Ownership:
     def __init__(self, task: str) -> None:
         self._task = task
         self._owner: Owner | None = None
-        self._links: list[object] = []
+        self._links: list[OwnerPeer] = []
         """Connections of the owner by which it has opened the session, as it may have
         several; the last one is where it is told of what happens."""
 
@@ -78,7 +105,7 @@ class Ownership:
     def open(
         self,
         session: int,
-        peer: object,
+        peer: OwnerPeer,
         hello: Hello,
         since: float | None = None,
         *,
@@ -86,12 +113,13 @@ class Ownership:
         origin: int = 0,
         several: bool = False,
         is_shared: bool = False,
+        program: str = "",
     ) -> bool:
         """Gives the task to a coordinator.
 
         Args:
             since: What the time is, in seconds since 1970; messages say it.
-            name, origin, is_shared: As in `OpenSession`.
+            name, origin, is_shared, program: As in `OpenSession`.
             several: The coordinator may have other connections to the task, and is
                 there while one of them is: who calls tells `lost` of each.
 
@@ -100,14 +128,21 @@ class Ownership:
             False if this session was open already (the coordinator reconnected).
 
         Raises:
-            BusyError: Another coordinator, which is alive, holds the task.
+            BusyError: Another coordinator, which is not lost, holds the task.
+            HeldError: The same, and it is another process, which was heard just now. Of
+                one that was killed a moment ago, whose connection is broken, and of one
+                that falls silent, that is not said.
         """
         owner = self._owner
         if owner is not None and owner.session != session and owner.alive:
-            raise BusyError(f"{self._task} serves {owner.to(hello)}")
+            words = f"{self._task} serves {owner.to(hello)}"
+            # A program that opens another session has closed its own, or is about to.
+            is_other = not owner.is_of(hello)
+            heard = is_other and self._is_heard(owner)
+            raise HeldError(words) if heard else BusyError(words)
         if owner is not None and owner.session == session:
             since, name, origin = owner.since, owner.name, owner.origin
-            is_shared = owner.is_shared
+            is_shared, program = owner.is_shared, owner.program or program
         else:
             self._links = []
         if several:
@@ -120,11 +155,18 @@ class Ownership:
             name=name,
             origin=origin or session,
             is_shared=is_shared,
+            program=program,
         )
         return owner is None or owner.session != session
 
     def adopt(
-        self, session: int, peer: object, hello: Hello, since: float, name: str
+        self,
+        session: int,
+        peer: OwnerPeer,
+        hello: Hello,
+        since: float,
+        name: str,
+        program: str = "",
     ) -> bool:
         """Gives the task to a coordinator that goes on with the session of this name,
         whose coordinator is lost: under another number, so that what was sent for the
@@ -134,7 +176,9 @@ class Ownership:
             return False
         if not name or owner.name != name:
             return False
-        self._owner = Owner(session, peer, hello, since, name=name, origin=owner.origin)
+        self._owner = Owner(
+            session, peer, hello, since, name=name, origin=owner.origin, program=program
+        )
         self._links = [peer]
         return True
 
@@ -155,7 +199,10 @@ class Ownership:
         self._owner = replace(owner, alive=False)
         return True
 
-    def _others(self, peer: object) -> list[object]:
+    def _is_heard(self, owner: Owner) -> bool:
+        return any(link.is_heard for link in (owner.peer, *self._links))
+
+    def _others(self, peer: object) -> list[OwnerPeer]:
         return [link for link in self._links if link is not peer]
 
     def close(self, session: int) -> bool:

@@ -67,7 +67,8 @@ class OpenSession:
     of a coordinator that is lost for the next one that opens it by that name, with the
     variables, their slots and their keys. ``origin`` is the number that those keys
     are counted from; 0: the session's own. ``is_shared``: workers that are programs of
-    their own may join it (`JoinSession`).
+    their own may join it (`JoinSession`). ``program``: what runs there, for words to a
+    person ("train.py").
     """
 
     kind: ClassVar = 16
@@ -82,6 +83,7 @@ class OpenSession:
     origin: int = 0
     replicas: int = 0
     is_shared: bool = False
+    program: str = ""
 
 
 @message

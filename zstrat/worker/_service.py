@@ -189,7 +189,13 @@ class WorkerService:
         """
         if self._refusal is not None:
             raise self._refusal
-        new = self._ownership.open(message.session, remote, remote.hello, time.time())
+        new = self._ownership.open(
+            message.session,
+            remote,
+            remote.hello,
+            time.time(),
+            program=message.program,
+        )
         # A coordinator that connects anew knows nothing of what is here, and has given
         # its closures to others: it starts afresh too, but for code that is compiled.
         before = None if new else self._session

@@ -42,6 +42,8 @@ class SessionOptions:
     """
     begins_anew: bool = False
     """It begins with nothing if only a part is left under its name."""
+    program: str = ""
+    """What others are told of the program that holds the cluster."""
 
     @property
     def is_shared(self) -> bool:
@@ -89,6 +91,7 @@ class SessionMaker:
             one_life=True,
             grace=timeouts.reconnect,
             turn=timeouts.request if joins else timeouts.turn,
+            notice=timeouts.notice,
             moves=bool(self.options.replicas),
         )
 
@@ -119,6 +122,7 @@ class SessionMaker:
             self._make_link,
             self._events,
             turn=self._timeouts.turn,
+            notice=self._timeouts.notice,
             objection=objection,
         )
 
@@ -142,4 +146,5 @@ class SessionMaker:
             options.name,
             replicas=options.replicas,
             is_shared=options.is_shared,
+            program=options.program,
         )

@@ -13,11 +13,13 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
+from zstrat.errors import BusyError, HeldError
 from zstrat.wire import CloseSession, JoinSession, OpenSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from zstrat.errors import DeadlineExceededError
     from zstrat.wire import Message
 
     from ._task_links import TaskLink
@@ -40,6 +42,8 @@ class SessionRequest:
         opening: What opens the session there.
         turn: Seconds after which a task that another coordinator holds is not worth
             waiting for; it is asked further on.
+        notice: The same, where that coordinator is not heard any more, and may be gone:
+            so long it takes the task to notice that.
         on_answer: Gets each request that was answered and not stopped.
     """
 
@@ -47,13 +51,14 @@ class SessionRequest:
         self,
         opening: OpenSession | JoinSession,
         turn: float,
+        notice: float,
         on_answer: Callable[[asyncio.Future[Message]], None],
     ) -> None:
         self._opening = self._reopening = opening
         # A task that was in the session has it still, or has lost it for good.
         if isinstance(opening, JoinSession):
             self._reopening = replace(opening, patience=0.0)
-        self._turn, self._on_answer = turn, on_answer
+        self._turn, self._notice, self._on_answer = turn, notice, on_answer
         self._farewells: Sequence[Message] = ()
         """What the task is told before it is asked in."""
         self._pause = FIRST_PAUSE_SECONDS
@@ -112,26 +117,30 @@ class SessionRequest:
         self._sent = link.submit(self._reopening if resumes else self._opening)
         self._sent.add_done_callback(self._answered)
 
-    def repeat(self, send: Callable[[], None], *, is_held: bool) -> bool:
+    def repeat(
+        self, send: Callable[[], None], refusal: BusyError | DeadlineExceededError
+    ) -> bool:
         """Asks again after a pause, by ``send``.
 
         Args:
-            is_held: The task has said just now that another coordinator holds it.
+            refusal: What the task has said just now: a `BusyError` if another
+                coordinator holds it.
 
         Returns:
-            Whether it has said so for a whole turn: that coordinator is alive.
+            Whether it has said so for a whole turn: that coordinator is alive, and
+            waiting for its end is over.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._timer = loop.call_later(self._pause, send)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
-        if not is_held:
+        if not isinstance(refusal, BusyError):
             self._held_since = None
             return False
         if self._held_since is None:
             self._held_since = now
-            return False
-        return now - self._held_since >= self._turn
+        doubt = 0.0 if isinstance(refusal, HeldError) else self._notice
+        return now - self._held_since >= max(self._turn, doubt)
 
     def opened(self) -> None:
         """The task is in the session: no other coordinator holds it."""

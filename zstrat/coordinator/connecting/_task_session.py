@@ -86,6 +86,8 @@ class TaskSession:
         grace: Seconds that a task with one life has to return after its link lost it.
         turn: Seconds after which `wait_ready` gives up while another coordinator has
             the task; it is asked further on.
+        notice: The same, where the other one is not heard any more, and may be gone: so
+            long it takes the task to notice that.
         moves: What it held may be in another process: requests wait until `move` or
             `give_up` is called.
         objection: Says why a task is not taken.
@@ -104,6 +106,7 @@ class TaskSession:
         one_life: bool = False,
         grace: float = 0.0,
         turn: float = math.inf,
+        notice: float = 0.0,
         moves: bool = False,
         objection: Objection = _take_all,
     ) -> None:
@@ -127,7 +130,7 @@ class TaskSession:
         """It leaves because it enters another session of ours: `renew`."""
         self.back_by = 0.0
         """Until when (loop time) it is to be back with all it held, as it has said."""
-        self._request = SessionRequest(opening, turn, self._answered)
+        self._request = SessionRequest(opening, turn, notice, self._answered)
         self._events, self._one_life, self._moves = events, one_life, moves
         self._grace, self._objection = grace, objection
         self._absence: asyncio.TimerHandle | None = None
@@ -374,8 +377,7 @@ class TaskSession:
             self._leave(str(error))
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
-            is_held = isinstance(error, BusyError)
-            if self._request.repeat(self._ask, is_held=is_held):
+            if self._request.repeat(self._ask, error):
                 self._entered.set()  # it lives: waiting for its end is over
         else:
             words = f"{type(error).__name__}: {error}"

@@ -157,6 +157,7 @@ class Replication:
             self,
             one_life=True,
             turn=self._timeouts.turn,
+            notice=self._timeouts.notice,
             moves=True,
             objection=self._objection,
         )

@@ -8,6 +8,7 @@ again goes to the same machine, to its port, as long as Dask has a worker there.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, final
@@ -101,6 +102,8 @@ class DaskEngine:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         """How many tasks each worker of Dask was given."""
+        self._places: dict[str, str] = {}
+        """The machine that each task was put on last."""
 
     def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
         return _DaskTask(self, launch, hear)
@@ -113,15 +116,28 @@ class DaskEngine:
         a worker of Dask."""
         before = host_of(f"tcp://{launch.bind}") if launch.bind else launch.task.where
         worker = self._worker(before)
+        host = host_of(worker)
         return self._client.submit(
             TaskHost,
-            launch,
-            host_of(worker),
+            self._beside(launch, host),
+            host,
             actor=True,
             workers=[worker],
             allow_other_workers=False,
             pure=False,
         )
+
+    def _beside(self, launch: TaskLaunch, host: str) -> TaskLaunch:
+        """The launch on that machine; on another one than was planned the task is one
+        more beside those of its job that are there."""
+        task = launch.task
+        with self._lock:
+            self._places[task.name] = host
+            if host == task.where:
+                return launch
+            there = [name for name, at in self._places.items() if at == host]
+        count = sum(name.startswith(f"{task.job}:") for name in there)
+        return dataclasses.replace(launch, beside=count, place=count - 1)
 
     def _worker(self, host: str) -> str:
         """The address of that on ``host`` with the fewest tasks, or of any."""
@@ -147,9 +163,7 @@ def dask(
     """Parameter servers and workers on the machines of a cluster of Dask.
 
         with zs.launch.dask(client, num_ps=2, num_workers=8) as cluster:
-            strategy = zs.ParameterServerStrategy(
-                cluster.resolver, settings=cluster.settings
-            )
+            strategy = zs.ParameterServerStrategy(cluster)
 
     The tasks are processes of their own beside the workers of Dask, which go on with
     what they have to do; they are dealt out to these in turn, and each run has keys of

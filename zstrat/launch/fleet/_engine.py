@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from zstrat.config import Timeouts
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -18,11 +20,13 @@ LONGEST_SAID: Final = 2**16
 
 @dataclass(frozen=True, slots=True)
 class FleetTask:
-    """One task, and where it is to run: a word of the engine, such as a host."""
+    """One task, and where it is to run: a word of the engine, such as a host. ``port``
+    is the one that it listens at there, 0 for any that is free."""
 
     job: str
     index: int
     where: str
+    port: int = 0
 
     @property
     def name(self) -> str:
@@ -40,8 +44,9 @@ class TaskLaunch:
     index and address. ``beside`` is the number of tasks of its job on the same host,
     which share its cores and GPUs, ``place`` its own number among them. ``log`` is the
     file that takes what it prints; None: it goes where this process's own errors go.
-    ``logged`` is the size of that file, in bytes,
-    when this attempt began: what is in it is of others.
+    ``logged`` is the size of that file, in bytes, when this attempt began: what is in
+    it is of others. ``leash``: the task ends if it has not heard of this program for so
+    many seconds, as it may be cut off.
     """
 
     task: FleetTask
@@ -53,6 +58,7 @@ class TaskLaunch:
     place: int
     log: Path | None
     logged: int = 0
+    leash: float = Timeouts().leash
 
     def said(self) -> str:
         """The log of this attempt so far, its last 64 KiB; "" if it is elsewhere."""

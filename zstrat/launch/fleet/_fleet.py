@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, assert_never
 
-from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.cluster import ClusterSpec, FunctionClusterResolver
 from zstrat.config import environment, settings_from
 from zstrat.errors import (
     ClosedError,
@@ -87,6 +87,7 @@ class FleetPlan:
     env: Mapping[str, str]
     arguments: Mapping[str, tuple[str, ...]]
     logs: Path | None
+    leash: float
 
     def launch(self, name: str, bind: str) -> TaskLaunch:
         task, log = self.tasks[name], self.log(name)
@@ -105,6 +106,7 @@ class FleetPlan:
             beside.index(task),
             log,
             log.stat().st_size if log is not None and log.exists() else 0,
+            self.leash,
         )
 
     def log(self, name: str) -> Path | None:
@@ -278,7 +280,8 @@ class Fleet:
         self.directory = made_folder(directory)
         keys = RunKeys(self.directory / "keys")
         self.settings = dataclasses.replace(settings, keys=keys.folder, insecure=False)
-        """What a strategy is given to be let in: ``settings=fleet.settings``."""
+        """What a strategy is given to be let in; it takes them by itself if it is given
+        this object."""
         self.engine = engine.name
         self._tasks = {task.name: task for task in tasks}
         plan = FleetPlan(
@@ -287,6 +290,7 @@ class Fleet:
             told,
             arguments or {},
             self.directory if logs == "files" else None,
+            times.leash,
         )
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)
@@ -303,17 +307,17 @@ class Fleet:
         return ClusterSpec(jobs)
 
     @property
-    def resolver(self) -> SimpleClusterResolver:
-        """What a strategy is given to reach this fleet.
+    def resolver(self) -> FunctionClusterResolver:
+        """What a strategy is given to reach this fleet, if not the object itself.
 
-        It names no task: the program that coordinates is not among the tasks.
+        Of a fleet that is closed later it goes on to tell where the tasks were.
 
         Raises:
             ClosedError: The fleet was closed.
         """
         if not self._end.alive:
             raise ClosedError(f"{self!r}: it was closed, and its tasks have ended")
-        return SimpleClusterResolver(self.spec)
+        return FunctionClusterResolver(lambda: self.spec)
 
     @property
     def keys(self) -> Path:

@@ -3,8 +3,10 @@
 The command runs `zstrat.daemons.launched` somewhere, and ends when that does. Its
 standard input and output are the conversation with the daemon (see there), its standard
 error is the log of the task, into which the kernel writes it: what the command itself
-has to say, that it cannot reach a host, say, is there, too. The end of the conversation
-is the leash: the daemon drains when its standard input ends, however we end.
+has to say, that it cannot reach a host, say, is there, too. The conversation is the
+leash: the daemon drains when its standard input ends, however we end, and when it has
+heard nothing for long, as on a host that is cut off. So it is sent an empty line now
+and then, by a thread of its own: we may be busy, or stopped for a while.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import os
 import subprocess
 import threading
 from abc import ABC, abstractmethod
@@ -41,6 +44,9 @@ MISTAKEN: Final = 2
 
 LONGEST_LINE: Final = 2**16
 """Bytes of one line of the conversation; what a shell prints before it is cut there."""
+
+BEATS: Final = 10
+"""So often a daemon hears of us in the time after which it takes us for gone."""
 
 
 class Piped(ABC):
@@ -76,10 +82,12 @@ class Piped(ABC):
 
     @final
     def start(self, launch: TaskLaunch, hear: TaskEvents) -> RunningTask:
-        bind = _bind(self.host(launch.task), launch.bind)
+        before = launch.bind or f":{launch.task.port}"
+        bind = _bind(self.host(launch.task), before)
         # -P: the folder in which it happens to run must not shadow modules.
         daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
         daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
+        daemon += ["--leash", str(launch.leash)]
         words = self.command(launch, [*daemon, *launch.arguments])
         return _Conversation(self, launch, hear, words)
 
@@ -102,6 +110,7 @@ class _Conversation:
         """Guards the next two, which other threads end it by."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ending = self._has_served = False
+        self._over = threading.Event()
         self._mistake: ZstratError | None = None
         name = f"zstrat hears {launch.task.name}"
         threading.Thread(target=self._live, name=name, daemon=True).start()
@@ -127,6 +136,7 @@ class _Conversation:
             mistake = self._misspoke(error)
             end = End(f"could not be started: {error}", mistake=mistake)
             self.kill()
+        self._over.set()
         self._hear.ended(end)
 
     def _lived(self) -> End:
@@ -183,11 +193,26 @@ class _Conversation:
         with contextlib.suppress(BrokenPipeError):  # it ended, and its log says why
             _stream(process.stdin).write(json.dumps(told).encode() + b"\n")
             _stream(process.stdin).flush()
+            os.set_blocking(_stream(process.stdin).fileno(), False)
+        name = f"zstrat holds {launch.task.name}"
+        threading.Thread(target=self._hold, name=name, daemon=True).start()
         report = _answer(process)
         if report is not None:
             self._has_served = True
             port = str(report["address"]).rpartition(":")[2]
             self._hear.bound(host_and_port(self._engine.host(launch.task), port))
+
+    def _hold(self) -> None:
+        """Lets the daemon hear of us, until it has ended or is to end."""
+        assert self._process is not None
+        stdin = _stream(self._process.stdin)
+        while not self._over.wait(self._launch.leash / BEATS):
+            with self._lock:
+                if stdin.closed:
+                    return
+                # A full pipe: nobody reads, and it has a thousand beats to read.
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    os.write(stdin.fileno(), b"\n")
 
     def _ended(self, process: subprocess.Popen[bytes]) -> End:
         code = process.wait()
@@ -241,7 +266,7 @@ def _answer(process: subprocess.Popen[bytes]) -> dict[str, object] | None:
 def _bind(host: str, before: str) -> str:
     """What the daemon binds: all of its host, whose own network may know it by another
     address, or by a name that means loopback there. Loopback stays loopback."""
-    port = before.rpartition(":")[2] or "0"
+    port = before.rpartition(":")[2]
     with contextlib.suppress(ValueError):  # of a name
         if ipaddress.ip_address(host).is_loopback:
             return host_and_port(host, port)

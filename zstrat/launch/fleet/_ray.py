@@ -125,6 +125,9 @@ class RayEngine:
             placement_group=group, placement_group_bundle_index=bundle
         )
         wanted = dict(group.bundle_specs[bundle])
+        if launch.bind and not group.wait(0):  # its machine is gone, and no other found
+            words = "Ray has no room for %s with %s now: it waits until there is some"
+            log.warning(words, launch.task.name, wanted)
         host = self._ray.remote(RayHost).options(
             scheduling_strategy=strategy,
             num_cpus=wanted.pop("CPU", 0),
@@ -155,9 +158,7 @@ def ray(
     """Parameter servers and workers on a cluster of Ray, for this program.
 
         with zs.launch.ray(num_ps=2, num_workers=(2, 16)) as cluster:
-            strategy = zs.ParameterServerStrategy(
-                cluster.resolver, settings=cluster.settings
-            )
+            strategy = zs.ParameterServerStrategy(cluster)
 
     Ray is initialized if it is not. Each run has keys of its own. What the tasks log is
     in Ray's logs of their actors, which Ray shows in the program, too.

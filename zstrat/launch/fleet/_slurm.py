@@ -206,9 +206,7 @@ def slurm(
     """Parameter servers and workers on the nodes of this job, for this program.
 
         with zs.launch.slurm(num_ps=2, num_workers=8) as cluster:
-            strategy = zs.ParameterServerStrategy(
-                cluster.resolver, settings=cluster.settings
-            )
+            strategy = zs.ParameterServerStrategy(cluster)
 
     For a program that runs in a batch script, or in a shell of salloc, itself: without
     srun. `zstrat slurm` submits one that need not know of Slurm at all. Each run has

@@ -159,9 +159,7 @@ def ssh(
     """Parameter servers and workers on hosts that ssh reaches, for this program.
 
         with zs.launch.ssh(["node1", "node2"], num_ps=2, num_workers=8) as cluster:
-            strategy = zs.ParameterServerStrategy(
-                cluster.resolver, settings=cluster.settings
-            )
+            strategy = zs.ParameterServerStrategy(cluster)
 
     Each run has keys of its own, which go to the hosts through ssh. All tasks end with
     the ``with``, with this program, and with their ssh clients.

@@ -14,6 +14,8 @@ import sys
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, final
 
+from zstrat.cluster import host_and_port
+
 from ._piped import Piped
 
 if TYPE_CHECKING:
@@ -54,7 +56,11 @@ class TaskHost:
     def __init__(self, launch: TaskLaunch, host: str) -> None:
         self._bound: Future[str] = Future()
         self._over: Future[End] = Future()
-        here = dataclasses.replace(launch, log=None)
+        port = launch.bind.rpartition(":")[2]
+        if launch.bind != host_and_port(host, port):
+            port = "0"  # of another machine, on which that one may be taken
+        bind = launch.bind and host_and_port(host, port)
+        here = dataclasses.replace(launch, log=None, bind=bind)
         self._running = _Beside(host).start(here, self)
 
     def bound(self, address: str) -> None:

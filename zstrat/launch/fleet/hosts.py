@@ -17,7 +17,7 @@ from zstrat.config import read_toml
 from ._engine import FleetTask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 JOBS: Final = ("ps", "worker")
 
@@ -29,7 +29,10 @@ class SshHost:
     ``name`` is what ssh is told. Others reach its tasks at ``address``; "": the host
     name that ssh's own configuration has for it. ``options`` are those of ``ssh -o``.
     ``python`` is the interpreter there that has zstrat, ``jobs`` what may run there.
-    ``gpus`` are those that its workers divide among them, None: all that they see.
+    ``ps`` and ``workers`` are how many of each run there, -1: those whose turn it is.
+    ``ports`` is a range, as in "7000-7009", that its tasks take theirs from, in their
+    order; "": free ones. ``gpus`` are those that its workers divide among them, None:
+    all that they see.
     """
 
     name: str
@@ -41,7 +44,28 @@ class SshHost:
     options: tuple[str, ...] = ()
     python: str = sys.executable
     jobs: tuple[str, ...] = JOBS
+    ps: int = -1
+    workers: int = -1
+    ports: str = ""
     gpus: tuple[str, ...] | None = None
+
+    def own(self, job: str) -> int:
+        """How many tasks of a job it says that it has, -1 if it says nothing."""
+        return self.ps if job == "ps" else self.workers
+
+    def port_range(self) -> range:
+        """The ports of its tasks; empty if they take free ones.
+
+        Raises:
+            ValueError: It is written otherwise.
+        """
+        if not self.ports:
+            return range(0)
+        first, dash, last = self.ports.partition("-")
+        found = range(int(first), int(last if dash else first) + 1)
+        if not found or found[0] < 1 or found[-1] >= 2**16:
+            raise ValueError(self.ports)
+        return found
 
     def words(self) -> list[str]:
         """The options of ssh for this host."""
@@ -66,33 +90,66 @@ class SshHosts:
     workers: int | None = None
 
     def tasks(self, num_ps: int | None, num_workers: int | None) -> list[FleetTask]:
-        """Who runs where: dealt out in turn, the workers behind the ps.
+        """Who runs where. Hosts that say how many tasks they have get so many, the
+        others the rest, dealt out in turn, the workers behind the ps.
 
         Raises:
-            ValueError: Nobody says how many, or no host takes a job.
+            ValueError: Nobody says how many, no host takes a job, or a host has fewer
+                ports than tasks.
         """
-        wanted = {
-            "ps": self.ps if num_ps is None else num_ps,
-            "worker": self.workers if num_workers is None else num_workers,
-        }
-        return list(self._dealt(wanted))
+        ps = self._places("ps", self.ps if num_ps is None else num_ps, 0)
+        begin = sum(self._own("ps").get(where) is None for where in ps)
+        wanted = self.workers if num_workers is None else num_workers
+        workers = self._places("worker", wanted, begin)
+        tasks = [FleetTask("ps", n, where) for n, where in enumerate(ps)]
+        tasks += [FleetTask("worker", n, where) for n, where in enumerate(workers)]
+        return self._with_ports(tasks)
 
-    def _dealt(self, wanted: Mapping[str, int | None]) -> Iterator[FleetTask]:
-        begin = 0
-        for job, count in wanted.items():
-            least = 1 if job == "ps" else 0
-            if count is None or count < least:
+    def _own(self, job: str) -> dict[str, int]:
+        """Of the hosts that say so: how many tasks of a job they have."""
+        return {each.name: each.own(job) for each in self.hosts if each.own(job) >= 0}
+
+    def _places(self, job: str, count: int | None, begin: int) -> list[str]:
+        """The host of each task of a job; the first ``begin`` had a turn already."""
+        own, least = self._own(job), 1 if job == "ps" else 0
+        fixed = sum(own.values())
+        if count is None and own:
+            count = fixed
+        if count is None or count < least:
+            raise ValueError(
+                f"{count} tasks of job {job!r}: expected {least} or more; say "
+                "num_ps= and num_workers=, or ps and workers in the file"
+            )
+        if count < fixed:
+            said = ", ".join(f"{name}: {number}" for name, number in own.items())
+            raise ValueError(
+                f"{count} tasks of job {job!r}, and hosts say that they have {fixed} "
+                f"({said}): expected so many or more"
+            )
+        takers = [h.name for h in self.hosts if job in h.jobs and h.name not in own]
+        if count > fixed and not takers:
+            raise ValueError(
+                f"no host takes job {job!r}, and {count - fixed} of {count} are left: "
+                "see `jobs`, `ps` and `workers` of the hosts"
+            )
+        places = [name for name, number in own.items() for _ in range(number)]
+        turns = range(begin, begin + count - fixed)
+        return places + [takers[turn % len(takers)] for turn in turns]
+
+    def _with_ports(self, tasks: list[FleetTask]) -> list[FleetTask]:
+        """On hosts with a range of ports each task gets the next one."""
+        left = {host.name: list(host.port_range()) for host in self.hosts if host.ports}
+        placed = []
+        for task in tasks:
+            ports = left.get(task.where)
+            if ports == []:
+                count = sum(each.where == task.where for each in tasks)
                 raise ValueError(
-                    f"{count} tasks of job {job!r}: expected {least} or more; say "
-                    "num_ps= and num_workers=, or ps and workers in the file"
+                    f"ports of {task.where}: expected {count} or more, one a task"
                 )
-            takers = [host.name for host in self.hosts if job in host.jobs]
-            if count and not takers:
-                raise ValueError(f"no host takes job {job!r}: see `jobs` of the hosts")
-            for index in range(count):
-                where = takers[(begin + index) % len(takers)]
-                yield FleetTask(job, index, where)
-            begin = count
+            port = ports.pop(0) if ports else 0
+            placed.append(dataclasses.replace(task, port=port))
+        return placed
 
 
 def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
@@ -154,6 +211,11 @@ def _wrong(host: SshHost) -> str:
         return f"address = {host.address!r}: expected a name or an IP address, no port"
     if not 0 <= host.port < 2**16:
         return f"port = {host.port}: expected a number from 1 to 65535"
+    if host.ports and not _is_range(host):
+        return f"ports = {host.ports!r}: expected a range, as in '7000-7009'"
+    for key, job in (("ps", "ps"), ("workers", "worker")):
+        if host.own(job) < -1 or (host.own(job) > 0 and job not in host.jobs):
+            return f"{key} = {host.own(job)}, jobs = {[*host.jobs]}: expected 0 or more"
     if not host.python.strip() or host.python.startswith("~"):
         return (
             f"python = {host.python!r}: expected a path from / on, or a program in "
@@ -165,6 +227,12 @@ def _wrong(host: SshHost) -> str:
     ):
         return f"gpus = {gpus}: expected different numbers, or names as in 'GPU-...'"
     return ""
+
+
+def _is_range(host: SshHost) -> bool:
+    with contextlib.suppress(ValueError):
+        return len(host.port_range()) > 0
+    return False
 
 
 def _is_address(said: str) -> bool:

@@ -33,7 +33,7 @@ from zstrat.ps.snapshots._file_thread import DiskThread
 from zstrat.ps.snapshots._snapshot import ServerSnapshot
 from zstrat.ps.snapshots._snapshot_write import SnapshotWrite
 from zstrat.ps.store._store import Store
-from zstrat.wire import Hello, Owner
+from zstrat.wire import AbsentPeer, Hello, Owner
 
 from ._state_files import StateFiles
 from ._store_state import StoreWriting, restore
@@ -264,8 +264,9 @@ def _plain(owner: Owner) -> dict[str, Any]:
         "name": owner.name,
         "origin": owner.origin,
         "is_shared": owner.is_shared,
+        "program": owner.program,
     }
 
 
 def _owner(plain: dict[str, Any]) -> Owner:
-    return Owner(**{**plain, "hello": Hello(**plain["hello"]), "peer": object()})
+    return Owner(**{**plain, "hello": Hello(**plain["hello"]), "peer": AbsentPeer()})

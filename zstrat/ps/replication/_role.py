@@ -113,9 +113,17 @@ class StoreServingRole:
         if standing.following is not None:
             session = standing.following.session
         assert session is not None
-        name, origin = ("", 0) if host is None else (host.name, host.origin)
+        name, origin, program = "", 0, ""
+        if host is not None:
+            name, origin, program = host.name, host.origin, host.program
         self._ownership.open(
-            session, remote, remote.hello, time.time(), name=name, origin=origin
+            session,
+            remote,
+            remote.hello,
+            time.time(),
+            name=name,
+            origin=origin,
+            program=program,
         )
         standing.following, standing.view, self._gives_way = None, view, False
 

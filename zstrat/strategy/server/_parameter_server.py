@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from zstrat.cluster import cluster_spec_of, validate_cluster_spec
+from zstrat.cluster import (
+    RunningCluster,
+    cluster_spec_of,
+    detect,
+    validate_cluster_spec,
+)
 from zstrat.config import OUTPUTS, Settings, environment, settings_from
 from zstrat.coordinator import (
     PS_WAIT,
@@ -73,7 +78,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     have answered. Until then it lives on.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster, and which one this is.
+        cluster_resolver: Tells the tasks of the cluster, and which one this is. Left
+            out: as `zs.cluster_resolver.detect` finds them, by TF_CONFIG first. Or a
+            `zs.LocalCluster` or a fleet of `zs.launch`, which is kept for as long as
+            the strategy, and whose settings count if none are given.
         variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
             of rank 1 or more; returns a number of parts for each axis, 1 but for the
             first (`zstrat.partitioners`). A variable in several parts is a
@@ -135,14 +143,17 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             that are not numbered from 0 without gaps, or this process is one of those;
             or ``placement`` is not known, or another argument is no such thing.
         DeadlineExceededError: A task does not answer in time; names it.
-        BusyError: Another coordinator holds the cluster.
+        HeldError: Another program holds the cluster, and is alive; at once, unless
+            ``settings.timeouts.turn`` seconds are to be waited for it to end.
+        BusyError: The same, of one that falls silent and comes back; or another
+            strategy of this program has the cluster, with something unfinished.
         PSUnavailableError: Only a part is left of the session to resume, and
             ``on_ps_loss`` is "raise". What is left stays where it is.
     """
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver,
+        cluster_resolver: ClusterResolver | RunningCluster | None = None,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
         placement: str = "round_robin",
@@ -156,6 +167,13 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
+        self._given: Final = cluster_resolver
+        """Tasks that were started for this program end with it."""
+        if isinstance(cluster_resolver, RunningCluster):
+            settings = settings or cluster_resolver.settings
+            cluster_resolver = cluster_resolver.resolver
+        elif cluster_resolver is None:
+            cluster_resolver = _detected()
         spec = _checked_spec(cluster_resolver)
         rule = _rule(placement)
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -401,6 +419,16 @@ def _ps_patience(on_ps_loss: str, timeout: float | None) -> float | None:
             )
         return None
     return PS_WAIT if timeout is None else float(timeout)
+
+
+def _detected() -> ClusterResolver:
+    found = detect()
+    if not cluster_spec_of(found):
+        raise ValueError(
+            "nothing says where the cluster is: set TF_CONFIG, or give a resolver, a "
+            "zs.LocalCluster, or what zs.launch.ssh, slurm, ray or dask returns"
+        )
+    return found
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:

@@ -48,6 +48,13 @@ class Liveness:
         """Whether it is time for a beat: nothing else was said."""
         return now - self.sent_at >= self._times.beat
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the peer lives, as far as one can tell: the network below is whole,
+        and at the last `tick` it had missed no two beats."""
+        missed = self._ticked_at - self.heard_at
+        return self.broken_at is None and missed < 2 * self._times.beat
+
     def is_lost(self, now: float, *, greeted: bool) -> bool:
         times = self._times
         if self.broken_at is not None:

@@ -220,6 +220,11 @@ class Peer(Generic[Token]):
         """Whether the network below is gone, and may come back."""
         return self._life.broken_at is not None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether it greeted, and lives, by `Liveness.is_heard`."""
+        return self.state is _OPEN and self._life.is_heard
+
     # ---- what this side wants -----------------------------------------------------
 
     def request(self, message: Message, token: Token, deadline: float) -> None:
