@@ -131,15 +131,15 @@ class Turnover:
                 task = self._cluster.workers[wanted]
             else:
                 task = self._admit(wanted)
-        if isinstance(wanted, int):
-            try:
+        try:
+            if isinstance(wanted, int):
                 await task.wait_ready(deadline)
-            except ClosedError:
-                raise BusyError(
-                    f"worker {number} at {address} is let go just now: report again"
-                ) from None
-        else:
-            await self._take_in(wanted, task, deadline, "it has reported itself")
+            else:
+                await self._take_in(wanted, task, deadline, "it has reported itself")
+        except ClosedError:
+            raise BusyError(
+                f"worker {number} at {address} is let go just now: report again"
+            ) from None
         return number
 
     async def remove(self, address: str, patience: float) -> None:
