@@ -2,11 +2,12 @@
 
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from attack_peers import claim, dial, framed, raw
 from attack_tasks import target
 
-from zstrat.wire import Failure, Job, Pull, Read
+from zstrat.wire import Done, Failure, Hop, Job, Pull, Read
 
 PER_ADDRESS = 256
 """How many of one address may be there that have not greeted."""
@@ -51,3 +52,17 @@ def test_who_only_looks_and_who_is_a_stranger_may_not_say_much(ps):
         peer.send(long)
         assert isinstance(peer.answer(), Failure)  # there is no such session
     assert ps.log_bytes < 5000, ps.words
+
+
+def test_who_only_looks_may_not_send_a_body(ps):
+    """It would be in memory before it is known that nobody wants it."""
+    announced = framed(Hop(1, 1, 1, 1, (np.zeros(2**16, "u1"),)), 3)
+    for job, is_let in ((Job.OBSERVER, False), (Job.WORKER, True)):
+        with raw(ps.address, claim(job)) as peer:
+            peer.answer()
+            peer.send(announced)
+            if is_let:
+                assert peer.answer() == Done()
+            else:
+                with pytest.raises(ConnectionError):
+                    peer.answer()

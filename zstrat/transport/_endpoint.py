@@ -88,7 +88,7 @@ class Endpoint:
     ) -> None:
         self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
-        self._brief = replace(settings.limits, header=header)
+        self._brief = replace(settings.limits, header=header, body=header)
         self._absorber, self._on_waited = absorb, on_waited
         self._security = security
         self._connections: dict[bytes, Connection] = {}
@@ -374,8 +374,9 @@ class Endpoint:
 
 
 BRIEF: Final = 8 * 1024
-"""Bytes of a header of who has not greeted, or only looks: a long one takes a loop tens
-of milliseconds, and these have nothing long to say."""
+"""Bytes of a header, and of a body, of who has not greeted, or only looks: a long
+header takes a loop tens of milliseconds, a body takes memory, and these have nothing
+long to say."""
 
 _AT_ONCE: Final = 64
 """Messages that were held back and are gone on with in one turn of the loop, and so
