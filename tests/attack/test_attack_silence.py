@@ -1,16 +1,19 @@
 """Peers that connect and say nothing, or say nothing any more."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
-from attack_peers import claim, dial, framed, raw
+from attack_peers import claim, dial, frame, framed, raw
 from attack_tasks import target
 
 from zstrat.wire import Done, Failure, Hop, Job, Pull, Read
 
 PER_ADDRESS = 256
 """How many of one address may be there that have not greeted."""
+
+MORE = 1
+"""The flag of a frame that another one follows."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -66,3 +69,17 @@ def test_who_only_looks_may_not_send_a_body(ps):
             else:
                 with pytest.raises(ConnectionError):
                     peer.answer()
+
+
+def test_who_only_looks_may_not_send_a_message_without_an_end(folder):
+    """libzmq keeps all of its parts, however many, until the last one is there."""
+    with target(Job.PS, folder, ZSTRAT_PATIENCE="60", ZSTRAT_HANDSHAKE="60") as ps:
+        for hello in (claim(Job.OBSERVER), None):
+            with raw(ps.address, hello) as peer:
+                if hello is not None:
+                    peer.answer()
+                with suppress(OSError):  # hung up on in the midst of it
+                    for _ in range(12):
+                        peer.send(frame(bytes(2**21), MORE))
+                peer.hung_up()
+        assert "a message without an end" in ps.words
