@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import (
+    AlreadyExistsError,
     BusyError,
     DeadlineExceededError,
     UnavailableError,
@@ -215,7 +216,7 @@ async def _accompany(task: str, program: Program, notifier: Notifier) -> int:
 
 
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
-    loop = asyncio.get_running_loop()
+    loop, is_told = asyncio.get_running_loop(), order.place.index != UNNUMBERED
     try:
         order, join = await _numbered(order, incarnation)
         with kept_for_good():
@@ -245,8 +246,10 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     pulse.stop()
     _ignore_signals(loop)
     log.info("ended" if drained else "ended before everything was done")
-    if joining is not None and joining.error is not None:
-        return TRY_AGAIN if _may_pass(joining.error) else MISTAKEN
+    if joining is not None and (error := joining.error) is not None:
+        # A number of another program may be somebody else's by now: there are more.
+        gets_another = isinstance(error, AlreadyExistsError) and not is_told
+        return TRY_AGAIN if gets_another or _may_pass(error) else MISTAKEN
     if watch is not None and watch.is_late:
         return TRY_AGAIN  # it may be there again, and wants us then
     return DRAINED if drained else TRY_AGAIN

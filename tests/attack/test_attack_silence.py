@@ -1,15 +1,19 @@
 """Peers that connect and say nothing, or say nothing any more."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
+import numpy as np
 import pytest
-from attack_peers import claim, dial, framed, raw
+from attack_peers import claim, dial, frame, framed, raw
 from attack_tasks import target
 
-from zstrat.wire import Failure, Job, Pull, Read
+from zstrat.wire import Done, Failure, Hop, Job, Pull, Read
 
 PER_ADDRESS = 256
 """How many of one address may be there that have not greeted."""
+
+MORE = 1
+"""The flag of a frame that another one follows."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -51,3 +55,31 @@ def test_who_only_looks_and_who_is_a_stranger_may_not_say_much(ps):
         peer.send(long)
         assert isinstance(peer.answer(), Failure)  # there is no such session
     assert ps.log_bytes < 5000, ps.words
+
+
+def test_who_only_looks_may_not_send_a_body(ps):
+    """It would be in memory before it is known that nobody wants it."""
+    announced = framed(Hop(1, 1, 1, 1, (np.zeros(2**16, "u1"),)), 3)
+    for job, is_let in ((Job.OBSERVER, False), (Job.WORKER, True)):
+        with raw(ps.address, claim(job)) as peer:
+            peer.answer()
+            peer.send(announced)
+            if is_let:
+                assert peer.answer() == Done()
+            else:
+                with pytest.raises(ConnectionError):
+                    peer.answer()
+
+
+def test_who_only_looks_may_not_send_a_message_without_an_end(folder):
+    """libzmq keeps all of its parts, however many, until the last one is there."""
+    with target(Job.PS, folder, ZSTRAT_PATIENCE="60", ZSTRAT_HANDSHAKE="60") as ps:
+        for hello in (claim(Job.OBSERVER), None):
+            with raw(ps.address, hello) as peer:
+                if hello is not None:
+                    peer.answer()
+                with suppress(OSError):  # hung up on in the midst of it
+                    for _ in range(12):
+                        peer.send(frame(bytes(2**21), MORE))
+                peer.hung_up()
+        assert "a message without an end" in ps.words

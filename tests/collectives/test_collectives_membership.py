@@ -45,6 +45,16 @@ def rendezvous():
     return MembershipState("train", lambda: next(numbers))
 
 
+@pytest.mark.parametrize("patience", [float("nan"), float("inf"), -1.0, 1e308])
+def test_no_rank_waits_for_ever_or_for_no_time_at_all(patience):
+    place = rendezvous()
+    assert place.ask(request(1, patience=patience), "t1", 10.0) == []
+    assert 10.0 <= place.due <= 10.0 + 7 * 86400
+    (refused,) = place.tick(place.due)
+    assert refused.token == "t1"
+    assert place.is_idle
+
+
 @given(st.permutations(range(4)), st.integers(0, 4), st.lists(st.integers(0, 9)))
 def test_all_get_one_answer_in_whatever_order_they_come(order, opened, generations):
     place = rendezvous()

@@ -133,8 +133,17 @@ def test_who_reports_itself_and_cannot_join_is_told_why(reported):
         reported("late:1", 0)
     with pytest.raises(ValueError, match="others reach it at"):
         reported("0.0.0.0:1")
-    with pytest.raises(ValueError, match="expected"):
-        reported("late")
+    for address in (
+        "late",
+        "a b:1",
+        "a\n\x1b[31m:1",
+        "ipc:///tmp/\x1b",
+        "x" * 999 + ":1",
+    ):
+        with pytest.raises(ValueError, match="expected") as refused:
+            reported(address)
+        assert str(refused.value).isprintable()
+        assert len(str(refused.value)) < 500
     assert reported.workers.addresses == {0: "worker0:1"}
     unlike.devices = 2
     assert reported("late:1", 1) == 1

@@ -9,6 +9,7 @@ import pytest
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError
 from zstrat.launch import JoinPlace, Server, WorkerJoin
+from zstrat.transport import Link, hello
 
 SETTINGS = Settings(timeouts=Timeouts(connect=0.1))
 
@@ -31,10 +32,14 @@ class Worker:
 
 
 @pytest.fixture
-def join():
+def server():
     with Server({"ps": ["127.0.0.1:0"]}) as server:
-        place = JoinPlace(server.target.removeprefix("tcp://"), "127.0.0.1:1")
-        yield WorkerJoin(place, SETTINGS, 3)
+        yield server.target.removeprefix("tcp://")
+
+
+@pytest.fixture
+def join(server):
+    return WorkerJoin(JoinPlace(server, "127.0.0.1:1"), SETTINGS, 3)
 
 
 async def test_a_worker_that_no_program_takes_ends(join):
@@ -50,3 +55,12 @@ async def test_a_worker_that_a_program_has_stays_though_it_heard_no_answer(join)
     assert not staying.done(), staying
     staying.cancel()
     await asyncio.wait([staying])
+
+
+async def test_whose_a_number_is_the_program_decides(server, join):
+    other = Link(server, hello("worker", 0, 4), name="ps", settings=SETTINGS)
+    other.start()
+    await other.wait_open(asyncio.get_running_loop().time() + 30)
+    with pytest.raises(DeadlineExceededError, match="no program has opened a session"):
+        await join.stay(0, Worker(comes=0))
+    await other.close()

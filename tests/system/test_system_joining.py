@@ -61,3 +61,17 @@ def test_a_daemon_that_reports_itself_gets_closures():
             words = late.communicate(timeout=300)[1]
             assert late.returncode == 2
             assert "the program has removed worker 1" in words
+
+            other, _ = late_worker(server)
+            values = [coordinator.schedule(step) for _ in range(10)]
+            coordinator.join()
+            assert {value.run.worker for value in values} == {"/job:worker/task:2"}
+
+        workers = {0: first, 2: "127.0.0.1:9"}
+        spec = zs.ClusterSpec({"ps": [server], "worker": workers})
+        resolver = zs.cluster_resolver.SimpleClusterResolver(spec)
+        with zs.ParameterServerStrategy(resolver) as strategy:
+            strategy.workers.accept_joining()
+            words = other.communicate(timeout=300)[1]
+            assert other.returncode == 75, "started again, it gets another number"
+            assert "worker 2 of the cluster is at 127.0.0.1:9" in words

@@ -114,12 +114,17 @@ class WorkerJoin:
             await link.close()
 
     def _link(self, index: int) -> Link:
-        """For each report its own: keys may have changed since the last one."""
+        """For each report its own: keys may have changed since the last one. It is that
+        of a worker without a number, unless its key has one: whose the number is, the
+        program decides, and not the server by who is connected to it."""
+        security = load_keys(self._settings.keys, Job.WORKER, index)
+        if security is None or security.index is None:
+            index = UNNUMBERED
         return Link(
             self._place.server,
             hello(Job.WORKER, index, self._incarnation),
             name="the parameter server",
             settings=self._settings,
-            security=load_keys(self._settings.keys, Job.WORKER, index),
+            security=security,
             expect=(Job.PS, None),
         )

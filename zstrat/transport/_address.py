@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ipaddress
 import os
+import re
 import socket
 import stat
 from contextlib import suppress
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 _IPC_LONGEST: Final = 107  # sun_path of Linux, less the final zero
+
+_HOST: Final = re.compile(r"[0-9A-Za-z._%:*-]{1,255}")
+"""Names, numbers, and interfaces. Some are a stranger's word, and shown in logs."""
 
 
 class Address(NamedTuple):
@@ -51,7 +55,7 @@ def parse(text: str) -> Address:
         return _parse_ipc(text, rest)
     host, colon, port = rest.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if scheme != "tcp" or not colon or not host:
+    if scheme != "tcp" or not colon or _HOST.fullmatch(host) is None:
         raise _wrong(text)
     number = (
         0 if port == "*" else int(port) if port.isascii() and port.isdigit() else -1
@@ -247,9 +251,10 @@ def socket_file(address: Address) -> SocketFile | None:
 
 
 def _parse_ipc(text: str, path: str) -> Address:
-    if not path.startswith("/") or len(os.fsencode(path)) > _IPC_LONGEST:
+    is_shown = path.startswith("/") and path.isprintable()
+    if not is_shown or len(os.fsencode(path)) > _IPC_LONGEST:
         raise ValueError(
-            f"address {text!r}: expected ipc:// and an absolute path of at most "
+            f"address {text!r:.300}: expected ipc:// and an absolute path of at most "
             f"{_IPC_LONGEST} bytes"
         )
     return Address("ipc", path, 0)
@@ -257,6 +262,6 @@ def _parse_ipc(text: str, path: str) -> Address:
 
 def _wrong(text: str) -> ValueError:
     return ValueError(
-        f"address {text!r}: expected host:port, tcp://host:port or ipc:///path, with a "
-        "port from 0 (any free one) to 65535"
+        f"address {text!r:.300}: expected host:port, tcp://host:port or ipc:///path, "
+        "with a port from 0 (any free one) to 65535"
     )

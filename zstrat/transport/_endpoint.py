@@ -37,7 +37,7 @@ from ._address import bindable, parse
 from ._admission import Attendance, Complaints, check_exposure
 from ._curve import Authenticator
 from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
-from ._pool import POOL
+from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Handler, Handling, Parting, Remote
 from ._shared import lane_of
@@ -88,7 +88,7 @@ class Endpoint:
     ) -> None:
         self._me, self._settings, self._sockets = me, settings, sockets
         header = min(BRIEF, settings.limits.header)
-        self._brief = replace(settings.limits, header=header)
+        self._brief = replace(settings.limits, header=header, body=header)
         self._absorber, self._on_waited = absorb, on_waited
         self._security = security
         self._connections: dict[bytes, Connection] = {}
@@ -239,6 +239,8 @@ class Endpoint:
             self._impostors += 1
             return
         outlet = connection.outlet
+        if outlet.peer.incoming is self._brief:
+            connection.heard()
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
         outlet.flush()
@@ -338,12 +340,29 @@ class Endpoint:
         for line in self._newcomers.late(now):
             self._complaints.add("it did not greet")
             line.hang_up()
+        for line in self._endless():
+            self._complaints.add("it sends a message without an end")
+            line.hang_up()
+            self._loop.call_later(_FREED, trim)
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
             connection.outlet.flush()
             if connection.outlet.is_gone:
                 connection.outlet.peer.disconnected("", now)
+
+    def _endless(self) -> list[Accepted]:
+        """Connections of those who have nothing long to say, and are in the midst of
+        it: libzmq keeps the parts of a message until the last one is there."""
+        brief = [
+            connection
+            for connection in self._connections.values()
+            if connection.outlet.peer.incoming is self._brief
+        ]
+        return [
+            *(line for line in self._newcomers.lines if line.received > UNFINISHED),
+            *(each.accepted for each in brief if each.unfinished > UNFINISHED),
+        ]
 
     # ---- what Peer decided --------------------------------------------------------
 
@@ -374,8 +393,16 @@ class Endpoint:
 
 
 BRIEF: Final = 8 * 1024
-"""Bytes of a header of who has not greeted, or only looks: a long one takes a loop tens
-of milliseconds, and these have nothing long to say."""
+"""Bytes of a header, and of a body, of who has not greeted, or only looks: a long
+header takes a loop tens of milliseconds, a body takes memory, and these have nothing
+long to say."""
+
+UNFINISHED: Final = 16 * 2**20
+"""Bytes of a message of theirs that is not whole: many times what they may say, as the
+next ones may have come by now, which have not been read yet."""
+
+_FREED: Final = 1.0
+"""Seconds after which libzmq has dropped what a connection had sent."""
 
 _AT_ONCE: Final = 64
 """Messages that were held back and are gone on with in one turn of the loop, and so

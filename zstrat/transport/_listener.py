@@ -26,6 +26,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, final
 
@@ -157,6 +158,10 @@ class Newcomers(Generic[Line]):
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def lines(self) -> list[Line]:
+        return [line for line, _, _ in self._waiting.values()]
+
     def came(
         self, descriptor: int, line: Line, address: str, now: float
     ) -> Line | None:
@@ -212,12 +217,24 @@ class Accepted(NamedTuple):
                     line.shutdown(socket.SHUT_RDWR)
 
     @property
+    def received(self) -> int:
+        """Bytes that have come over it; 0 where the system does not say."""
+        with suppress(OSError), _borrowed(self.descriptor) as line:
+            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED)
+            return int.from_bytes(info[_BYTES_RECEIVED - 8 :], sys.byteorder)
+        return 0
+
+    @property
     def address(self) -> str:
         """The host at the other end; "" if that cannot be told any more."""
         with suppress(OSError), _borrowed(self.descriptor) as line:
             name = line.getpeername()
             return str(name[0]) if name else ""
         return ""
+
+
+_BYTES_RECEIVED: Final = 136
+"""Where `tcpi_bytes_received`, of eight bytes, ends in Linux's `tcp_info`."""
 
 
 def accepted(descriptor: int) -> Accepted:

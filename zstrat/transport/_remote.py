@@ -92,7 +92,15 @@ class Connection:
     """One connection of a peer. ``accepted`` is the descriptor that carries it,
     ``user`` the key that the peer has proved to have."""
 
-    __slots__ = ("accepted", "catches_up", "outlet", "remote", "routing", "user")
+    __slots__ = (
+        "_whole",
+        "accepted",
+        "catches_up",
+        "outlet",
+        "remote",
+        "routing",
+        "user",
+    )
 
     def __init__(
         self, routing: bytes, outlet: Outlet, accepted: Accepted, user: str | None
@@ -102,6 +110,16 @@ class Connection:
         self.remote: Remote | None = None
         self.catches_up = False
         """What was held back is gone on with in the next turn of the loop."""
+        self._whole = 0
+
+    def heard(self) -> None:
+        """A message has come, and is whole."""
+        self._whole = self.accepted.received
+
+    @property
+    def unfinished(self) -> int:
+        """Bytes that have come since: of a message that is not whole."""
+        return self.accepted.received - self._whole
 
     def hang_up(self) -> None:
         """Sends what may be sent, and ends the connection a little later: the peer

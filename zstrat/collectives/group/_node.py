@@ -169,7 +169,8 @@ class GroupNode:
             generation.left(rank, message)
 
     def _stray(self, remote: Remote, hop: Hop) -> None:
-        if self._forming and len(self._strays) < _STRAYS:
+        is_wanted = self._forming and remote.role in _MEMBERS
+        if is_wanted and len(self._strays) < _STRAYS:
             self._strays.append((remote.hello.incarnation, hop))
         else:
             self._counts["stale hops"] += 1

@@ -44,6 +44,9 @@ Token = TypeVar("Token")
 WAITING: Final = 4096
 """Requests that may wait for one group: more ranks than any group has."""
 
+LONGEST: Final = 7 * 86400.0
+"""Seconds that a rank may wait."""
+
 _NAMED: Final = 8
 """Ranks that an error names; of the others it says how many they are."""
 
@@ -153,7 +156,8 @@ class MembershipState(Generic[Token]):
             if (applicant.request.rank, applicant.request.member.incarnation)
             != (rank, incarnation)
         ]
-        self._applicants.append(_Applicant(request, token, now + request.patience))
+        patience = min(max(0.0, request.patience), LONGEST)  # whatever somebody says
+        self._applicants.append(_Applicant(request, token, now + patience))
         return self._settle()
 
     def leave(self, token: Token) -> None:

@@ -97,7 +97,7 @@ class AnsweredReports:
             answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
             if self._seldom.may_say():
-                words = "no worker at %.80s: %s (%d so far)"
+                words = "no worker at %.80r: %s (%d so far)"
                 log.warning(words, message.address, error, self._seldom.count)
             plain = cast("PlainTree", to_wire(error))
             answer = AnswerReport(session, report, -1, plain)

@@ -111,16 +111,15 @@ class Turnover:
                 task = self._sessions.tasks[wanted]
             else:
                 task = self._admit(wanted)
-        if isinstance(wanted, int):
-            try:
+        try:
+            if isinstance(wanted, int):
                 await task.wait_ready(deadline)
-            except ClosedError:
-                raise BusyError(
-                    f"worker {task_number} at {address} is let go just now: report "
-                    "again"
-                ) from None
-        else:
-            await self._take_in(wanted, task, deadline, "it has reported itself")
+            else:
+                await self._take_in(wanted, task, deadline, "it has reported itself")
+        except ClosedError:
+            raise BusyError(
+                f"worker {task_number} at {address} is let go just now: report again"
+            ) from None
         return task_number
 
     async def remove(self, address: str, patience: float) -> None:

@@ -72,6 +72,8 @@ class Line:
         self.out = network.way(dealer.host, router.host, router.loop, descriptor)
         self.back = network.way(router.host, dealer.host, dealer.loop, descriptor)
         self.is_over = False
+        self.received = 0
+        """Bytes that are not counted here."""
         self._is_told = {dealer: False, router: False}
 
     @property
