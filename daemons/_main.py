@@ -243,10 +243,10 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     pulse.stop()
     _ignore_signals(loop)
     log.info("ended" if drained else "ended before everything was done")
-    if joining is not None and (error := joining.error) is not None:
+    if joining is not None and joining.error is not None:
         # A number of another program may be somebody else's by now: there are more.
-        gets_another = isinstance(error, AlreadyExistsError) and not is_told
-        return TRY_AGAIN if gets_another or _may_pass(error) else MISTAKEN
+        gets_another = isinstance(joining.error, AlreadyExistsError) and not is_told
+        return TRY_AGAIN if gets_another or _may_pass(joining.error) else MISTAKEN
     return DRAINED if drained else TRY_AGAIN
 
 
