@@ -78,7 +78,7 @@ def test_views_go_on_behind_that_of_a_copy_that_was_never_filled():
     for process in (0, 1):
         placement.joined(process, 0)
     assert left[0].view == 7
-    assert placement.succeed({0: left[0]})[:2] == [Detach(0, 8), Drop(0, 8, 1)]
+    assert placement.succeed({0: left[0]}, [0, 0])[:2] == [Detach(0, 8), Drop(0, 8, 1)]
 
 
 def test_where_nothing_was_created_all_begins_anew():
@@ -91,7 +91,7 @@ def test_each_goes_on_alone_in_a_newer_view_and_others_are_dropped():
     for process in (0, 1):
         placement.joined(process, 0)
     told = {0: [primary(0), backup(1, sure=True)], 1: [backup(0)]}
-    orders = placement.succeed(successors("run", SESSION, told, 2))
+    orders = placement.succeed(successors("run", SESSION, told, 2), [0, 0])
     detach, promote, dropped = orders
     assert detach == Detach(0, 6)
     assert isinstance(promote, Promote)

@@ -572,25 +572,38 @@ class Cluster:
     async def _adopt(self, deadline: float) -> None:
         """Goes on with what is there under the name, or begins anew."""
         try:
-            if self.replication is None:
-                found = adopted(self.name, self.session, self.ps)
-            else:
-                found = await self.replication.take_over(deadline)
+            await self._go_on(deadline)
         except PSUnavailableError as error:
             if not self._begins_anew:
                 raise
             log.warning("all begins anew, with nothing restored yet: %s", error)
+            processes = () if self.replication is None else self.replication.processes
+            for task in (*self.ps, *processes):
+                task.keep_origin(0)
             self.begin_anew()
-            self.origin, found = self.session, None
+            self.resumed, self.origin = False, self.session
             self.follow()
             await arrive(self.ps, self.workers, deadline)
             await all_joined(self.workers, deadline)
+
+    async def _go_on(self, deadline: float) -> None:
+        """With what is there, if anything is."""
+        replication = self.replication
+        if replication is None:
+            found = adopted(self.name, self.session, self.ps)
+        else:
+            found = await replication.take_over(deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", self.name)
         for task in self.ps:
             task.keep_origin(self.origin)
-        await arrive(self.ps, self.workers, deadline)
+        entered = arrive(self.ps, self.workers, deadline)
+        if replication is None or found is None:
+            await entered
+        else:
+            await replication.unless_lost(entered)
+            await replication.unless_lost(replication.open(deadline))
 
 
 def _heed(doing: str, answer: asyncio.Future[Message]) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ._orders import Asked, PlacementOrder
-    from ._succession import Successor
+    from ._succession import FoundCopy, Successor
 
 
 _WITH_BACKUP: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
@@ -99,6 +99,11 @@ class _Process:
     """It shall not have any more."""
 
 
+def _place_of(found: FoundCopy, lives: Sequence[int]) -> Copy:
+    copy, process = found.copy, found.process
+    return Copy(process, lives[process], copy.address, copy.incarnation)
+
+
 @final
 class StorePlacement:
     """That of all stores: they are dealt out to the processes. Store ``i`` is what the
@@ -139,35 +144,38 @@ class StorePlacement:
                 self._go_home(store)
         return self._seek_all()
 
-    def succeed(self, left: Mapping[int, Successor]) -> list[PlacementOrder]:
-        """Another program has left these copies, of processes that are there: each goes
-        on alone. Comes instead of `start`."""
+    def succeed(
+        self, left: Mapping[int, Successor], lives: Sequence[int]
+    ) -> list[PlacementOrder]:
+        """Another program has left these copies: two that are a pair go on together,
+        and each other one alone. Comes instead of `start`; what has become of processes
+        since their lives is told afterwards."""
         self._is_started = True
         orders: list[PlacementOrder] = []
-        for number, (found, partner, useless, view) in left.items():
-            store, copy = self.stores[number], found.copy
-            place = Copy(
-                found.process,
-                self._processes[found.process].life,
-                copy.address or self._processes[found.process].address,
-                copy.incarnation,
-            )
-            store.view = view  # of the program before; `_change` counts on from it
-            if copy.is_primary:
-                store.primary = place
-                store.backup = None if partner is None else self._copy_at(partner)
-                orders += self._detach(store, SUCCEEDED)
+        for number, successor in left.items():
+            store, chosen = self.stores[number], successor.chosen
+            store.view = successor.view  # `_change` counts on from it
+            place, partner = _place_of(chosen, lives), None
+            if successor.partner is not None:
+                partner = _place_of(successor.partner, lives)
+            if chosen.copy.is_primary:
+                store.primary, store.backup = place, partner
+                orders += self._go_on_with(store, is_pair=successor.is_pair)
             else:
-                store.primary, store.backup = self._copy_at(store.home, life=-1), place
+                home = self._processes[store.home]
+                store.primary, store.backup = Copy(store.home, -1, home.address), place
                 orders += self._promote(store, SUCCEEDED)
-            gone = {*useless, number} - {found.process, partner}
+            used = {copy.process for copy in (place, partner) if copy is not None}
+            gone = {*successor.useless, store.home} - used
             orders += [Drop(number, store.view, process) for process in sorted(gone)]
         return orders
 
-    def _copy_at(self, process: int, life: int | None = None) -> Copy:
-        """A copy that is not asked for anything."""
-        known = self._processes[process]
-        return Copy(process, known.life if life is None else life, known.address)
+    def _go_on_with(self, store: StorePlace, *, is_pair: bool) -> list[PlacementOrder]:
+        if not is_pair or store.backup is None:
+            return self._detach(store, SUCCEEDED)
+        self._change(store, CopyPhase.ATTACHING, SUCCEEDED)
+        served = Serve(store.number, store.view, store.primary)
+        return [served, Attach(store.number, store.view, store.backup)]
 
     def create_stores(self) -> list[PlacementOrder]:
         """Stores that no process has by itself are made where they belong. Comes before

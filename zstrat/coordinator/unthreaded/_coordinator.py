@@ -41,6 +41,7 @@ class LoopCoordinator:
         ps, workers: Addresses.
         replicas: Copies of what each parameter server holds: 0 or 1.
         draw: Draws the number of a session anew.
+        name: What the session is called, to go on with what was left under that name.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LoopCoordinator:
         prefetch: int,
         replicas: int = 0,
         draw: Callable[[], int],
+        name: str = "",
     ) -> None:
         times = settings.timeouts
         self.cluster: Final = Cluster(
@@ -65,6 +67,7 @@ class LoopCoordinator:
             prefetch,
             replicas=replicas,
             draw=draw,
+            name=name,
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)
         self._patience = times.request

@@ -93,7 +93,7 @@ class Run:
         self._given_out = GivenOut(self._broken)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
-            world, self._network, self._processes, self._program.copies, told
+            world, self._network, self._processes, self._program, told
         )
 
     def verdict(self) -> SeedVerdict:
