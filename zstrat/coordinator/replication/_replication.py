@@ -264,8 +264,10 @@ class Replication:
         self.is_started, self._takes_over = True, False
         orders = self.placement.succeed(left, lives)
         for store, successor in left.items():
-            if successor.chosen.copy.is_primary:
-                self._cluster.ps[store].move(successor.chosen.copy.address)
+            copy = successor.chosen.copy
+            if copy.is_primary:
+                # Who is there by now may be another, with nothing.
+                self._cluster.ps[store].move(copy.address, life=copy.incarnation)
         self._carry_out(orders)
         for process, life in zip(self.processes, lives, strict=True):
             if not process.is_ready:
@@ -704,7 +706,7 @@ class Replication:
         self._cluster.store_moved(order.store, order.view, address)
         task = self._cluster.ps[order.store]
         if task.address != address:
-            task.move(address)
+            task.move(address, life=order.primary.incarnation)
 
     def _lose(self, order: Lose) -> None:
         self._stop_telling(order.store)
