@@ -17,6 +17,7 @@ GLOO: Final = "gloo (PyTorch), TCP"
 MPI: Final = "Open MPI, shared memory"
 FLOOR: Final = "numpy through shared memory, 1 MiB chunks, spinning"
 RING: Final = "a ring over bare TCP sockets, numpy"
+ZMQ_RING: Final = "a ring over bare DEALER and ROUTER sockets, numpy"
 
 
 def seconds(system: str, ranks: int, work: str, repeats: int, lane: str = "") -> float:
@@ -49,6 +50,8 @@ def peers(
     mpi = importlib.util.find_spec("mpi4py") and shutil.which("mpirun")
     if MPI in names and mpi:
         found[MPI] = seconds("mpi", ranks, work, repeats)
+    if ZMQ_RING in names:
+        found[ZMQ_RING] = seconds("zmq_ring", ranks, work, repeats)
     return found
 
 
@@ -108,9 +111,9 @@ def _over_tcp(ranks: int) -> Case:
         # Where the ring takes 23 ms with two ranks, 1.4 times gloo's speed is 28 ms.
         0.8,
         RING,
-        partial(one_size, ranks, 64 * MiB, 16, "tcp", (GLOO,)),
+        partial(one_size, ranks, 64 * MiB, 16, "tcp", (GLOO, ZMQ_RING)),
         of_limit=True,
-        others={GLOO: 1.4},
+        others={GLOO: 1.4, ZMQ_RING: 0.95},
     )
 
 
@@ -122,8 +125,8 @@ def _little_over_tcp(ranks: int, most: float) -> Case:
         "GB/s",
         round(MiB / 1e9 / most, 2),
         RING,
-        partial(one_size, ranks, MiB, 200, "tcp", (GLOO,)),
-        others={GLOO: 1.2},
+        partial(one_size, ranks, MiB, 200, "tcp", (GLOO, ZMQ_RING)),
+        others={GLOO: 1.2, ZMQ_RING: 0.95},
     )
 
 

@@ -4,7 +4,7 @@ Runs as several processes side by side. Rank 0 prints the median seconds of one 
 after a warm-up, as its last line. The systems are zstrat; ``gloo`` (of PyTorch) and
 ``mpi`` (mpi4py, started by mpirun) where they are installed; ``floor``: a numpy
 reduction through shared memory that does nothing but copy and add, and spins; and
-``ring``: one over bare TCP sockets (`benchmarks.raw_ring`).
+``ring`` and ``zmq_ring``: rings over bare sockets (`benchmarks.raw_ring`).
 """
 
 from __future__ import annotations
@@ -130,8 +130,15 @@ def _floor() -> System:
 
 def _ring() -> System:
     rank, addresses = _place()
-    ring = raw_ring.joined(rank, addresses)
+    return _of(rank, raw_ring.joined(rank, addresses))
 
+
+def _zmq_ring() -> System:
+    rank, addresses = _place()
+    return _of(rank, raw_ring.ZmqRing(rank, addresses))
+
+
+def _of(rank: int, ring: raw_ring.Ring | raw_ring.ZmqRing) -> System:
     def reduce(arrays: list[np.ndarray]) -> None:
         for array in arrays:
             ring.sum(array)
@@ -207,6 +214,7 @@ SYSTEMS: Final = {
     "mpi": _mpi,
     "floor": _floor,
     "ring": _ring,
+    "zmq_ring": _zmq_ring,
 }
 
 if __name__ == "__main__":

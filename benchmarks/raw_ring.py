@@ -1,4 +1,5 @@
-"""What plain TCP sockets reach between ranks of one host: the floor of the TCP lane.
+"""What sockets reach between ranks of one host, plain ones and those of ZeroMQ: the
+floors of the TCP lane.
 
 A ring: each rank sends to the next one and receives from the one before, in the order
 of Patarasuk and Yuan (2009): ``size - 1`` hops that add, ``size - 1`` that copy. One
@@ -13,14 +14,17 @@ import socket
 from typing import Final
 
 import numpy as np
+import zmq
 
 MiB = 2**20
 CHUNK: Final = MiB
-"""The most that is taken from a socket at once: it is still in the cache when added."""
+"""The most that is taken from a socket at once: it is still in the cache when added.
+With ZeroMQ a message: longer ones wait for fresh memory, page by page."""
 
 
 class Ring:
-    """One rank of the ring, with a line to the next and one from the one before."""
+    """One rank of a ring of plain sockets, with a line to the next and one from the one
+    before."""
 
     def __init__(
         self, rank: int, size: int, following: socket.socket, before: socket.socket
@@ -100,6 +104,57 @@ def _connected(place: tuple[str, str, str]) -> socket.socket:
             return socket.create_connection((host, int(port)))
         except ConnectionRefusedError:  # not there yet: this is a spin
             continue
+
+
+class ZmqRing:
+    """One rank of a ring of ZeroMQ's sockets: a DEALER to the ROUTER of the next. What
+    has come is added, or copied out, straight from the message."""
+
+    def __init__(self, rank: int, addresses: list[str]) -> None:
+        self._rank, self._size = rank, len(addresses)
+        self._context = zmq.Context()
+        self._before = self._context.socket(zmq.ROUTER)
+        self._next = self._context.socket(zmq.DEALER)
+        for line in (self._before, self._next):
+            line.linger = 0
+            line.set_hwm(0)
+        self._before.bind(f"tcp://{addresses[rank]}")
+        self._next.connect(f"tcp://{addresses[(rank + 1) % len(addresses)]}")
+
+    def sum(self, array: np.ndarray) -> None:
+        """Sums ``array`` (float32, one axis) over all ranks, in place."""
+        parts = np.array_split(array, self._size)
+        for hop in range(2 * (self._size - 1)):
+            self._send(parts[(self._rank - hop) % self._size])
+            into = parts[(self._rank - hop - 1) % self._size]
+            self._receive(into, is_sum=hop < self._size - 1)
+
+    def close(self) -> None:
+        """Ends when all ranks have come here: one may still wait for bytes."""
+        self.sum(np.zeros(self._size, np.float32))
+        self.sum(np.zeros(self._size, np.float32))
+        self._before.close()
+        self._next.close()
+        self._context.term()
+
+    def _send(self, part: np.ndarray) -> None:
+        # Not copied: a part changes again only when its sum comes around, of which what
+        # is sent here is one of the summands.
+        room = _bytes(part)
+        for at in range(0, len(room), CHUNK):
+            self._next.send(room[at : at + CHUNK], copy=len(room) < 2**16)
+
+    def _receive(self, into: np.ndarray, *, is_sum: bool) -> None:
+        at = 0
+        while at < into.size:
+            _, frame = self._before.recv_multipart(copy=False)
+            came = np.frombuffer(frame.buffer, np.float32)
+            place = into[at : at + came.size]
+            if is_sum:
+                np.add(place, came, out=place)
+            else:
+                place[:] = came
+            at += came.size
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -379,7 +379,7 @@ class World:
             self.connect()
         self.strategy = FakeStrategy(self.session)
         coordinator = ClusterCoordinator(self.strategy, **options)
-        coordinator._core.engine._watchers = Watchers(self)
+        coordinator._core.engine.waiters.watchers = Watchers(self)
         return coordinator
 
     def on_loop(self, function, *args, **kwargs):

@@ -7,7 +7,7 @@ import asyncio
 from coordinator_fakes import FakePs, World
 
 from zstrat.config import Settings, Timeouts
-from zstrat.coordinator import ClusterSession
+from zstrat.coordinator import ClusterSession, StoreServers
 from zstrat.errors import NotPrimaryError, UnavailableError
 from zstrat.wire import (
     AttachBackup,
@@ -162,3 +162,24 @@ def _hear_moves(worker):
         return handle(message)
 
     worker.handle = heard
+
+
+def connected(world, **options):
+    """The parameter servers of a session that has begun, as its program sees them."""
+    return StoreServers(world.connect(**{"replicas": 0, **options}))
+
+
+def kinds(task):
+    """What it was asked, but for what it need not keep."""
+    asked = [order for order in task.orders if not isinstance(order, DropStore)]
+    return [type(order) for order in asked]
+
+
+def drops(task):
+    """The stores whose copies it was told to drop."""
+    return [order.store for order in task.orders if isinstance(order, DropStore)]
+
+
+def served(world):
+    """The process that serves each store."""
+    return [store["process"] for store in world.session.cluster.moves.metrics["stores"]]

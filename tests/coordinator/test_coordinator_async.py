@@ -129,7 +129,7 @@ async def test_a_wait_that_is_cancelled_loses_nothing(world, strategy):
         for wait in (coordinator.join(), coordinator.fetch(value)):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(wait, 0.01)
-        assert not coordinator._core.engine._watchers
+        assert not coordinator._core.engine.waiters.watchers
         assert not value._bells
         await asyncio.to_thread(world.on_loop, world.release)
         assert await value == 8

@@ -23,7 +23,7 @@ def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
     world.until(lambda: world.running == 1)
     (ps,) = world.ps
     world.on_loop(ps.kill, "killed")
-    world.until(lambda: world.session.cluster.broken)
+    world.until(lambda: world.session.cluster.outage_error)
     calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
     for call in calls * 2:
         with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
@@ -40,7 +40,7 @@ def test_a_ps_that_was_started_again_has_lost_the_variables(world):
     coordinator = world.coordinator()
     (ps,) = world.ps
     world.on_loop(ps.kill)
-    world.until(lambda: world.session.cluster.broken)
+    world.until(lambda: world.session.cluster.outage_error)
     world.on_loop(ps.come_back)
     with pytest.raises(PSUnavailableError, match="killed"):
         coordinator.join()
@@ -53,7 +53,7 @@ def test_a_ps_that_was_started_again_has_lost_the_variables(world):
 def test_a_coordinator_made_after_the_loss_knows_it(world):
     world.connect()
     world.on_loop(world.ps[0].kill)
-    world.until(lambda: world.session.cluster.broken)
+    world.until(lambda: world.session.cluster.outage_error)
     coordinator = world.coordinator()
     with pytest.raises(PSUnavailableError):
         coordinator.schedule(good)
@@ -69,7 +69,7 @@ def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, t
     lost = []
 
     def blip():
-        lane._events = SimpleNamespace(lost=lambda *a: lost.append(a))
+        lane._events = SimpleNamespace(task_lost=lambda *a: lost.append(a))
         if told:  # the link gave it up: the program was stopped, say
             ps.kill()
         ps.come_back(same=True)
@@ -110,7 +110,7 @@ def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world,
         ps.come_back(same=True)
 
     world.on_loop(usurp)
-    world.until(lambda: world.session.cluster.broken)
+    world.until(lambda: world.session.cluster.outage_error)
     for _ in range(2):
         with pytest.raises(PSUnavailableError, match="served another coordinator"):
             coordinator.join()
@@ -126,7 +126,7 @@ def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
     (ps,) = world.ps
     ps.busy = True
     world.on_loop(ps.come_back, same=True)
-    world.until(lambda: world.session.cluster.broken)
+    world.until(lambda: world.session.cluster.outage_error)
     with pytest.raises(PSUnavailableError, match="is taken"):
         coordinator.join()
 
@@ -154,7 +154,7 @@ def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
         fail(world.workers[1])
 
     world.on_loop(restart)
-    world.until(lambda: world.session.cluster.broken and not errors)
+    world.until(lambda: world.session.cluster.outage_error and not errors)
     with pytest.raises(PSUnavailableError, match=r"was started again.*variables.*lost"):
         coordinator.join()
     for value in values:
@@ -165,7 +165,7 @@ def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
 def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world):
     coordinator = world.coordinator()
     world.on_loop(world.ps[0].kill, "silent for 5 s")
-    world.until(lambda: world.session.cluster.broken)
+    world.until(lambda: world.session.cluster.outage_error)
     with pytest.raises(PSUnavailableError, match="silent for 5 s") as raised:
         coordinator.join()
     assert not raised.value.lost

@@ -11,7 +11,7 @@ from zstrat.coordinator import (
     AsyncClusterCoordinator,
     ClusterCoordinator,
     RemoteValue,
-    _engine,
+    _waiting,
 )
 from zstrat.coordinator._values import Result
 from zstrat.errors import CancelledError, ClosedError, DeadlineExceededError
@@ -93,7 +93,7 @@ def test_a_cancel_that_is_late_is_ended_by_the_next_call(begun):
 def test_cancel_raises_no_error_and_loses_none(world):
     coordinator = world.coordinator()
     value = coordinator.schedule(bad, args=("boom",))
-    coordinator._core.engine.wait_value(value, 20.0)
+    coordinator._core.engine.waiters.wait_value(value, 20.0)
     assert coordinator.cancel() == 0
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
@@ -131,7 +131,7 @@ def ctrl_c(monkeypatch):
             return super().wait(timeout)
 
     def begin():
-        monkeypatch.setattr(_engine, "ThreadBell", StruckBell)
+        monkeypatch.setattr(_waiting, "ThreadBell", StruckBell)
 
     return begin
 
@@ -157,7 +157,7 @@ def test_ctrl_c_cancels_what_waits_and_says_how_much(make_world, ctrl_c, call):
     (note,) = raised.value.__notes__
     assert note.startswith("10 closures that waited for a worker were cancelled;")
     assert "workers have 1 more" in note
-    assert not coordinator._core.engine._watchers
+    assert not coordinator._core.engine.waiters.watchers
     for value in values[1:]:
         with pytest.raises(CancelledError, match="Ctrl-C"):
             value.fetch(timeout=0.0)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator.connecting import _arrival, _task_session
+from zstrat.coordinator.connecting import _arrival, _session_request
 from zstrat.errors import BusyError, DeadlineExceededError
 from zstrat.testing import FakeClock
 from zstrat.wire import OpenSession
@@ -189,7 +189,7 @@ def test_the_session_tells_tasks_who_they_are(make_world):
 def test_a_task_that_is_still_held_is_an_alarm_only_if_that_lasts(
     world, caplog, monkeypatch, longest, warnings
 ):
-    monkeypatch.setattr(_task_session, "LONGEST_PAUSE", longest)
+    monkeypatch.setattr(_session_request, "LONGEST_PAUSE_SECONDS", longest)
     caplog.set_level("WARNING")
     (ps,) = world.ps
     handle, refused = ps.handle, []

@@ -56,7 +56,7 @@ def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetche
     coordinator = world.coordinator()
     value = coordinator.schedule(bad, args=("boom",))
     line = inspect.currentframe().f_lineno - 1
-    coordinator._core.engine.wait_value(value, 20.0)
+    coordinator._core.engine.waiters.wait_value(value, 20.0)
     if fetched:
         with pytest.raises(ValueError, match="boom"):
             value.fetch()
@@ -92,7 +92,7 @@ def test_with_errors_once_what_nobody_has_fetched_is_raised(world):
     values = [coordinator.schedule(bad, args=(str(i),)) for i in range(3)]
     world.on_loop(world.release)
     for value in values:
-        coordinator._core.engine.wait_value(value, 20.0)
+        coordinator._core.engine.waiters.wait_value(value, 20.0)
     for at in (0, 2):
         with pytest.raises(ValueError, match=str(at)):
             values[at].fetch()
@@ -190,7 +190,7 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
     threads = [threading.Thread(target=join) for _ in range(4)]
     for thread in threads:
         thread.start()
-    world.until(lambda: len(coordinator._core.engine._watchers) == 4)
+    world.until(lambda: len(coordinator._core.engine.waiters.watchers) == 4)
     world.on_loop(world.release)
     for thread in threads:
         thread.join(20)
@@ -210,7 +210,9 @@ def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
     engine = coordinator._core.engine
 
     def interrupt():
-        world.until(lambda: engine.queue.phase.value == "draining" and engine._watchers)
+        world.until(
+            lambda: engine.queue.phase.value == "draining" and engine.waiters.watchers
+        )
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -116,7 +116,7 @@ def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
     value = coordinator.schedule(good)
     thread = world.session.portal._thread
     session = weakref.ref(world.session)
-    coordinator._core.engine._watchers = {}  # the world's own knows the session
+    coordinator._core.engine.waiters.watchers = {}  # the world's own knows the session
     world.session = world.strategy = None
     del coordinator
     gc.collect()

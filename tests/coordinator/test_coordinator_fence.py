@@ -135,7 +135,7 @@ def test_a_shutdown_says_what_may_have_been_applied(failing):
 
 
 def test_many_doubtful_steps_are_asked_about_behind_the_fence(make_world, monkeypatch):
-    monkeypatch.setattr("zstrat.coordinator._fences.PER_MESSAGE", 2)
+    monkeypatch.setattr("zstrat.coordinator._fences.STEPS_PER_MESSAGE", 2)
     world = make_world(workers=2)
     coordinator = world.coordinator(closures_in_flight=5)
     world.on_loop(world.hold)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _dispatch
+from zstrat.coordinator import _dispatch, _shipping
 from zstrat.errors import BusyError, UnavailableError, WorkerLostError
 from zstrat.wire import Dispatch, Outcome
 
@@ -260,7 +260,7 @@ def wrap_notify(worker, monkeypatch, refuse):
 
 
 def test_many_closures_go_in_several_messages(make_world, monkeypatch):
-    monkeypatch.setattr(_dispatch, "PER_MESSAGE", 4)
+    monkeypatch.setattr(_shipping, "CLOSURES_PER_MESSAGE", 4)
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=10)
     (worker,) = world.workers
@@ -274,7 +274,7 @@ def test_many_closures_go_in_several_messages(make_world, monkeypatch):
 def test_what_a_worker_did_not_take_any_more_is_tried_again_and_no_more(
     make_world, monkeypatch
 ):
-    monkeypatch.setattr(_dispatch, "PER_MESSAGE", 4)
+    monkeypatch.setattr(_shipping, "CLOSURES_PER_MESSAGE", 4)
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=10)
     (worker,) = world.workers

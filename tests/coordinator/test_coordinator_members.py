@@ -105,7 +105,7 @@ class MembersMachine(RuleBasedStateMachine):
     def only_workers_that_are_there_hold_closures(self):
         for member in self.members.members:
             assert MIN_DEPTH <= member.depth <= MAX_DEPTH
-            assert member.building == self.building[member.index]
+            assert member.building == self.building[member.place]
             if member.state in (MemberState.LOST, MemberState.CONNECTING):
                 assert not member.in_flight
                 assert member.reason
@@ -134,7 +134,7 @@ def give(members, ordinary, suspects=0, first=1, now=0.0):
         batch = closures(grant.count, first)
         first += grant.count
         members.dispatched(grant.member, batch, now, alone=grant.alone)
-        given[grant.member.index] = grant.count
+        given[grant.member.place] = grant.count
     return given
 
 

@@ -21,7 +21,7 @@ ANSWERS = st.dictionaries(NUMBERS, ADDRESSES, max_size=5)
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """A model of the shell: who is greeted at which address, by index."""
+    """A model of the shell: who is greeted at which address, by place."""
 
     def __init__(self):
         super().__init__()
@@ -29,19 +29,19 @@ class MembershipMachine(RuleBasedStateMachine):
         self.greeted = {0: (0, "host:1"), 1: (1, "host:2")}
         self.alive = {0, 1}
         self.owner = {0: 0, 1: 1}
-        """Number to index."""
+        """Task number to place."""
         self.removed = {}
         """Number to the address that it had."""
 
     def _admit(self, change):
-        number, address = change.number, change.address
-        assert self.owner.setdefault(number, change.index) == change.index
+        number, address = change.task_number, change.address
+        assert self.owner.setdefault(number, change.place) == change.place
         if isinstance(change, AdmitWorker):
-            assert change.index not in self.greeted
+            assert change.place not in self.greeted
         else:
-            assert change.index in self.greeted
+            assert change.place in self.greeted
         assert self.removed.pop(number, address) == address, "a number of another one"
-        self.greeted[change.index] = number, address
+        self.greeted[change.place] = number, address
 
     @rule(address=ADDRESSES, number=st.none() | NUMBERS)
     def add(self, address, number):
@@ -55,10 +55,10 @@ class MembershipMachine(RuleBasedStateMachine):
             assert self.removed[number] != address
         else:
             assert address not in known
-            assert number in (None, change.number)
+            assert number in (None, change.task_number)
             self._admit(change)
-            self.membership.came(change.index)
-            self.alive.add(change.index)
+            self.membership.came(change.place)
+            self.alive.add(change.place)
 
     @rule(address=ADDRESSES)
     def remove(self, address):
@@ -67,12 +67,12 @@ class MembershipMachine(RuleBasedStateMachine):
         except NotFoundError:
             assert address not in {at for _, at in self.greeted.values()}
             return
-        number, at = self.greeted.pop(change.index, (None, address))
+        number, at = self.greeted.pop(change.place, (None, address))
         assert at == address
         if number is None:  # it was away
-            (number,) = [n for n, i in self.owner.items() if i == change.index]
+            (number,) = [n for n, i in self.owner.items() if i == change.place]
         self.removed[number] = address
-        self.alive.discard(change.index)
+        self.alive.discard(change.place)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -91,12 +91,12 @@ class MembershipMachine(RuleBasedStateMachine):
         for change in self.membership.resolved(answer, lost):
             match change:
                 case AdmitWorker() | MoveWorker():
-                    assert answer[change.number] == change.address
-                    self.alive.discard(change.index)
+                    assert answer[change.task_number] == change.address
+                    self.alive.discard(change.place)
                     self._admit(change)
-                case ReleaseWorker(index):
-                    assert index not in self.alive, "one that lives was let go"
-                    del self.greeted[index]
+                case ReleaseWorker(place):
+                    assert place not in self.alive, "one that lives was let go"
+                    del self.greeted[place]
                 case RefuseWorker(number, words):
                     assert number in answer
                     assert words
@@ -139,13 +139,13 @@ def test_a_list_that_shifts_moves_nobody_who_lives():
 
 def test_what_was_added_and_never_came_leaves_its_number_to_the_next():
     membership = Membership({0: "a:1"})
-    membership.withdraw(membership.add("b:1").index)
+    membership.withdraw(membership.add("b:1").place)
     assert membership.add("c:1") == AdmitWorker(1, 1, "c:1")
 
 
 def test_what_never_came_is_not_there_to_be_removed():
     membership = Membership({0: "a:1"})
-    membership.withdraw(membership.add("b:1").index)
+    membership.withdraw(membership.add("b:1").place)
     with pytest.raises(NotFoundError, match="no worker is at b:1: the cluster has a:1"):
         membership.remove("b:1")
     assert membership.add("b:1") == AdmitWorker(1, 1, "b:1")

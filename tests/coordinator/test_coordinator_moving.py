@@ -5,13 +5,9 @@ from functools import partial
 
 import jax.numpy as jnp
 import pytest
-from coordinator_stores import StoresWorld
-from hypothesis import given
-from hypothesis import strategies as st
+from coordinator_stores import StoresWorld, connected, drops, kinds, served
 
 import zstrat.program as zs
-from zstrat.coordinator import StoreServers
-from zstrat.coordinator.moving import leaving, levelled
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,
@@ -26,7 +22,6 @@ from zstrat.wire import (
     CloseSession,
     DetachBackup,
     Done,
-    DropStore,
     HostStore,
     MoveServer,
     OpenSession,
@@ -44,24 +39,6 @@ def world():
     made = StoresWorld()
     yield made
     made.close()
-
-
-def connected(world, **options):
-    return StoreServers(world.connect(**{"replicas": 0, **options}))
-
-
-def kinds(task):
-    """What it was asked, but for what it need not keep."""
-    asked = [order for order in task.orders if not isinstance(order, DropStore)]
-    return [type(order) for order in asked]
-
-
-def drops(task):
-    return [order.store for order in task.orders if isinstance(order, DropStore)]
-
-
-def served(world):
-    return [store["process"] for store in world.session.cluster.moves.metrics["stores"]]
 
 
 def test_all_of_a_server_moves_to_a_newcomer_and_it_is_let_go(world):
@@ -323,13 +300,13 @@ def test_a_source_that_is_lost_is_lost_as_without_moves(world, phase, last):
             await draining
 
     asyncio.run(lost())
-    world.until(lambda: world.session.cluster.broken is not None)
+    world.until(lambda: world.session.cluster.outage_error is not None)
     with pytest.raises(PSUnavailableError, match="task:0"):
         coordinator.schedule(good)
     with pytest.raises(PSUnavailableError):
         servers.drain("ps1:1")
     world.on_loop(world.ps[0].come_back, same=True)
-    world.until(lambda: world.session.cluster.broken is None)
+    world.until(lambda: world.session.cluster.outage_error is None)
     assert coordinator.schedule(good).fetch() == 1
 
 
@@ -374,7 +351,7 @@ def test_a_first_change_that_meets_a_restore_starts_nothing_before_its_end(world
     servers, _ = connected(world), world.newcomer(2)
     coordinator, (first, second) = world.coordinator(), world.ps[:2]
     world.session.recover(3600.0)
-    cut = world.on_loop(lambda: world.session.cluster.cut)
+    cut = world.on_loop(lambda: world.session.cluster.renewal.ended_steps)
     asyncio.run(world.session.remember(point := Checkpoint(), cut, 0))
     greets, asked = first.handle, []
 
@@ -401,108 +378,3 @@ def test_a_first_change_that_meets_a_restore_starts_nothing_before_its_end(world
     assert servers.add("ps2:1") == 2
     servers.drain("ps0:1")
     assert served(world) == ["/job:ps/task:2", "/job:ps/task:1"]
-
-
-def test_stores_are_dealt_out_and_levelled(world):
-    servers, third = connected(world, stores_per_ps=3), world.newcomer(2)
-    hosted = [[copy.index for copy in task.copies] for task in world.ps]
-    assert hosted == [[2, 4], [3, 5], []]
-    opened = world.workers[0].sessions[-1]
-    assert (opened.ps[:2], len(set(opened.ps))) == (["ps0:1", "ps1:1"], 6)
-    servers.add("ps2:1")
-    counts = [served(world).count(f"/job:ps/task:{number}") for number in range(3)]
-    assert counts == [2, 2, 2]
-    assert sorted(index for index, _ in world.moves()) == [4, 5]
-    servers.drain("ps1:1")
-    assert "/job:ps/task:1" not in served(world)
-    assert len(third.copies) == 3
-
-
-def test_what_a_failover_has_brought_together_is_levelled(world):
-    servers = connected(world, replicas=1)
-    world.on_loop(world.ps[0].kill)
-    world.until(lambda: served(world) == ["/job:ps/task:1"] * 2)
-    world.on_loop(world.ps[0].come_back)
-    world.until(world.paired)
-    servers.level()
-    assert sorted(served(world)) == ["/job:ps/task:0", "/job:ps/task:1"]
-    assert world.paired()
-    servers.level()
-    assert world.replication.statistics()["stores_moved"] == 1
-
-
-def test_second_copies_are_elsewhere_before_a_server_goes(world):
-    servers, coordinator = connected(world, replicas=1), world.coordinator()
-    with pytest.raises(InvalidArgumentError, match="1 other ps are there, and 2 have"):
-        servers.drain("ps0:1")
-    world.newcomer(2)
-    servers.add("ps2:1")
-    servers.drain("ps0:1")
-    stores = coordinator.metrics()["stores"]
-    assert [store["process"] for store in stores] == ["/job:ps/task:1"] * 2
-    assert [store["backup"] for store in stores] == ["/job:ps/task:2"] * 2
-    assert (world.paired(), world.numbers_of["failovers"]) == (True, 0)
-    world.on_loop(world.ps[1].kill)
-    world.until(lambda: all(store.primary.process == 2 for store in places(world)))
-    assert coordinator.schedule(good).fetch() == 1
-
-
-def test_a_second_copy_that_becomes_the_first_meanwhile_is_moved_too(world):
-    servers = connected(world, replicas=1, stores_per_ps=2)
-    for number in (2, 3):
-        world.newcomer(number)
-        servers.add(f"ps{number}:1")
-    # The first process has the second copies of stores that two others serve.
-    at = [(store.primary.process, store.backup.process) for store in places(world)]
-    assert (at[1], at[2]) == ((1, 0), (2, 0))
-    handle = world.ps[1].handle
-
-    def lost_meanwhile(message):
-        if isinstance(message, DetachBackup):
-            world.ps[2].kill()
-        return handle(message)
-
-    world.ps[1].handle = lost_meanwhile
-    servers.drain("ps0:1", timeout=10.0)
-    assert DetachBackup in kinds(world.ps[1])
-    assert world.numbers_of["failovers"] == 1
-    assert set(served(world)) == {"/job:ps/task:1", "/job:ps/task:3"}
-    assert world.paired()
-
-
-def places(world):
-    return world.replication.placement.stores
-
-
-SERVING = st.lists(st.integers(0, 4), min_size=1, max_size=12)
-
-
-@given(SERVING, st.sets(st.integers(0, 4), min_size=1))
-def test_levelling_moves_as_few_stores_as_can_be(serving, processes):
-    moves = levelled(serving, processes)
-    after = list(serving)
-    for store, target in moves:
-        assert (after[store] in processes, target in processes) == (True, True)
-        after[store] = target
-    counts = sorted(after.count(process) for process in processes)
-    assert counts[-1] - counts[0] <= 1
-    # Who serves more than his share gives the rest away, and no store moves twice.
-    before = sorted(serving.count(process) for process in processes)
-    assert len({store for store, _ in moves}) == len(moves)
-    assert len(moves) == sum(max(0, b - a) for b, a in zip(before, counts, strict=True))
-
-
-@given(SERVING, st.sets(st.integers(0, 4), min_size=1), st.data())
-def test_a_process_that_leaves_has_nothing_left(serving, others, data):
-    process = data.draw(st.sampled_from(serving))
-    others = others - {process} or {5}
-    backups = data.draw(
-        st.dictionaries(st.integers(0, len(serving) - 1), st.integers(0, 4))
-    )
-    moves = leaving(serving, backups, process, others)
-    assert [store for store, _ in moves] == [
-        store for store, at in enumerate(serving) if at == process
-    ]
-    for store, target in moves:
-        assert target in others
-        assert backups.get(store) not in others or target == backups[store]

@@ -186,17 +186,17 @@ def test_both_copies_lost_are_said_and_those_that_return_are_found(world):
     world.connect()
     coordinator = world.coordinator()
     world.on_loop(lambda: [process.kill() for process in world.ps])
-    world.until(lambda: world.session.cluster.broken is not None)
+    world.until(lambda: world.session.cluster.outage_error is not None)
     with pytest.raises(PSUnavailableError) as caught:
         coordinator.schedule(good)
     assert not caught.value.lost
     world.on_loop(lambda: [process.come_back(same=True) for process in world.ps])
     world.until(world.paired)
-    world.until(lambda: world.session.cluster.broken is None)
+    world.until(lambda: world.session.cluster.outage_error is None)
     assert coordinator.schedule(good).fetch() == 1
     world.on_loop(lambda: [process.kill() for process in world.ps])
     world.on_loop(lambda: [process.come_back() for process in world.ps])
-    world.until(lambda: world.session.cluster.broken is not None)
+    world.until(lambda: world.session.cluster.outage_error is not None)
     with pytest.raises(PSUnavailableError) as caught:
         _add(world, 0)
     assert caught.value.lost
@@ -208,11 +208,11 @@ def test_those_that_said_that_they_return_are_waited_for(world):
     world.on_loop(lambda: [each.kill("restart", 60.0) for each in world.ps])
     world.until(lambda: not any(task.is_ready for task in world.session.cluster.ps))
     value = coordinator.schedule(good)
-    assert world.session.cluster.broken is None
+    assert world.session.cluster.outage_error is None
     world.on_loop(lambda: [each.come_back(same=True) for each in reversed(world.ps)])
     world.until(world.paired)
     assert value.fetch() == 1
-    assert world.session.cluster.broken is None
+    assert world.session.cluster.outage_error is None
 
 
 def test_the_end_of_a_session_is_told_to_processes_and_copies(world):

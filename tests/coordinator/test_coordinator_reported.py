@@ -10,11 +10,12 @@ from zstrat.coordinator import Workers
 from zstrat.coordinator.membership import AdmitWorker, Membership
 from zstrat.errors import (
     AlreadyExistsError,
+    DeadlineExceededError,
     InvalidArgumentError,
     PermissionDeniedError,
     from_wire,
 )
-from zstrat.wire import WorkerReported
+from zstrat.wire import OpenSession, WorkerReported
 
 
 @zs.function
@@ -49,12 +50,29 @@ def reported(make_world):
 
 def test_a_worker_that_reports_itself_is_refused_unless_that_is_wished(reported):
     with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
-        reported("late:1")
+        reported("late:1", patience=0.01)
     reported.workers.accept_joining()
     assert reported("late:1") == 1
     reported.workers.accept_joining(False)
     with pytest.raises(PermissionDeniedError, match=r"workers\.accept_joining"):
         reported("late:1")
+
+
+def test_a_worker_that_waited_for_the_program_is_taken_in(make_world):
+    world = make_world(workers=1)
+    server, handle = world.ps[0], world.ps[0].handle
+
+    def tells_before_it_answers(message):
+        if isinstance(message, OpenSession):
+            told = WorkerReported(message.session, 1, "early:1", -1, 20.0)
+            server.link.say(told)
+        return handle(message)
+
+    server.handle = tells_before_it_answers
+    world.connect()
+    Workers(world.session).accept_joining()
+    world.until(lambda: server.answers)
+    assert [(each.index, each.error) for each in server.answers] == [(1, None)]
 
 
 def test_a_worker_that_reports_itself_gets_a_number_and_closures(reported):
@@ -89,6 +107,22 @@ def test_a_report_that_is_heard_twice_takes_the_worker_in_once(reported):
     assert reported.coordinator.metrics()["workers_added"] == 1
 
 
+def test_no_report_keeps_numbers_from_those_that_come(reported):
+    reported.workers.accept_joining()
+    with pytest.raises(InvalidArgumentError, match="an --index up to 2147483647"):
+        reported("late:1", 2**64 - 1)
+    for address in ("nowhere:1", "late:1"):
+        reported.world.newcomer(address).alive = False
+    for patience in (0.01, float("nan")):
+        with pytest.raises(DeadlineExceededError, match="nowhere:1"):
+            reported("nowhere:1", 2**31 - 1, patience)
+    assert reported("late:1") == 1
+    with pytest.raises(DeadlineExceededError, match="late:1"):
+        reported("late:1", 1, 0.01)
+    assert reported("later:1") == 2
+    assert reported("late:1") == 1, "it is nobody else's"
+
+
 def test_who_reports_itself_and_cannot_join_is_told_why(reported):
     reported.workers.accept_joining()
     unlike = reported.world.newcomer("late:1", reported("late:1"))
@@ -118,6 +152,25 @@ def test_who_was_removed_does_not_come_back_by_itself(reported):
     with pytest.raises(InvalidArgumentError, match="not given to another address"):
         reported("other:1", 1)
     assert reported.workers.add("late:1") == 1
+
+
+def test_what_never_comes_takes_no_room_for_ever():
+    membership = Membership({0: "host:1"})
+    for number in range(1, 3000):
+        wanted = membership.reported(f"nowhere:{number}", number)
+        membership.withdraw(wanted.place)
+    assert membership.size == 1 + 1024
+    assert membership.promise("late:1") == 1
+    wanted = membership.reported("late:1", 1)
+    membership.came(wanted.place)
+    assert membership.addresses == {0: "host:1", 1: "late:1"}
+
+
+def test_numbers_end_and_are_found_below():
+    membership = Membership({0: "host:1", 1: "host:2"})
+    far = membership.reported("far:1", 2**31 - 1)
+    membership.came(far.place)
+    assert [membership.promise(f"late:{n}") for n in (1, 2)] == [2, 3]
 
 
 def test_numbers_that_were_promised_are_nobody_elses():

@@ -54,7 +54,7 @@ def recovering(make_world):
 
 def _remember(world, point):
     restores = world.session.restores
-    cut = world.on_loop(lambda: world.session.cluster.cut)
+    cut = world.on_loop(lambda: world.session.cluster.renewal.ended_steps)
     asyncio.run(world.session.remember(point, cut, restores))
 
 
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_come_back_in_time_is_named(recovering):
             coordinator.join()
         assert not raised.value.lost
     world.on_loop(world.ps[0].come_back, same=True)
-    world.until(lambda: world.session.cluster.broken is None)
+    world.until(lambda: world.session.cluster.outage_error is None)
     assert coordinator.schedule(good).fetch() == 1, "a cut line is mended, as always"
 
 

@@ -180,7 +180,7 @@ def test_schedule_waits_while_the_queue_is_full(world):
 
     thread = threading.Thread(target=schedule_many)
     thread.start()
-    world.until(lambda: coordinator._core.engine._watchers)
+    world.until(lambda: coordinator._core.engine.waiters.watchers)
     assert 3 <= len(scheduled) <= 5, "three wait, and two are in flight"
     assert thread.is_alive()
     world.on_loop(world.release)
@@ -211,7 +211,7 @@ def test_a_join_does_not_hold_up_other_threads(world):
     coordinator.schedule(constant)
     joiner = threading.Thread(target=coordinator.join)
     joiner.start()
-    world.until(lambda: coordinator._core.engine._watchers)
+    world.until(lambda: coordinator._core.engine.waiters.watchers)
     later = coordinator.schedule(constant)
     world.until(lambda: sum(len(w.queue) for w in world.workers) == 2)
     first = next(w for w in world.workers if any(s == 1 for *_, s in w.queue))
@@ -300,7 +300,7 @@ def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world):
 
     thread = threading.Thread(target=join)
     thread.start()
-    world.until(lambda: coordinator._core.engine._watchers)
+    world.until(lambda: coordinator._core.engine.waiters.watchers)
     coordinator.shutdown()
     thread.join(20)
     assert raised

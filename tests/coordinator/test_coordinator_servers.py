@@ -129,7 +129,7 @@ def test_parts_are_created_as_such(session):
 def test_nothing_is_asked_when_a_server_is_lost(session):
     world = session.world
     world.on_loop(world.ps[1].kill)
-    world.until(lambda: session.cluster.broken is not None)
+    world.until(lambda: session.cluster.outage_error is not None)
     servers = session.servers
     works = [
         servers.read_rows(PARTS[:1]),

@@ -137,7 +137,7 @@ def test_who_has_lost_a_parameter_server_has_nothing_to_finish(world):
     world.on_loop(world.hold)
     coordinator.schedule(good)
     world.on_loop(world.ps[0].kill)
-    world.until(lambda: coordinator._core.engine.broken)
+    world.until(lambda: coordinator._core.engine.outage_error)
     world.ps[0].born()
     world.ps[0].alive = True
     world.session = None

@@ -6,7 +6,7 @@ from zstrat.coordinator._outcomes import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     STRIKES,
-    WINDOW,
+    WINDOW_SECONDS,
     Trouble,
 )
 
@@ -26,10 +26,10 @@ def test_trouble_that_lasts_is_an_error_after_growing_pauses():
         now = trouble.again_at
     assert len(pauses) == STRIKES
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE])
-    assert not trouble.lasts(now + WINDOW)
+    assert not trouble.lasts(now + WINDOW_SECONDS)
 
 
 def test_three_hiccups_in_a_month_do_not_end_a_job():
     trouble = Trouble()
     for i in range(100):
-        assert trouble.reported(i * (WINDOW + 1)) == pytest.approx(FIRST_PAUSE)
+        assert trouble.reported(i * (WINDOW_SECONDS + 1)) == pytest.approx(FIRST_PAUSE)

@@ -166,6 +166,19 @@ def test_what_is_not_differentiated_gets_no_gradient(home):
     close(of_w, 2 * W)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_read_whole_and_has_no_effect_has_zeros(home, mode):
+    """As in jax: momentum moves a table whose batch happens to be empty."""
+    table = home.sharded(TABLE, 3)
+
+    def body(ids):
+        return zs.grad(lambda t: jnp.take(t.value(), ids, axis=0).sum())(table)
+
+    gradient = called(mode, body, np.zeros(0, np.int32))
+    assert not is_slices(gradient)
+    np.testing.assert_array_equal(gradient, np.zeros_like(TABLE))
+
+
 def test_second_derivatives(home):
     table = home.sharded(TABLE, 2)
 

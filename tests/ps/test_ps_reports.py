@@ -88,6 +88,21 @@ async def test_a_program_that_comes_back_or_follows_is_told_again(server):
     assert (await waiting).index == 1
 
 
+async def test_an_answer_for_the_process_before_is_nobodys(server):
+    before = Gated()
+    first = report(before)
+    chief = opened(before, Heard())
+    waiting = report(server, peer=OTHER)
+    opened(server, Heard())
+    late = AnswerReport(SESSION, chief.told[0].report, 4)
+    assert server.ask(late, caller(Job.CHIEF)) == Done()
+    assert not waiting.done()
+    await before.service.drain()
+    with pytest.raises(UnavailableError):
+        await first
+    server.service.lost(OTHER, "ended")
+
+
 @pytest.mark.parametrize(
     ("holds", "words"),
     [(None, "no program has opened"), (False, "is gone within"), (True, "not taken")],
@@ -111,6 +126,17 @@ async def test_one_connection_does_not_take_the_place_of_others(server):
     assert (await first).index == 4
     assert not second.done()
     report(server)
+
+
+async def test_a_worker_whose_connection_broke_reports_itself_again(server):
+    first = report(server)
+    chief = opened(server, Heard())
+    second = report(server)
+    with pytest.raises(BusyError, match="reported again"):
+        await first
+    server.ask(AnswerReport(SESSION, chief.told[-1].report, 4), chief)
+    assert (await second).index == 4
+    assert len(chief.told) == 2
 
 
 async def test_only_workers_report_and_only_coordinators_answer(server):

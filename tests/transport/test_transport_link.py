@@ -174,6 +174,19 @@ async def test_a_body_too_large_to_copy_at_once_lies_in_shared_memory(net):
     assert POOL.statistics()["leases"] == before  # no memory received any of it
 
 
+async def test_memory_of_a_large_body_is_used_again_as_soon_as_it_was_read(net):
+    _, address, _ = await net.serve(settings=Settings(lane="shm"))
+    link, _ = await net.open(address, settings=Settings(lane="shm"))
+    await link.request(pull(100_000))  # from then on it is shared
+    places = set()
+    for _ in range(3):
+        answer = await link.request(pull(3_000_000))
+        places.add(answer.arrays[0].ctypes.data)
+        del answer
+        await link.request(Inspect())
+    assert len(places) == 1
+
+
 async def test_pipelined_requests_beyond_the_high_water_mark(net):
     _, address, _ = await net.serve()
     link, _ = await net.open(address)

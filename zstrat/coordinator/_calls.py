@@ -54,8 +54,6 @@ SAME_BYTES: Final = 16
 """Pickled argument lists of one function that are compared with new ones; they stay on
 the workers as long."""
 
-Arrays = tuple[np.ndarray, ...]
-
 _recording: Final = recorder.get
 
 

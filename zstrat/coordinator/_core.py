@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from zstrat.transport import Portal
     from zstrat.wire import PlainTree
 
-    from ._loop_side import Cancelling
     from ._session import ClusterSession
     from ._values import Kept
+    from ._waiting import Cancelling
 
 
-WORKER_WAIT: Final = 600.0
+WORKER_WAIT_SECONDS: Final = 600.0
 """Seconds without any worker until `join` gives up: long enough to boot a machine."""
-STOPPING: Final = 10.0
+STOP_SECONDS: Final = 10.0
+"""Seconds for the loop to begin with a dispatcher, or to stop it: it waits for nothing
+there."""
 
 
 class CoordinatedStrategy(abc.ABC):
@@ -103,9 +105,11 @@ class CoordinatorCore:
             self.session.cluster.fences,
             self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
-            prefetch=self.session.cluster.prefetch,
+            prefetch=self.session.cluster.options.prefetch,
             worker_wait_timeout=(
-                WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
+                WORKER_WAIT_SECONDS
+                if worker_wait_timeout is None
+                else worker_wait_timeout
             ),
         )
         self.calls = CallTable(strategy, self.dispatcher.retired)
@@ -131,7 +135,7 @@ class CoordinatorCore:
         self.require_kept()
         record = Record(
             self.engine,
-            [member.index for member in self.dispatcher.members.members],
+            [member.place for member in self.dispatcher.members.members],
             name=name,
             purpose=purpose,
             maker=maker,
@@ -169,8 +173,8 @@ class CoordinatorCore:
         queue, dispatcher = self.engine.queue, self.dispatcher
         workers: dict[str, PlainTree] = {
             member.name: {
-                "index": member.index,
-                "address": self.session.cluster.workers[member.index].address,
+                "index": member.place,
+                "address": self.session.cluster.workers[member.place].address,
                 "state": "leaving" if member.retired else member.state.value,
                 "in_flight": len(member.in_flight),
                 "depth": member.depth,
@@ -192,10 +196,10 @@ class CoordinatorCore:
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
             "steps_per_s": dispatcher.members.rate(self.portal.loop.time()),
-            "fetches": self.engine.fetches,
+            "fetches": self.engine.waiters.fetches,
             "traces": self.calls.traces,
             "turns": dispatcher.turns,
-            "dispatches": dispatcher.dispatches,
+            "dispatches": dispatcher.shipping.messages,
             "stale_completions": dispatcher.outcomes.stale,
             "ps_restores": 0 if recovery is None else recovery.restores,
             "steps_lost": 0 if recovery is None else recovery.steps_lost,
@@ -227,7 +231,7 @@ class CoordinatorCore:
             function(*args)
 
         if not self.portal.is_closed:
-            self.portal.run(call(), STOPPING, function.__name__)
+            self.portal.run(call(), STOP_SECONDS, function.__name__)
 
 
 class _LoopCalls:

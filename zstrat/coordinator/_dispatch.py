@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat.errors import (
     BusyError,
-    ClosedError,
     ClosureAbortedError,
     PeerLostError,
     UnavailableError,
@@ -27,18 +25,17 @@ from zstrat.wire import (
     CancelSteps,
     Completions,
     DropResults,
-    Fetch,
-    Fetched,
     Message,
     Printed,
 )
 
 from ._fences import Marking
 from ._members import Grant, Members
-from ._outcomes import SETBACK, Outcomes
-from ._queue import Closure, Ended, QueueLeft
+from ._outcomes import Outcomes
+from ._queue import QueueLeft
 from ._resources import Builder
 from ._seen import short
+from ._shipping import ClosureShipping
 from ._worker_channel import WorkerChannel
 
 if TYPE_CHECKING:
@@ -48,16 +45,14 @@ if TYPE_CHECKING:
 
     from ._engine import ClosureEngine
     from ._fences import Fences
-    from ._loop_side import Cancelling
+    from ._queue import Closure
     from ._values import Kept
+    from ._waiting import Cancelling
     from .connecting import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
-
-PER_MESSAGE: Final = 2048
-"""Closures of one `Dispatch`: about 60 bytes each if all are of different functions."""
 
 
 @final
@@ -80,24 +75,26 @@ class Dispatcher:
         self.members = Members((), closures_in_flight, prefetch)
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
-        """By index of their worker."""
-        self._finishing: dict[int, asyncio.Event] = {}
-        """Workers that are leaving, and who waits until they have nothing more."""
+        """By place of their worker."""
+        self._draining: dict[int, asyncio.Event] = {}
+        """By place of a worker that is leaving: set when it has nothing more to run."""
         self.retired: deque[int] = deque()
-        """Numbers of arguments that nobody needs any more; anyone may append."""
+        """Numbers of arguments that no closure needs any more; any thread appends."""
         self.abandoned: deque[Kept] = deque()
-        """Kept results that nobody can fetch any more; anyone may append."""
+        """Kept results whose values are gone; any thread appends."""
         self.builder = Builder(engine, self.members, self.channels, self.turn_soon)
         self.outcomes = Outcomes(engine, self.members, self.abandoned)
+        self.shipping = ClosureShipping(
+            engine, self.members, self.turn_soon, self.worker_lost
+        )
         self.fences = fences
-        self.turns, self.dispatches, self._session = 0, 0, session
+        self.turns, self._session = 0, session
         self._marking = Marking(session, servers)
         self._patience = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._stopped = False
-        self._left = QueueLeft()
         for task in workers:
             self.admit(task)
 
@@ -108,7 +105,7 @@ class Dispatcher:
         self.members.start(self._now())
         for channel in self.channels.values():
             if channel.task.is_ready:
-                self.ready(channel.task)
+                self.worker_ready(channel.task)
 
     def stop(self, cause: str) -> None:
         """Ends everything: what waits and what runs is cancelled."""
@@ -121,6 +118,7 @@ class Dispatcher:
         self.cancel_running()
         now = self._now()
         self.engine.close(cause)
+        # A worker may still run what it had: none of it may change a variable now.
         self.fence(self.queue.steps.next, [])
         with self.engine.lock:
             for member in self.members.members:
@@ -128,10 +126,10 @@ class Dispatcher:
                     self.engine.settle(self.queue.retry(closure, now, begun=True))
                 member.in_flight.clear()
             self.builder.stop(cause)
-            self.engine.notify()
+            self.engine.waiters.notify()
         self.builder.drop_all()
         self._clean()
-        self.engine.echo.close()
+        self.engine.waiters.echo.close()
 
     def drain(self, wish: Cancelling | None = None) -> None:
         """Cancels what waits, if that is wished or an error is there."""
@@ -139,26 +137,26 @@ class Dispatcher:
             self.cancel_running()
 
     def cancel_running(self) -> None:
-        """Drops what the workers have not begun."""
+        """Has the workers hand back closures that they have not begun."""
         for channel in self.channels.values():
             if channel.member.in_flight and channel.task.is_ready:
-                self._say(channel, CancelSteps(self._session))
+                self._notify(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
-        """Nothing begins any more, and what the workers have not begun comes back."""
+        """Hands out closures that may have begun alone, so that all comes to rest."""
         with self.engine.lock:
             self.queue.held = True
         self.cancel_running()
         self.turn_soon()
 
     def release(self) -> None:
-        """All goes on."""
+        """Hands closures out again, behind `hold`."""
         with self.engine.lock:
             self.queue.held = False
         self.turn_soon()
 
     def suspend(self, yes: bool) -> None:
-        """Nothing is handed out, not even what may have begun; or all goes on."""
+        """Hands nothing out, not even closures that may have begun; or all again."""
         with self.engine.lock:
             self.queue.suspended = yes
         if yes:
@@ -166,67 +164,68 @@ class Dispatcher:
         self.turn_soon()
 
     def enter(self, session: int) -> None:
-        """The workers are in another session, or enter it now."""
+        """Sends everything for another session from now on, which the workers enter."""
         self._session = session
         self._marking.enter(session)
         for channel in self.channels.values():
             channel.session = session
 
     def fence(self, end: int, doubtful: list[int]) -> None:
-        """Has all steps below ``end`` be over on the parameter servers, and tells the
-        engine which of the doubtful ones were applied."""
+        """Closes all steps below ``end`` on the parameter servers, and tells the engine
+        which of the doubtful ones were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
     async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
-        """Fetches a result that stayed on its worker."""
-        channel = self.channels.get(kept.worker)
+        """Fetches a result that stayed on its worker.
+
+        Raises:
+            ClosureAbortedError: The worker is lost, or has connected anew since.
+            DeadlineExceededError: It did not answer until ``deadline`` (loop time).
+        """
+        channel, lost = self.channels.get(kept.worker), None
+        if channel is not None and channel.keeps(kept):
+            try:
+                return await channel.fetch(kept.step, deadline)
+            except PeerLostError as error:
+                lost = error
         name = "its worker" if channel is None else channel.member.name
-        gone = ClosureAbortedError(
+        raise ClosureAbortedError(
             f"the result of step {kept.step} was too large to travel with its "
             f"completion and went away with {name}; schedule it again, "
             "and fetch large results soon, or return less"
-        )
-        is_there = channel is not None and channel.task.is_ready
-        if channel is None or not is_there or channel.member.epoch != kept.epoch:
-            raise gone
-        try:
-            answer = await channel.task.link.submit(
-                Fetch(self._session, kept.step), deadline=deadline
-            )
-        except PeerLostError as error:
-            raise gone from error
-        assert isinstance(answer, Fetched), answer
-        return list(answer.arrays)
+        ) from lost
 
     # ---- workers that come and go, on the loop ---------------------------------------
 
     def admit(self, task: TaskSession) -> None:
         """A worker may come: a new one, or another process in the place of one."""
-        channel = self.channels.get(task.index)
+        channel = self.channels.get(task.place)
         if channel is not None:
             channel.task = task
             return
-        member = self.members.add(task.index, task.name)
+        member = self.members.add(task.place, task.name)
         channel = WorkerChannel(self._session, task, member)
-        self.channels[task.index] = channel
+        self.channels[task.place] = channel
         with self.engine.lock:
             self.builder.join(channel)
 
-    async def finish(self, task: TaskSession, reason: str, patience: float) -> None:
+    async def drain_worker(
+        self, task: TaskSession, reason: str, patience: float
+    ) -> None:
         """Gives a worker nothing any more, and waits until it has ended what it runs,
         or is lost, or ``patience`` seconds have passed.
 
         Cancellation: it gets nothing all the same.
         """
-        channel = self.channels.get(task.index)
+        channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
-        self.members.retire(task.index, reason, self._now())
+        self.members.retire(task.place, reason, self._now())
         if self._stopped or not channel.member.in_flight:
             return
-        if task.is_ready:
-            self._say(channel, CancelSteps(self._session))
-        idle = self._finishing[task.index] = asyncio.Event()
+        if task.is_ready:  # closures that it has not begun come back, for others
+            self._notify(channel, CancelSteps(self._session))
+        idle = self._draining[task.place] = asyncio.Event()
         self.turn_soon()
         try:
             async with asyncio.timeout(patience):
@@ -239,43 +238,43 @@ class Dispatcher:
                 patience,
             )
         finally:
-            del self._finishing[task.index]
+            del self._draining[task.place]
 
-    def part(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
-        """A worker goes: what it has goes to the others. Unless ``for_good`` its place
-        is kept, for a process at another address."""
-        channel = self.channels.get(task.index)
+    def remove_worker(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
+        """A worker goes: the others get what it has. Unless ``for_good`` its place is
+        kept, for a process at another address."""
+        channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return
-        self.lost(task, reason)
+        self.worker_lost(task, reason)
         if for_good:
-            del self.channels[task.index]
-            self.members.remove(task.index)
+            del self.channels[task.place]
+            self.members.remove(task.place)
             with self.engine.lock:
                 self.builder.leave(channel)
-                self.engine.notify()
+                self.engine.waiters.notify()
 
     # ---- told by the task sessions ---------------------------------------------------
 
-    def ready(self, task: TaskSession) -> None:
+    def worker_ready(self, task: TaskSession) -> None:
         """A worker is in the session: build its resources, then use it."""
         if self._stopped:
             return
-        channel = self.channels[task.index]
+        channel = self.channels[task.place]
         self.engine.deserted = None
-        self.members.connected(task.index)
+        self.members.connected(task.place)
         channel.clear()
         # A worker that never noticed that it was lost may still hold old closures.
-        self._say(channel, CancelSteps(self._session))
+        self._notify(channel, CancelSteps(self._session))
         self.builder.rebuild(channel)
 
-    def lost(self, task: TaskSession, reason: str) -> None:
+    def worker_lost(self, task: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
-        channel = self.channels.get(task.index)
+        channel = self.channels.get(task.place)
         if channel is None or channel.task is not task:
             return  # it was let go
         now = self._now()
-        orphans = self.members.lost(task.index, reason, now, counts=not task.is_moved)
+        orphans = self.members.lost(task.place, reason, now, counts=not task.is_moved)
         if self._stopped:
             return
         with self.engine.lock:
@@ -288,28 +287,29 @@ class Dispatcher:
                         self.queue.lost(closure, channel.member.name, now)
                     )
             self.builder.abort(channel, reason)
-            self.engine.notify()
+            self.engine.waiters.notify()
         if orphans and not task.is_moved:
             log.warning(
                 "%s had %d closures in flight: others run them", task.name, len(orphans)
             )
         self.turn_soon()
 
-    def heard(self, task: TaskSession, message: Message) -> None:
+    def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
-                # Those who come after us need them too: they are told once.
+                # A worker tells each layout once per session: they are kept with the
+                # task, as the next coordinator of this session needs them, too.
                 told = {layout.layout: layout for layout in message.layouts}
                 task.layouts.update(told)
                 if not self._stopped:
-                    channel = self.channels[task.index]
+                    channel = self.channels[task.place]
                     more = self.outcomes.take(channel, message, self._now())
                     if more or self._has_messages_for(channel):
                         self.turn_soon()
             case Printed(session=session) if session == self._session:
                 for text in message.texts:
-                    self.engine.echo.put(short(task.name), *text)
+                    self.engine.waiters.echo.put(short(task.name), *text)
             case _:
                 log.warning("%s sent a %s", task.name, type(message).__name__)
 
@@ -326,26 +326,27 @@ class Dispatcher:
         now, queue = self._now(), self.queue
         with self.engine.lock:
             records = self.builder.take_new()
-            # With new resources nobody is given anything before all have begun to build
-            # them: the closures that follow may need them.
-            runs = not records and self.engine.broken is None and queue.runs
+            # No worker gets a closure before all have begun to build new resources: the
+            # closures that follow may need them.
+            runs = not records and self.engine.outage_error is None and queue.runs
             grants = self.members.grants(*queue.ready(now)) if runs else []
             full = queue.is_full
             work = [(grant, self._take(grant, now)) for grant in grants]
-            self._left = QueueLeft(queue.queued, full)
+            left = QueueLeft(queue.queued, full)
+            # With nothing left the next `put` has to wake the loop.
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
-            self.engine.notify()
+            self.engine.waiters.notify()
         if not queue.suspended:
             self._marking.tell(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()
         for grant, closures in work:
-            channel = self.channels[grant.member.index]
-            self._dispatch(channel, closures, low_water, now, grant.alone)
+            channel = self.channels[grant.member.place]
+            self.shipping.ship(channel, grant, closures, low_water, left, now)
         self._clean()
-        self._tell_finished()
+        self._tell_drained()
         self._set_timer(due, now)
         self._set_alarm(now)
 
@@ -354,79 +355,10 @@ class Dispatcher:
             return [self.queue.take_suspect(now)]
         return self.queue.take(grant.count, now)
 
-    def _dispatch(
-        self,
-        channel: WorkerChannel,
-        closures: list[Closure],
-        low_water: int,
-        now: float,
-        alone: bool,
-    ) -> None:
-        self.members.dispatched(channel.member, closures, now, alone=alone)
-        unsent = closures
-        try:
-            unsent = self._ship(channel, closures)
-            while unsent:
-                self._send(channel, unsent[:PER_MESSAGE], low_water)
-                unsent = unsent[PER_MESSAGE:]
-        except BusyError:  # it does not read: somebody else may
-            with self.engine.lock:
-                for closure in unsent:
-                    if channel.member.in_flight.pop(closure.step, None) is not None:
-                        again = self.queue.retry(closure, now, SETBACK, begun=False)
-                        self.engine.settle(again)
-            self.members.ended(channel.member, 0, now)
-            self.turn_soon()
-        except (PeerLostError, ClosedError) as error:
-            # Its session tells the same, now or in this very iteration.
-            self.lost(channel.task, str(error))
-        except Exception as error:  # goes to the closures, which would wait for ever
-            self._end(channel, [Ended(closure, error) for closure in unsent])
-
-    def _send(
-        self, channel: WorkerChannel, closures: list[Closure], low_water: int
-    ) -> None:
-        notes = self.engine.notes
-        began = 0.0 if notes is None else time.monotonic()
-        channel.dispatch(closures, low_water, self._left)
-        self.dispatches += 1
-        if notes is not None:
-            name = short(channel.task.name)
-            notes.dispatch(name, len(closures), began, time.monotonic())
-
-    def _ship(self, channel: WorkerChannel, closures: list[Closure]) -> list[Closure]:
-        """Ships what the closures need; ends those that cannot have it."""
-        checked: dict[int, Exception | None] = {}
-        good: list[Closure] = []
-        bad: list[Ended] = []
-        for closure in closures:
-            call = closure.call
-            if id(call) not in checked:
-                checked[id(call)] = channel.ship(call)
-            error = checked[id(call)]
-            if error is None:
-                good.append(closure)
-            else:
-                bad.append(Ended(closure, error))
-        if bad:
-            self._end(channel, bad)
-        return good
-
-    def _end(self, channel: WorkerChannel, bad: list[Ended]) -> None:
-        """Ends closures that did not get as far as their worker."""
-        with self.engine.lock:
-            for item in bad:
-                del channel.member.in_flight[item.closure.step]
-                self.queue.end(item.closure, item.error)
-            self.engine.settle(bad)
-            self.members.ended(channel.member, 0, self._now())
-            self.engine.notify()
-        self.turn_soon()
-
     # ---- upkeep ----------------------------------------------------------------------
 
     def _clean(self) -> None:
-        """Has the workers forget what nobody needs any more."""
+        """Tells workers which arguments, resources and results they may forget."""
         arguments = _emptied(self.retired)
         resources = self.builder.dropped()
         results = _emptied(self.abandoned)
@@ -438,25 +370,27 @@ class Dispatcher:
             mine = [
                 kept.step
                 for kept in results
-                if (kept.worker, kept.epoch) == (member.index, member.epoch)
+                if (kept.worker, kept.epoch) == (member.place, member.epoch)
             ]
             try:
                 channel.forget(arguments, resources, mine)
             except BusyError as error:  # it is told with the next turns
                 log.info("%s: %s", channel.task.name, error)
             except PeerLostError as error:
-                self.lost(channel.task, error.reason)
+                self.worker_lost(channel.task, error.reason)
 
-    def _say(self, channel: WorkerChannel, message: CancelSteps | DropResults) -> None:
+    def _notify(
+        self, channel: WorkerChannel, message: CancelSteps | DropResults
+    ) -> None:
         try:
             channel.task.link.notify(message)
         except (PeerLostError, BusyError) as error:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
             log.info("%s: %s", channel.task.name, error)
 
-    def _tell_finished(self) -> None:
-        for index, idle in self._finishing.items():
-            if not self.channels[index].member.in_flight:
+    def _tell_drained(self) -> None:
+        for place, idle in self._draining.items():
+            if not self.channels[place].member.in_flight:
                 idle.set()
 
     def _has_messages_for(self, channel: WorkerChannel) -> bool:
@@ -466,7 +400,7 @@ class Dispatcher:
             self.retired
             or self.abandoned
             or channel.unsaid
-            or self._finishing
+            or self._draining
             or self._alarm is not None
             or self.members.alone_since is not None
         )
@@ -481,7 +415,8 @@ class Dispatcher:
             self._timer = loop.call_at(due, self.turn_soon)
 
     def _set_alarm(self, now: float) -> None:
-        """Ends the wait for a worker when nobody is there and there is work."""
+        """Arms the timer that ends the wait for a worker, while none is there and there
+        is work; disarms it otherwise."""
         waits = self.members.alone_since is not None and self.engine.needs_worker
         if waits and self._alarm is None:
             loop = asyncio.get_running_loop()

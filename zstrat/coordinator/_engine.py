@@ -3,27 +3,27 @@
 The law of this file: the queue is touched, and values are settled, with `lock` held, by
 whichever thread has something to say; nothing is done under it that can block or run
 foreign code. A user's call is a short *attempt* under the lock that either succeeds,
-raises, or says what to wait for; `_block` and `_await` repeat it, so the blocking and
-the asynchronous coordinator share every decision.
+raises, or says what to wait for; `Waiters` repeats it, so the blocking and the
+asynchronous coordinator share every decision.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
-from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
+from zstrat.errors import ClosedError, ZstratError
+from zstrat.transport import ThreadBell
 
-from ._loop_side import Cancelling, LoopSide
 from ._queue import Closure, Effect, Ended, Queue, QueuePhase
-from ._values import AsyncRemoteValue, Kept, RemoteValue, RemoteValueStatus
+from ._values import AsyncRemoteValue, Kept, RemoteValue
+from ._waiting import Cancelling, LoopSide, Ready, Waiters
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
+
     import numpy as np
 
     from zstrat.telemetry.timeline import ProgramNotes
@@ -31,37 +31,28 @@ if TYPE_CHECKING:
     from ._calls import ScheduledCall
     from ._pending_errors import CallSite
 
-T = TypeVar("T")
-ANSWERING: Final = 1.0
+INTERRUPT_SECONDS: Final = 1.0
 """Seconds that an interrupt waits for the loop to say how much it has cancelled."""
-Ready = Callable[[], bool]
-"""A quick look, under the lock, whether an attempt is worth repeating."""
-Attempt = Callable[[], Ready | None]
-"""Done if it returns None; else what to wait for before the next attempt."""
-
-_NOT_READY = RemoteValueStatus.NOT_READY
 
 
 class ClosureEngine:
-    """The queue with its lock, and all who wait for it."""
+    """The queue with its lock, and the calls of the user that wait for it."""
 
     def __init__(self, queue: Queue, loop: LoopSide) -> None:
         self.loop = loop
-        # A value asks its engine; whoever fetches one waits without the lock.
+        # Plain attributes, as values ask their engine: fetching takes no lock.
         self.bring: Callable[[Kept], list[np.ndarray]] = loop.bring
         self.bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
             loop.bring_async
         )
-        self.echo = Echo()
-        """What the workers print; shown at the latest when a wait for them ends."""
-        self.fetches = 0
-        """How often a value was fetched."""
+        self.waiters: Final = Waiters(self)
+        """Calls of the user that wait."""
         self.notes: ProgramNotes | None = None
         """Where what happens is noted while a time line is taken."""
         self.lock = threading.Lock()
         self.queue = queue
-        self.broken: ZstratError | None = None
-        """Why nothing can be scheduled, for as long as that is so (a lost ps)."""
+        self.outage_error: ZstratError | None = None
+        """Raised by every call that schedules or joins, while a ps is lost."""
         self.deserted: ZstratError | None = None
         """Why work waits in vain: no worker was there for long."""
         self.hungry = True
@@ -73,7 +64,6 @@ class ClosureEngine:
         self._wanted = 0
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
-        self._watchers: dict[Bell, Ready] = {}
 
     # ---- calls of the user -----------------------------------------------------------
 
@@ -82,10 +72,11 @@ class ClosureEngine:
         began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
+        # Nearly every closure is queued at once: no attempt is made for it.
         with self.lock:
-            queued = self.broken is None and self._enqueue(closure)
+            queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
-            self._block(partial(self._try_put, closure), None, "schedule")
+            self.waiters.block(partial(self._try_put, closure), None, "schedule")
         if began:
             self._note_put(closure, began)
         return value
@@ -97,39 +88,40 @@ class ClosureEngine:
         value = AsyncRemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
         with self.lock:
-            queued = self.broken is None and self._enqueue(closure)
+            queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
-            await self._await(partial(self._try_put, closure))
+            await self.waiters.wait(partial(self._try_put, closure))
         if began:
             self._note_put(closure, began)
         return value
 
     def join(self, timeout: float | None) -> None:
         """Waits for all that is scheduled so far."""
+        # Another thread may go on scheduling: its closures are not waited for.
         with self.lock:
             mark = self.queue.steps.next
         try:
-            self._block(partial(self._try_join, mark), timeout, "join")
+            self.waiters.block(partial(self._try_join, mark), timeout, "join")
         finally:
-            self.show()
+            self.waiters.show()
 
     async def join_async(self) -> None:
         with self.lock:
             mark = self.queue.steps.next
         try:
-            await self._await(partial(self._try_join, mark))
+            await self.waiters.wait(partial(self._try_join, mark))
         finally:
-            self.show()
+            self.waiters.show()
 
     def cancel(self, timeout: float | None) -> int:
         """Cancels what waits, waits for what runs; returns how many were cancelled."""
         wish = self._cancel_soon()
-        self._block(partial(self._try_cancelled, wish), timeout, "cancel")
+        self.waiters.block(partial(self._try_cancelled, wish), timeout, "cancel")
         return self.queue.cancelled - wish.before
 
     async def cancel_async(self) -> int:
         wish = self._cancel_soon()
-        await self._await(partial(self._try_cancelled, wish))
+        await self.waiters.wait(partial(self._try_cancelled, wish))
         return self.queue.cancelled - wish.before
 
     def interrupted(self, interrupt: KeyboardInterrupt) -> None:
@@ -140,12 +132,12 @@ class ClosureEngine:
             with self.lock:
                 if self.queue.phase is QueuePhase.CLOSED:
                     return
-                self._watchers[bell] = lambda: wish.is_carried_out
+                self.waiters.watchers[bell] = lambda: wish.is_carried_out
                 self.loop.drain(wish)
-            bell.wait(ANSWERING)
+            bell.wait(INTERRUPT_SECONDS)
         finally:
             with self.lock:
-                self._watchers.pop(bell, None)
+                self.waiters.watchers.pop(bell, None)
         if not wish.is_carried_out or wish.waited or wish.running:
             interrupt.add_note(
                 f"{wish.waited} closures that waited for a worker were cancelled; "
@@ -155,88 +147,35 @@ class ClosureEngine:
 
     def done(self) -> bool:
         """Whether nothing waits or runs; raises the pending error."""
-        self._block(self._try_done, None, "done")
+        self.waiters.block(self._try_done, None, "done")
         return self.queue.is_idle
 
     async def done_async(self) -> bool:
-        await self._await(self._try_done)
+        await self.waiters.wait(self._try_done)
         return self.queue.is_idle
-
-    def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
-        """Waits until the value is settled."""
-        self.fetches += 1
-        if self.echo.is_behind:
-            self.echo.show()
-        if value.state is not _NOT_READY:
-            return
-        with self.lock:
-            if value.state is not _NOT_READY:
-                return
-            bell = ThreadBell()
-            value._listen(bell)
-        rang, began = False, time.monotonic()
-        self.echo.place = copy_context()
-        try:
-            rang = bell.wait(timeout)
-        finally:
-            self._note_fetch(began)
-            if not rang:  # who rings forgets the bell, and holds the lock just now
-                with self.lock:
-                    value._unlisten(bell)
-            self.show()
-        if not rang and value.state is _NOT_READY:
-            raise DeadlineExceededError(
-                f"fetch: {value!r} is not there after {timeout} s"
-            )
-
-    def show(self) -> None:
-        """Shows what was printed by whoever was waited for."""
-        self.echo.place = None
-        if self.echo.is_behind:
-            self.echo.show()
-
-    async def wait_value_async(self, value: RemoteValue) -> None:
-        self.fetches += 1
-        if self.echo.is_behind:
-            self.echo.show()
-        if value.state is not _NOT_READY:
-            return
-        with self.lock:
-            if value.state is not _NOT_READY:
-                return
-            bell = LoopBell()
-            value._listen(bell)
-        self.echo.place, began = copy_context(), time.monotonic()
-        try:
-            await bell.future
-        finally:
-            self._note_fetch(began)
-            with self.lock:
-                value._unlisten(bell)
-            self.show()
 
     def _note_put(self, closure: Closure, began: float) -> None:
         if (notes := self.notes) is not None:
             notes.schedule(closure.step, began, time.monotonic())
-
-    def _note_fetch(self, began: float) -> None:
-        if (notes := self.notes) is not None:
-            notes.fetch(began, time.monotonic())
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
         """Waits for something that a worker does; pending errors win."""
         with self.lock:
             self._wanted += 1
         try:
-            self.loop.wake()  # if nobody is there, the loop has to count the seconds
-            self._block(partial(self._try_until, ready, what), timeout, what)
+            self.loop.wake()  # without a worker the loop has to count the seconds
+            self.waiters.block(partial(self._try_until, ready, what), timeout, what)
         finally:
             with self.lock:
                 self._wanted -= 1
 
+    def unfinished(self) -> str:
+        """What there is still to do, in words. Lock held."""
+        return f"{self.queue.unfinished}{self.oldest()}"
+
     @property
     def needs_worker(self) -> bool:
-        """Whether somebody waits for something that only a worker can do."""
+        """Whether a call waits for what only a worker can do."""
         return self._wanted > 0 or not self.queue.is_idle
 
     async def rest_async(self) -> None:
@@ -245,12 +184,12 @@ class ClosureEngine:
         Raises:
             PSUnavailableError, UnavailableError: That will not come to be.
         """
-        await self._await(self._try_rest)
+        await self.waiters.wait(self._try_rest)
 
     # ---- the loop --------------------------------------------------------------------
 
     def drain(self, wish: Cancelling | None) -> bool:
-        """Cancels what waits: as somebody wishes it, or else if an error is there.
+        """Cancels closures that wait: for a wish, or else because one has failed.
 
         Returns:
             Whether what the workers have not begun is to be dropped.
@@ -268,14 +207,14 @@ class ClosureEngine:
             if wish is not None:
                 wish.is_carried_out, wish.before = True, before
                 wish.running, wish.waited = queue.running, queue.cancelled - before
-            self.notify()
+            self.waiters.notify()
         return drains
 
     def fetched(self, error: Exception) -> None:
         """A fetch raises the error of a value."""
         with self.lock:
             self.queue.fetched(error)
-            self.notify()
+            self.waiters.notify()
 
     def settle(self, ended: Iterable[Ended]) -> None:
         """Tells the values of closures that the queue ended. Lock held."""
@@ -285,35 +224,27 @@ class ClosureEngine:
     def _blamed(self, ended: Iterable[Ended]) -> list[Ended]:
         """Of cancelled closures those that had begun when a parameter server was lost:
         what they did on it is not known, so they are not said to have done nothing."""
-        broken = self.broken
+        outage = self.outage_error
         return [
             item
-            if broken is None or not item.closure.attempt
-            else Ended(item.closure, broken)
+            if outage is None or not item.closure.attempt
+            else Ended(item.closure, outage)
             for item in ended
         ]
 
-    def notify(self) -> None:
-        """Wakes those whose condition holds now. Lock held."""
-        if not self._watchers:
-            return
-        for bell in [bell for bell, ready in self._watchers.items() if ready()]:
-            del self._watchers[bell]
-            bell.ring()
-
     def fail(self, error: ZstratError, *, lasting: bool = False) -> None:
-        """An error that belongs to no closure; ``lasting``: until `mend`."""
+        """An error that belongs to no closure; ``lasting``: until `end_outage`."""
         with self.lock:
             if lasting:
-                self.broken = error
+                self.outage_error = error
             self.queue.fail(error)
-            self.notify()
+            self.waiters.notify()
 
-    def mend(self) -> None:
-        """What was broken works again."""
+    def end_outage(self) -> None:
+        """All parameter servers are there again."""
         with self.lock:
-            self.broken = None
-            self.notify()
+            self.outage_error = None
+            self.waiters.notify()
 
     def fenced(self, end: int, applied: Mapping[int, Effect]) -> None:
         """All steps below ``end`` are over; see `Queue.fenced`."""
@@ -321,7 +252,7 @@ class ClosureEngine:
             if end != self.queue.steps.next:
                 return  # an earlier one, raised twice: no step is issued meanwhile
             self.settle(self.queue.fenced(applied))
-            self.notify()
+            self.waiters.notify()
 
     def close(self, cause: str) -> None:
         """Cancels everything, what runs included: its outcome is not waited for."""
@@ -332,13 +263,13 @@ class ClosureEngine:
             self._close(cause)
 
     def give_way(self, words: str) -> str | None:
-        """Closes, if nothing is unfinished; else returns what is. Whoever uses the
-        coordinator afterwards is told the ``words``."""
+        """Closes, if nothing is unfinished; else returns what is. Later calls of the
+        coordinator raise the ``words``."""
         with self.lock:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
                 return None
-            if self.broken is None and not queue.is_idle:
+            if self.outage_error is None and not queue.is_idle:
                 return queue.unfinished
             self.taken_over = words
             self._close(words)
@@ -351,7 +282,7 @@ class ClosureEngine:
 
     def _close(self, cause: str) -> None:
         self.settle(self.queue.close(cause))
-        self.notify()
+        self.waiters.notify()
 
     # ---- attempts, lock held ---------------------------------------------------------
 
@@ -360,7 +291,7 @@ class ClosureEngine:
 
         Ctrl-C may strike between any two of these lines: `hungry` is taken back
         last, so that a closure in the queue of which the loop does not know yet is seen
-        by the next one who looks (`_remind`)."""
+        by the next call that looks (`remind`)."""
         if not self.queue.put(closure):
             return False
         if self.hungry:
@@ -368,8 +299,8 @@ class ClosureEngine:
             self.hungry = False
         return True
 
-    def _remind(self) -> None:
-        """Wakes the loop if somebody was interrupted before doing so."""
+    def remind(self) -> None:
+        """Wakes the loop if a call was interrupted before it could. Lock held."""
         if self.hungry and self.queue.waiting_fresh:
             self.loop.wake()
 
@@ -391,7 +322,7 @@ class ClosureEngine:
     def _try_done(self) -> Ready | None:
         ready = self._try_raise("coordinator.done")
         if ready is None:
-            self._remind()
+            self.remind()
         return ready
 
     def _try_raise(self, call: str) -> Ready | None:
@@ -406,11 +337,11 @@ class ClosureEngine:
             return ready
         if queue.phase is QueuePhase.FENCED:
             failure = queue.reopen()
-            self.notify()
+            self.waiters.notify()
             if failure is not None:
                 raise failure.raised_by(call)
-        if self.broken is not None:
-            raise self.broken.with_traceback(None)
+        if self.outage_error is not None:
+            raise self.outage_error.with_traceback(None)
         return None
 
     def _drained(self) -> Ready | None:
@@ -424,7 +355,7 @@ class ClosureEngine:
             return lambda: queue.phase is not QueuePhase.FENCING
         if queue.phase is QueuePhase.FENCED and not queue.has_error:
             queue.reopen()
-            self.notify()
+            self.waiters.notify()
         return None
 
     def _fence_if_quiet(self) -> None:
@@ -439,11 +370,11 @@ class ClosureEngine:
         self._fence_if_quiet()
         if queue.is_at_rest:
             return None
-        for error in (self.broken, self.deserted):
+        for error in (self.outage_error, self.deserted):
             if error is not None:
                 raise error.with_traceback(None)
         return lambda: bool(
-            queue.is_at_rest or queue.is_quiet or self.broken or self.deserted
+            queue.is_at_rest or queue.is_quiet or self.outage_error or self.deserted
         )
 
     def _try_put(self, closure: Closure) -> Ready | None:
@@ -475,45 +406,3 @@ class ClosureEngine:
         if ready():
             return None
         return lambda: ready() or self.queue.phase is not QueuePhase.OPEN
-
-    # ---- the two ways of waiting -----------------------------------------------------
-
-    def _block(self, attempt: Attempt, timeout: float | None, what: str) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self.lock:
-                ready = attempt()
-                if ready is None:
-                    return
-                self._remind()
-                bell = ThreadBell()
-                self._watchers[bell] = ready
-            self.echo.place = copy_context()
-            try:
-                rest = None if deadline is None else deadline - time.monotonic()
-                if not bell.wait(rest):
-                    with self.lock:
-                        left = f"{self.queue.unfinished}{self.oldest()}"
-                    late = f"{what} did not end within {timeout} s"
-                    raise DeadlineExceededError(f"{late}: {left}; they go on")
-            finally:
-                with self.lock:
-                    self._watchers.pop(bell, None)
-                self.echo.place = None
-
-    async def _await(self, attempt: Attempt) -> None:
-        while True:
-            with self.lock:
-                ready = attempt()
-                if ready is None:
-                    return
-                self._remind()
-                bell = LoopBell()
-                self._watchers[bell] = ready
-            self.echo.place = copy_context()
-            try:
-                await bell.future
-            finally:
-                with self.lock:
-                    self._watchers.pop(bell, None)
-                self.echo.place = None

@@ -1,4 +1,4 @@
-"""Tells all parameter servers that steps are over, whoever still works on one.
+"""Tells all parameter servers that steps are over, even if a worker still runs one.
 
 A worker that was lost may be frozen, or cut off from us alone, and push when it wakes
 up. Behind a *fence* what it pushes has no effect; before it is up, the servers finish
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-PER_MESSAGE: Final = 4096
+STEPS_PER_MESSAGE: Final = 4096
 """Steps, or runs of them, that one message names: they fit a header by far."""
-MOMENT: Final = 1.0
-"""Seconds until one looks again whether a server is lost for good."""
+LOOK_AGAIN_SECONDS: Final = 1.0
+"""Seconds between two looks whether a server that does not answer is lost for good."""
 
 
 @final
 class Fences:
-    """Those of one session.
+    """Raises the fences of one session.
 
     Args:
         ps: The sessions with the parameter servers.
-        absent: By index, why a server is lost for good.
+        absent: By store, why a server is lost for good.
         patience: Seconds in which a server has to answer.
     """
 
@@ -160,8 +160,8 @@ class Fences:
         # the last one, as the server forgets what is below.
         runs = [StepRun(0, low_water), *over]
         most = max(len(runs), len(asked))
-        for at in range(0, most, PER_MESSAGE):
-            end = at + PER_MESSAGE
+        for at in range(0, most, STEPS_PER_MESSAGE):
+            end = at + STEPS_PER_MESSAGE
             mark = low_water if end >= most else 0
             message = Fence(self._session, mark, runs[at:end], asked[at:end])
             applied += await self._answer(task, message, deadline)
@@ -174,8 +174,8 @@ class Fences:
         behind updates of the program that wait for the line."""
         way = task.line or task.link
         while True:
-            if task.index in self._absent:
-                raise PSUnavailableError(task.name, self._absent[task.index])
+            if task.place in self._absent:
+                raise PSUnavailableError(task.name, self._absent[task.place])
             try:
                 answer = await way.submit(fence, deadline=deadline)
             except PeerLostError:
@@ -193,20 +193,20 @@ class Fences:
         """
         now = asyncio.get_running_loop().time()
         try:
-            await task.wait_ready(min(deadline, now + MOMENT))
+            await task.wait_ready(min(deadline, now + LOOK_AGAIN_SECONDS))
         except DeadlineExceededError:
-            if now + MOMENT >= deadline:
+            if now + LOOK_AGAIN_SECONDS >= deadline:
                 raise
 
 
 INTERVAL: Final = 0.25
-"""Seconds between two words to each server, while closures end. In so long the quickest
-ones are some ten thousand, a hundredth of what a server can remember."""
+"""Seconds between two marks to each server, while closures end. The quickest closures
+are some ten thousand in that time, a hundredth of what a server can remember."""
 
 
 @final
 class Marking:
-    """To the servers of these task sessions. On the loop."""
+    """Raises the marks of one session on its servers. On the loop."""
 
     def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
         self._session, self._tasks = session, tasks

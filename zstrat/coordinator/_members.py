@@ -59,7 +59,7 @@ class MemberState(enum.Enum):
 class Member:
     """One worker. Only `Members` changes it."""
 
-    index: int
+    place: int
     name: str
     fixed_depth: int | None = None
     prefetch: int = 0
@@ -147,13 +147,13 @@ class Members:
         whole, for other threads look at it."""
         self._at: dict[int, Member] = {}
         self._epochs: dict[int, int] = {}
-        """The last ones of workers that were removed: should one be back under its
-        index, what it held is still gone."""
+        """The last ones of workers that were removed: should one be back in its
+        place, what it held is still gone."""
         self._ended = 0
         """On those that were removed."""
         self._lost = 0
-        for index, name in enumerate(names):
-            self.add(index, name)
+        for place, name in enumerate(names):
+            self.add(place, name)
         self.alone_since: float | None = None
         """Since when no worker is there; None while one is."""
         self._reserved: Member | None = None
@@ -209,36 +209,36 @@ class Members:
 
     # ---- who is a worker of the cluster ----------------------------------------------
 
-    def add(self, index: int, name: str) -> Member:
+    def add(self, place: int, name: str) -> Member:
         """A worker that the cluster has from now on; it is not connected yet."""
-        assert index not in self._at, index
-        member = Member(index, name, self._depth, self._prefetch)
-        member.epoch = self._epochs.pop(index, 0)
-        self._at[index] = member
+        assert place not in self._at, place
+        member = Member(place, name, self._depth, self._prefetch)
+        member.epoch = self._epochs.pop(place, 0)
+        self._at[place] = member
         self.members = [*self.members, member]
         return member
 
-    def retire(self, index: int, reason: str, now: float) -> None:
+    def retire(self, place: int, reason: str, now: float) -> None:
         """The worker gets nothing any more; what it has it may end."""
-        member = self._at[index]
+        member = self._at[place]
         member.retired, member.reason = True, reason
         self._missing(member, now)
 
-    def remove(self, index: int) -> None:
+    def remove(self, place: int) -> None:
         """The cluster has it no more. It was `lost`, so it has nothing."""
-        member = self._at.pop(index)
+        member = self._at.pop(place)
         assert not member.in_flight, member
-        self._roomy.pop(index, None)
+        self._roomy.pop(place, None)
         self.members = [each for each in self.members if each is not member]
-        self._epochs[index] = member.epoch
+        self._epochs[place] = member.epoch
         self._ended += member.completed
         self._lost += member.losses
 
     # ---- life of a worker ------------------------------------------------------------
 
-    def connected(self, index: int) -> int:
+    def connected(self, place: int) -> int:
         """The worker is in our session and builds its resources; returns its epoch."""
-        member = self._at[index]
+        member = self._at[place]
         assert member.state in (MemberState.CONNECTING, MemberState.LOST), member
         assert not member.in_flight, member
         member.state, member.reason = MemberState.BUILDING, ""
@@ -249,40 +249,40 @@ class Members:
             self.alone_since = None
         return member.epoch
 
-    def build(self, index: int, count: int = 1) -> None:
+    def build(self, place: int, count: int = 1) -> None:
         """So many resources are being built there: no closure goes there before."""
-        member = self._at[index]
+        member = self._at[place]
         assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count
         member.state = MemberState.BUILDING
 
-    def built(self, index: int, epoch: int, count: int = 1) -> None:
+    def built(self, place: int, epoch: int, count: int = 1) -> None:
         """So many of them are built (or failed, for good); the last one opens it."""
-        member = self._at[index]
+        member = self._at[place]
         if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
         assert member.building >= count, member
         member.building -= count
         if member.building == 0:
             member.state = MemberState.OPEN
-            self._roomy[index] = member
+            self._roomy[place] = member
 
-    def leaving(self, index: int, reason: str, now: float) -> None:
+    def leaving(self, place: int, reason: str, now: float) -> None:
         """The worker shuts down: it takes no more closures."""
-        member = self._at[index]
+        member = self._at[place]
         if member.state in (MemberState.OPEN, MemberState.BUILDING):
             member.state, member.reason = MemberState.LEAVING, reason
             self._missing(member, now)
 
     def lost(
-        self, index: int, reason: str, now: float, *, counts: bool = True
+        self, place: int, reason: str, now: float, *, counts: bool = True
     ) -> list[Closure]:
         """The worker is gone; returns what it had in flight, in order of dispatch.
 
         Args:
             counts: It is a loss of the worker's own.
         """
-        member = self._at[index]
+        member = self._at[place]
         if member.state in (MemberState.CONNECTING, MemberState.LOST):
             member.reason = reason
             return []
@@ -314,8 +314,8 @@ class Members:
     def _with_room(self) -> list[tuple[Member, int]]:
         """Members, and how many closures each may get."""
         roomy = [(m, free) for m in self._roomy.values() if (free := m.free)]
-        roomy.sort(key=lambda pair: pair[0].index)
-        self._roomy = {member.index: member for member, _ in roomy}
+        roomy.sort(key=lambda pair: pair[0].place)
+        self._roomy = {member.place: member for member, _ in roomy}
         return roomy
 
     def dispatched(
@@ -341,7 +341,7 @@ class Members:
     def ended(self, member: Member, count: int, now: float) -> None:
         """So many closures of the member ended, or came back, since it was last asked.
         It may have room now: to be called whenever it has less in flight."""
-        self._roomy[member.index] = member
+        self._roomy[member.place] = member
         if not member.in_flight:
             member.alone = False
         if count == 0:
@@ -360,9 +360,9 @@ class Members:
         """A step failed on the member, and is not tried again."""
         member.last_error = error
 
-    def avoid(self, index: int, yes: bool) -> None:
+    def avoid(self, place: int, yes: bool) -> None:
         """Whether the worker is to get closures only if there is no other."""
-        if (member := self._at.get(index)) is not None:
+        if (member := self._at.get(place)) is not None:
             member.avoided = yes
 
     def _missing(self, member: Member, now: float) -> None:
@@ -390,14 +390,14 @@ class Members:
 
 def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member that has the least in flight by then."""
-    heap = [(len(m.in_flight), m.index, 0, free) for m, free in takers]
+    heap = [(len(m.in_flight), m.place, 0, free) for m, free in takers]
     heapq.heapify(heap)
     given: dict[int, int] = {}
     for _ in range(count):
-        load, index, got, free = heap[0]
-        given[index] = got + 1
+        load, place, got, free = heap[0]
+        given[place] = got + 1
         if got + 1 < free:
-            heapq.heapreplace(heap, (load + 1, index, got + 1, free))
+            heapq.heapreplace(heap, (load + 1, place, got + 1, free))
         else:
             heapq.heappop(heap)
-    return [Grant(m, given[m.index]) for m, _ in takers if m.index in given]
+    return [Grant(m, given[m.place]) for m, _ in takers if m.place in given]

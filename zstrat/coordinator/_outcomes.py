@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from ._members import Members
     from ._worker_channel import WorkerChannel
 
-WINDOW: Final = 60.0
+WINDOW_SECONDS: Final = 60.0
+"""After which a strike is forgotten."""
 STRIKES: Final = 6
 """With the pauses below the sixth comes after about six seconds of trouble: longer than
 our own link needs to notice that the server is gone."""
@@ -70,18 +71,18 @@ class Trouble:
         return len(self.strikes) >= STRIKES
 
     def _forget(self, now: float) -> None:
-        while self.strikes and now - self.strikes[0] > WINDOW:
+        while self.strikes and now - self.strikes[0] > WINDOW_SECONDS:
             self.strikes.popleft()
 
 
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
-STRUCK: Final = 65536
-"""Steps that met with trouble and have not ended well; above it, one looks which of
-them are over in another way."""
-WORDS: Final = 1000
-"""Characters of an error that are kept for whoever looks at the run."""
-SETBACK: Final = 0.05
+MAX_STRUCK: Final = 65536
+"""Steps that met with trouble and have not ended well; beyond it, those that are over
+in another way are dropped."""
+ERROR_CHARACTERS: Final = 1000
+"""Characters of an error that are kept for `metrics`."""
+SETBACK_SECONDS: Final = 0.05
 """Seconds before a closure is tried again that its worker dropped by itself."""
 
 
@@ -139,20 +140,20 @@ class Outcomes:
                     continue
                 queue.end(closure)
                 if self._struck:
-                    self._healed(step, member.index)
+                    self._healed(step, member.place)
                 value = closure.value
                 value._run = (step, member.name, closure.attempt)
                 if size >= 0:
                     value._settle(layout, results[start:offset])
                 else:
-                    kept = Kept(member.index, member.epoch, step, layout)
+                    kept = Kept(member.place, member.epoch, step, layout)
                     value._settle_kept(kept)
                     self._watch(value, kept)
             for closure, completion in failures:
                 error = errors.get(closure.step)
                 self._failed(channel, closure, completion, error, now)
             self._members.ended(member, ended, now)
-            self._engine.notify()
+            self._engine.waiters.notify()
             more = queue.queued > 0
         if (notes := self._engine.notes) is not None:
             notes.end(ended, time.monotonic())
@@ -169,9 +170,9 @@ class Outcomes:
         """One that did not end well, or whose result cannot be read. Lock held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
-            settle(queue.retry(closure, now, SETBACK, begun=False))
+            settle(queue.retry(closure, now, SETBACK_SECONDS, begun=False))
             if isinstance(error, WorkerLostError):
-                self._members.leaving(member.index, error.reason, now)
+                self._members.leaving(member.place, error.reason, now)
             return
         delay = None
         if completion.outcome == OK:
@@ -184,12 +185,12 @@ class Outcomes:
         elif (lost := self._lost_server(error)) is not None:
             error = lost
         else:
-            delay = self._again(member.index, closure.step, error, now)
+            delay = self._again(member.place, closure.step, error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay, begun=True))
             return
         words = f"step {closure.step}: {type(error).__name__}: {error}"
-        self._members.failed(member, words[:WORDS])
+        self._members.failed(member, words[:ERROR_CHARACTERS])
         queue.end(closure, error)
         closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
@@ -198,7 +199,7 @@ class Outcomes:
         """What we know better than the worker of why a closure failed: our own link has
         lost a parameter server, or knows that it has lost what it held."""
         if isinstance(error, PSUnavailableError | StaleSessionError):
-            return self._engine.broken
+            return self._engine.outage_error
         return None
 
     def _healed(self, step: int, worker: int) -> None:
@@ -236,14 +237,14 @@ class Outcomes:
         if trouble.lasts(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
-        live = {worker, *(member.index for member in self._members.usable)}
-        if all(self._trouble(index, task).lasts(now) for index in live):
+        live = {worker, *(member.place for member in self._members.usable)}
+        if all(self._trouble(place, task).lasts(now) for place in live):
             return None
         return pause
 
     def _remember(self, step: int, worker: int, trouble: Trouble) -> None:
         self._struck[step] = worker, trouble
-        if len(self._struck) > STRUCK:  # those that were cancelled
+        if len(self._struck) > MAX_STRUCK:  # those that were cancelled
             low_water = self._engine.queue.steps.low_water
             self._struck = {s: at for s, at in self._struck.items() if s >= low_water}
 

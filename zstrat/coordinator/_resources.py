@@ -83,11 +83,11 @@ class Record:
         """Of an element (or of the value), once a worker has told."""
         self.pipelines = InputPipelines(workers)
         self._made = partial(kind, engine, Result(name, None))
-        self._values = {index: self._made() for index in workers}
+        self._values = {place: self._made() for place in workers}
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """One per worker that the cluster has now, in the order of their indices."""
+        """One per worker that the cluster has now, in the order of their places."""
         return tuple([value for _, value in sorted(self._values.items())])
 
     @property
@@ -111,7 +111,7 @@ class Record:
 
     @property
     def workers(self) -> list[int]:
-        """The indices of those that have a value."""
+        """The places of those that have a value."""
         return list(self._values)
 
     def join(self, worker: int, task: str, reason: str) -> None:
@@ -198,20 +198,20 @@ class Builder:
         """Builds it on every worker that is there, and later on the others."""
         self._records[record.number] = record
         with self._engine.lock:  # some may have come or gone since it was made
-            for index in set(record.workers) - set(self._channels):
-                record.aborted(index, "a worker", "it was removed")
-                record.leave(index)
+            for place in set(record.workers) - set(self._channels):
+                record.aborted(place, "a worker", "it was removed")
+                record.leave(place)
             for channel in self._channels.values():
                 self._joined(record, channel)
         for channel in self._channels.values():
             if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
-                self._members.build(channel.member.index)
+                self._members.build(channel.member.place)
                 self._build(channel, record)
             else:
                 with self._engine.lock:
                     member = channel.member
-                    record.aborted(member.index, member.name, member.reason)
-                    self._engine.notify()
+                    record.aborted(member.place, member.name, member.reason)
+                    self._engine.waiters.notify()
 
     def drop_soon(self, number: int) -> None:
         """Nobody holds the resource any more; from any thread, takes no lock."""
@@ -246,10 +246,10 @@ class Builder:
     def rebuild(self, channel: WorkerChannel) -> None:
         """The worker (re)joined: all resources from the beginning, then it is open."""
         records = list(self._records.values())
-        self._members.build(channel.member.index, len(records))
+        self._members.build(channel.member.place, len(records))
         with self._engine.lock:
             for record in records:
-                record.begin(channel.member.index)
+                record.begin(channel.member.place)
         for record in records:
             self._build(channel, record)
         self._built(channel, channel.member.epoch, 0)
@@ -257,7 +257,7 @@ class Builder:
     def abort(self, channel: WorkerChannel, reason: str) -> None:
         """The worker is gone, and its resources with it. Lock held."""
         for record in self._records.values():
-            record.aborted(channel.member.index, channel.member.name, reason)
+            record.aborted(channel.member.place, channel.member.name, reason)
 
     def join(self, channel: WorkerChannel) -> None:
         """The cluster has another worker. Lock held."""
@@ -267,15 +267,15 @@ class Builder:
     def leave(self, channel: WorkerChannel) -> None:
         """The cluster has it no more. Lock held."""
         for record in self._records.values():
-            record.leave(channel.member.index)
+            record.leave(channel.member.place)
 
     # ---- private ---------------------------------------------------------------------
 
     @staticmethod
     def _joined(record: Record, channel: WorkerChannel) -> None:
         member = channel.member
-        if member.index not in record.workers:
-            record.join(member.index, member.name, member.reason)
+        if member.place not in record.workers:
+            record.join(member.place, member.name, member.reason)
 
     def _build(self, channel: WorkerChannel, record: Record) -> None:
         channel.resources.add(record.number)
@@ -292,7 +292,7 @@ class Builder:
             record.purpose,
             record.maker.digest,
             arguments,
-            record.pipelines[channel.member.index],
+            record.pipelines[channel.member.place],
             record.pipelines.count,
         )
         future = channel.task.link.submit(
@@ -312,12 +312,12 @@ class Builder:
         error = answer.exception()
         if channel.member.epoch != epoch or isinstance(error, PeerLostError):
             return
-        if self._channels.get(channel.member.index) is not channel:
+        if self._channels.get(channel.member.place) is not channel:
             return  # the worker was removed meanwhile
         if isinstance(error, StaleSessionError):
             channel.task.reopen("it is not in our session any more")
             return
-        worker, name = channel.member.index, channel.member.name
+        worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
             if error is None:
                 message = answer.result()
@@ -326,10 +326,10 @@ class Builder:
             else:
                 assert isinstance(error, Exception)
                 channel.failed[record.number] = record.failed(worker, name, error)
-            self._engine.notify()
+            self._engine.waiters.notify()
         self._built(channel, epoch, 1)
 
     def _built(self, channel: WorkerChannel, epoch: int, count: int) -> None:
-        self._members.built(channel.member.index, epoch, count)
+        self._members.built(channel.member.place, epoch, count)
         if channel.member.state is MemberState.OPEN:
             self._turn_soon()

@@ -1,4 +1,4 @@
-"""Between two steps: the whole session at rest, for as long as somebody holds it.
+"""Between two steps: holds the whole session at rest, as for a checkpoint.
 
 A checkpoint is a *cut* of the session: each step is on all parameter servers or on
 none, and so is each update that the program makes by itself. To get there nothing new
@@ -7,7 +7,7 @@ whose worker is lost runs elsewhere first, as it may be there by half. Then the 
 of the program that are under way end, new ones wait, and a fence keeps zombies out.
 
 The law of this file: from the end of `begin` to the last `end` no variable of the
-session changes but by whoever holds it. On the loop thread.
+session changes, except by its holder. On the loop thread.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gate:
         return await asyncio.shield(update)
 
     async def close(self) -> None:
-        """Lets nobody in, and waits until nobody is inside."""
+        """Lets no update in, and waits until none is inside."""
         self._open.clear()
         await self._empty.wait()
 
@@ -86,7 +86,7 @@ class Gate:
 
 @final
 class Rest:
-    """That of one session. It knows the dispatcher of the moment."""
+    """Holds one session at rest. It knows the dispatcher of the moment."""
 
     def __init__(self, fences: Fences) -> None:
         self.gate = Gate()
@@ -96,7 +96,7 @@ class Rest:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody wants all to be at rest."""
+        """Whether the session is to be at rest."""
         return bool(self._holders)
 
     def attach(self, dispatcher: Dispatcher) -> None:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ._members import Member
     from .connecting import TaskSession
 
-LINES: Final = 200
+KEPT_LINES: Final = 200
 """Lines of all tasks together that are kept."""
-LONGEST: Final = 1000
-"""Characters of one line."""
+LINE_CHARACTERS: Final = 1000
+"""Of one line; the rest is cut off."""
 _LOGGERS: Final = ("zstrat.coordinator", "zstrat.transport")
 """Whose lines are taken by a filter that lets all pass: a handler would keep Python
 from showing warnings where the program has not set logging up."""
@@ -47,23 +47,25 @@ class SeenRun:
         self._since: Final = time.monotonic()
         self._told: dict[str, Mapping[str, PlainTree]] = {}
         self._losses: dict[str, str] = {}
-        self._lines: Final[deque[tuple[float, str, str, str]]] = deque(maxlen=LINES)
+        self._lines: Final[deque[tuple[float, str, str, str]]] = deque(
+            maxlen=KEPT_LINES
+        )
 
     # ---- on the loop -------------------------------------------------------------
 
-    def heard(self, task: str, values: Mapping[str, PlainTree]) -> None:
+    def telemetry_received(self, task: str, values: Mapping[str, PlainTree]) -> None:
         """A task has told of itself."""
         self._told[short(task)] = values
 
-    def lost(self, task: str, reason: str) -> None:
-        """It is not there any more."""
+    def task_lost(self, task: str, reason: str) -> None:
+        """A task is not there any more."""
         self._told.pop(short(task), None)
-        self._losses[short(task)] = reason[:LONGEST]
+        self._losses[short(task)] = reason[:LINE_CHARACTERS]
 
     def printed(self, task: str, texts: Iterable[PrintedText]) -> None:
         """A step, or a dataset, has printed lines."""
         for stream, text, _ in texts:
-            for line in text.splitlines()[-LINES:]:
+            for line in text.splitlines()[-KEPT_LINES:]:
                 self._line(short(task), _STREAMS.get(stream, "stdout"), line)
 
     def begin(self) -> None:
@@ -86,7 +88,7 @@ class SeenRun:
 
     def _line(self, name: str, level: str, text: str) -> None:
         at = time.monotonic() - self._since
-        self._lines.append((at, name, level, text[:LONGEST]))
+        self._lines.append((at, name, level, text[:LINE_CHARACTERS]))
 
     # ---- from any thread ---------------------------------------------------------
 
@@ -97,9 +99,9 @@ class SeenRun:
         members: Iterable[Member],
     ) -> dict[str, PlainTree]:
         """What `zstrat.telemetry.report` makes of it, with ``scalars`` and ``logs``."""
-        known = {member.index: member for member in members}
+        known = {member.place: member for member in members}
         tasks = {
-            short(task.name): self._worker(task, known.get(task.index))
+            short(task.name): self._worker(task, known.get(task.place))
             for task in workers
         }
         tasks |= {

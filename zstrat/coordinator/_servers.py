@@ -1,8 +1,8 @@
 """What a program asks of its parameter servers, as coroutines on the cluster's loop.
 
 The translation from specs to requests, in one place: a spec says where a variable is.
-Law of the file: nothing is asked once a parameter server of the session is lost, as the
-model is broken then; or it is asked when that was filled again (`recovery/`).
+Law of the file: nothing is asked once a parameter server of the session is lost, as a
+part of the model is gone then; or it is asked when that was filled again (`recovery/`).
 
 A program that joins asks a parameter server for the session that another one holds.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, what is done to it, the optimizer (0 for none) and the operands."""
 
-ANSWERING: Final = 5.0
+ANSWER_SECONDS: Final = 5.0
 """Seconds that a server has to say that what it was asked to wait for did not come."""
 
 _WISHES: Final = 512
@@ -76,12 +76,12 @@ class ParameterServers:
 
     @property
     def patient(self) -> Patient | None:
-        """What gets lost servers back, if that is wished."""
+        """Repeats requests when lost servers are back; None: nothing does."""
         return self._cluster.recovery or self._cluster.replication
 
     @property
     def _inventory(self) -> Inventory | None:
-        """Where it is noted what there is, if somebody may need it."""
+        """Notes what the servers have, for a recovery; None if there will be none."""
         recovery = self._cluster.recovery
         return None if recovery is None else recovery.inventory
 
@@ -92,9 +92,8 @@ class ParameterServers:
         Raises:
             PSUnavailableError: One is; the variables that it held are gone.
         """
-        broken = self._cluster.broken
-        if broken is not None:
-            raise broken
+        if (outage := self._cluster.outage_error) is not None:
+            raise outage
         return self._cluster.client
 
     @steady
@@ -102,7 +101,7 @@ class ParameterServers:
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
         """Creates the variables with these values, where their specs say."""
-        if self._cluster.joins:
+        if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
         with self._told_of_resuming():
@@ -123,7 +122,7 @@ class ParameterServers:
                 another shape or dtype.
         """
         timeout = initializing_timeout(entries, self._patience)
-        if self._cluster.joins:
+        if self._cluster.options.joins:
             await self._wait_for([spec for spec, _ in entries], [], timeout)
             return
         deadline = asyncio.get_running_loop().time() + timeout
@@ -140,7 +139,7 @@ class ParameterServers:
         timeout = initializing_timeout(entries, self._patience)
         # A server that waits for another program's creation says itself what is
         # missing: the caller must not give up before that answer is here.
-        return timeout + 2 * ANSWERING if self._cluster.joins else timeout
+        return timeout + 2 * ANSWER_SECONDS if self._cluster.options.joins else timeout
 
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """These variables were created just now, and cannot be saved: they begin anew
@@ -204,7 +203,7 @@ class ParameterServers:
     @steady
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
-        if self._cluster.joins:
+        if self._cluster.options.joins:
             await self._wait_for(
                 [], [AwaitedOptimizer(optimizer, name)], self._patience
             )
@@ -264,7 +263,7 @@ class ParameterServers:
     ) -> None:
         """Removes what a creation that failed has left on its servers."""
         # Where another program holds the session, this one has created nothing.
-        if not self._cluster.joins:
+        if not self._cluster.options.joins:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
             await self.client.withdraw(refs, optimizers)
             if self._inventory is not None:
@@ -277,7 +276,7 @@ class ParameterServers:
         try:
             yield
         except AlreadyExistsError as error:
-            if not self._cluster.resumed:
+            if not self._cluster.renewal.resumed:
                 raise
             raise AlreadyExistsError(
                 f"{error}. The program that left the session {self._cluster.name!r} "
@@ -321,7 +320,7 @@ class ParameterServers:
             for ps, mine in wishes.items()
             for at in range(0, len(mine) or 1, _WISHES)
         ]
-        deadline = asyncio.get_running_loop().time() + patience + ANSWERING
+        deadline = asyncio.get_running_loop().time() + patience + ANSWER_SECONDS
         await client.each(messages, SessionOpened, deadline=deadline)
 
 
@@ -365,7 +364,7 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     try:
         await link.wait_open(deadline)
         wish = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
-        answer = await link.submit(wish, deadline=deadline + ANSWERING)
+        answer = await link.submit(wish, deadline=deadline + ANSWER_SECONDS)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
             f"no program has opened a session on the ps at {address} in {timeout} s: "

@@ -22,6 +22,7 @@ from zstrat.wire import Job
 from ._cluster import Cluster
 from ._servers import ParameterServers, session_of
 from .connecting import (
+    SessionOptions,
     addresses_of_ps,
     addresses_of_workers,
     check_replicas,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._rest import Cut
-    from .connecting import MakeTaskLink, Place
+    from .connecting import ClaimedTask, MakeTaskLink
     from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")
@@ -72,7 +73,7 @@ class ClusterSession:
         self.coordinators: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.taken_over: str | None = None
-        """Who has the cluster now, once another strategy of this program does."""
+        """Says which other strategy of this program has the cluster now."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
         portal.at_close(partial(cluster.close, False))
@@ -117,7 +118,7 @@ class ClusterSession:
                 All are made when this returns.
             make_link: How a task is reached; left out: over ZeroMQ.
             resume, begins_anew: What the session is called, and what becomes of it if
-                only a part is left, as of `Cluster`.
+                only a part is left, as of `SessionOptions`.
 
         Raises:
             ValueError: The indices of the parameter servers have gaps, or there cannot
@@ -140,24 +141,26 @@ class ClusterSession:
                 workers,
                 settings.timeouts,
                 make,
-                prefetch_of(settings, workers),
-                listens=settings.output == "program",
-                replicas=replicas,
-                stores_per_ps=stores_per_ps,
-                name=resume,
-                begins_anew=begins_anew,
+                SessionOptions(
+                    prefetch_of(settings, workers),
+                    listens=settings.output == "program",
+                    replicas=replicas,
+                    stores_per_ps=stores_per_ps,
+                    name=resume,
+                    begins_anew=begins_anew,
+                ),
             )
 
-        places = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
+        tasks = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
         look = partial(hail, ps, workers, make, settings.timeouts.connect)
-        return _opened(f"zstrat {session:x}", cluster, look, settings, places)
+        return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
 
     @staticmethod
     def hold(
         spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
     ) -> ClusterSession:
         """Takes the parameter servers for several programs, of which this one creates
-        the variables: what is there stays when it ends. A session of this program is
+        the variables, which stay when it ends. A session of this program is
         replaced as in `connect`.
 
         Raises:
@@ -167,11 +170,18 @@ class ClusterSession:
         make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
         async def cluster() -> Cluster:
-            return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
+            return Cluster(
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                SessionOptions(is_held_for_others=True),
+            )
 
-        places = [(Job.CHIEF, 0, at) for at in ps]
+        tasks = [(Job.CHIEF, 0, at) for at in ps]
         look = partial(hail, ps, {}, make, settings.timeouts.connect)
-        return _opened(f"zstrat {session:x}", cluster, look, settings, places)
+        return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
 
     @staticmethod
     def join(
@@ -201,16 +211,22 @@ class ClusterSession:
         async def cluster() -> Cluster:
             session = await session_of(make, ps[0], settings.timeouts.connect)
             return Cluster(
-                session, ps, {}, settings.timeouts, make, writer=me, joins=True
+                session,
+                ps,
+                {},
+                settings.timeouts,
+                make,
+                SessionOptions(joins=True),
+                writer=me,
             )
 
         # A ps lets in one process as a worker: the older session is that until it ends.
         observe = make_link or links_of(
             Job.WORKER, index, new_incarnation(), settings, looks=True
         )
-        places = [(Job.WORKER, index, at) for at in ps]
+        tasks = [(Job.WORKER, index, at) for at in ps]
         look = partial(hail, ps, {}, observe, settings.timeouts.connect)
-        return _opened(f"zstrat {me:x}", cluster, look, settings, places)
+        return _opened(f"zstrat {me:x}", cluster, look, settings, tasks)
 
     # ---- what it is ------------------------------------------------------------------
 
@@ -223,12 +239,12 @@ class ClusterSession:
     def origin(self) -> int:
         """The number that keys and optimizers' ids are counted from: that of the first
         session, if this one goes on with what another program has left."""
-        return self.cluster.origin
+        return self.cluster.renewal.origin
 
     @property
     def resumed(self) -> bool:
         """Whether it goes on with what another program has left."""
-        return self.cluster.resumed
+        return self.cluster.renewal.resumed
 
     @property
     def ps_count(self) -> int:
@@ -242,12 +258,12 @@ class ClusterSession:
     @property
     def platform(self) -> str:
         """What the workers compute on: "cpu", "gpu" or "tpu"."""
-        return self.cluster.opened.platform
+        return self.cluster.worker_devices.platform
 
     @property
     def devices(self) -> int:
         """Local devices of one worker."""
-        return self.cluster.opened.devices
+        return self.cluster.worker_devices.devices
 
     # ---- what is done on the loop ----------------------------------------------------
 
@@ -302,7 +318,7 @@ class ClusterSession:
 
         Cancellation: all goes on.
         """
-        if self.cluster.is_shared:
+        if self.cluster.options.is_shared:
             yield None
             return
         rest, holder = self.cluster.rest, object()
@@ -394,7 +410,7 @@ class ClusterSession:
             exit: Workers and parameter servers drain and end as processes.
         """
         if self.taken_over is None:
-            self.cluster.end()
+            self.cluster.end_on_close()
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
         self.portal.close(self.taken_over or _CLOSED)
@@ -432,8 +448,8 @@ class ClusterSession:
 
     def readiness(self) -> str:
         """Why steps cannot be run now; "" if they can."""
-        broken = self.cluster.broken
-        return "" if broken is None else str(broken)
+        outage = self.cluster.outage_error
+        return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
         """What its coordinator counts, if it has one. From any thread."""
@@ -441,12 +457,12 @@ class ClusterSession:
         return {} if core is None else {"coordinator": core.metrics()}
 
     async def _rests(self) -> bool:
-        return self.cluster.rest.is_held and self.cluster.broken is None
+        return self.cluster.rest.is_held and self.cluster.outage_error is None
 
     def _unfinished(self, words: str) -> str | None:
         """What keeps the cluster, in words; else the coordinator, if there is one, is
         closed with the ``words``."""
-        # The loop is asked: who has rested a moment ago tells it so without waiting.
+        # The loop is asked, as `at_rest` only posts the end of a rest to it.
         with contextlib.suppress(ClosedError):
             if self.run(self._rests(), "looking whether a checkpoint is saved"):
                 return "a checkpoint is saved or restored"
@@ -474,17 +490,17 @@ def _opened(
     cluster: Callable[[], Coroutine[Any, Any, Cluster]],
     look: Callable[[], Coroutine[Any, Any, None]],
     settings: Settings,
-    places: Iterable[Place],
+    tasks: Iterable[ClaimedTask],
 ) -> ClusterSession:
     """The session, when all that it needs is there. Other sessions of this program that
-    have some of the same places are closed before, once ``look`` has found no fault.
+    claim some of the same tasks are closed before, once ``look`` has found no fault.
 
     Raises:
         BusyError: One of them has something unfinished.
         ValueError, OSError: Its HTTP port cannot be had (``settings.http``).
     """
     serve_as_told(settings)
-    claim = open_sessions.claim(places)
+    claim = open_sessions.claim(tasks)
     try:
         portal = Portal(name)
         slack = 2 * settings.timeouts.connect + settings.timeouts.drain
@@ -494,7 +510,7 @@ def _opened(
         open_sessions.drop(claim)
         raise
     claim.opened(session)
-    job, index, _ = next(iter(claim.places))
+    job, index, _ = next(iter(claim.tasks))
     name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
     register(session, name, session.portal.loop, anywhere=True)
     return session

@@ -19,6 +19,8 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
+    Fetch,
+    Fetched,
     Message,
     PutArguments,
     PutCode,
@@ -30,15 +32,18 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable
 
+    import numpy as np
+
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._members import Member
     from ._queue import Closure, QueueLeft
+    from ._values import Kept
     from .connecting import TaskSession
 
 
 @dataclass(slots=True, eq=False)
 class WorkerChannel:
-    """One worker, as the dispatcher sees it."""
+    """One worker, as the dispatcher sees it, and what was sent to it."""
 
     session: int
     task: TaskSession
@@ -63,7 +68,7 @@ class WorkerChannel:
         if code.digest in self.codes:
             return
         message = PutCode(self.session, code.digest, code.code)
-        self.task.link.submit(message).add_done_callback(self._told)
+        self.task.link.submit(message).add_done_callback(self._log_refusal)
         self.codes.add(code.digest)
 
     def put_arguments(self, arguments: PickledArguments | None) -> int:
@@ -142,7 +147,24 @@ class WorkerChannel:
             self.task.link.notify(unsaid[0])
             unsaid.popleft()
 
-    def _told(self, answer: asyncio.Future[Message]) -> None:
+    def keeps(self, kept: Kept) -> bool:
+        """Whether a result is still there: the worker has not connected anew since."""
+        return self.task.is_ready and self.member.epoch == kept.epoch
+
+    async def fetch(self, step: int, deadline: float) -> list[np.ndarray]:
+        """Fetches the result of a step that stayed on the worker.
+
+        Raises:
+            PeerLostError: The worker is lost, and the result with it.
+            DeadlineExceededError: It did not answer until ``deadline`` (loop time).
+        """
+        answer = await self.task.link.submit(
+            Fetch(self.session, step), deadline=deadline
+        )
+        assert isinstance(answer, Fetched), answer
+        return list(answer.arrays)
+
+    def _log_refusal(self, answer: asyncio.Future[Message]) -> None:
         """Code that cannot be loaded fails each closure that needs it, with the reason
         that the worker gives there."""
         if answer.cancelled() or (error := answer.exception()) is None:

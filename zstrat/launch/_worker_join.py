@@ -84,9 +84,11 @@ class WorkerJoin:
             try:
                 await self._report(index, patience)
             except DeadlineExceededError:
-                if patience != _LONG:
-                    raise
-                continue
+                if worker.sessions == before:
+                    if patience != _LONG:
+                        raise
+                    continue
+                # The program has come, and its answer was lost with the server.
             log.info("in the session of the program as worker %d", index)
             await worker.wait_left(before)
             patience = _LONG

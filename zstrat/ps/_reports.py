@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError, DeadlineExceededError, from_wire
+from zstrat.transport import new_incarnation
 from zstrat.wire import AnswerReport, Message, ReportWorker, WorkerReported
 
 if TYPE_CHECKING:
@@ -52,21 +53,28 @@ class WorkerReports:
     ) -> None:
         self._task, self._ownership, self._tell = task, ownership, tell
         self._waiting: dict[int, _WaitingReport] = {}
-        self._numbers = itertools.count(1)
+        # An answer that was meant for the process before finds nobody here.
+        self._numbers = itertools.count(new_incarnation())
 
     def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
         """The answer of the program; DeadlineExceededError at the latest when the
-        patience of the worker is over.
+        patience of the worker is over. Who says the same again has not heard it, as its
+        connection broke: the first one is not waited for any more.
 
         Raises:
-            BusyError: Too many wait; or one of this connection does, which is there for
+            BusyError: Too many wait; or another one of this peer does, who is there for
                 one worker.
         """
-        if any(waiting.peer is peer for waiting in self._waiting.values()):
-            raise BusyError(
-                f"{self._task}: a worker has reported itself over this connection, and "
-                "is not answered yet: wait for the answer, or connect anew"
-            )
+        for number, waiting in list(self._waiting.items()):
+            if waiting.peer is not peer:
+                continue
+            if _worker(waiting.message) != _worker(message):
+                raise BusyError(
+                    f"{self._task}: another worker has reported itself over this "
+                    "connection, and is not answered yet: wait for the answer, or "
+                    "connect anew"
+                )
+            self._fail(number, BusyError(f"{self._task}: it was reported again"))
         if len(self._waiting) >= MAX_WAITING_REPORTS:
             raise BusyError(
                 f"{self._task}: {MAX_WAITING_REPORTS} workers have reported themselves "
@@ -135,3 +143,7 @@ class WorkerReports:
         if waiting is not None:
             waiting.timer.cancel()
         return waiting
+
+
+def _worker(message: ReportWorker) -> tuple[str, int]:
+    return message.address, message.index

@@ -30,6 +30,7 @@ from ._pump import Sending as Sending
 from ._remote import Handler as Handler
 from ._remote import Remote as Remote
 from ._secrecy import Secrecy as Secrecy
+from ._seldom import Seldom as Seldom
 from ._shared import Arena as Arena
 from ._shared import Mapping as Mapping
 from ._socket import ZEROMQ as ZEROMQ

@@ -57,6 +57,12 @@ _STEP: Final = 8 * 2**20
 _WORD: Final = 16
 _BATCH: Final = 4096
 """Releases in one message: they fit the header by far."""
+_RELEASED: Final = 4
+"""Small bodies that may lie unread in the peer's memory before a message says so: a
+message for each would cost more than it frees."""
+_LARGE: Final = 2**20
+"""Bytes. The peer takes fresh memory for its next body while one so large is not known
+to be read, which costs far more than a message."""
 
 _PHYSICAL: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -265,6 +271,7 @@ class SharedLane:
         self._mapping: Mapping | None = None
         # Arrays may die on any thread; appending and taking from the left are atomic.
         self.unread: deque[int] = deque()
+        self.most_unread = _RELEASED
         self.placed = 0
         """Bodies that were sent through our arena."""
 
@@ -324,6 +331,7 @@ class SharedLane:
             found = self._mapping.body(offset, nbytes, self.unread.append)
         except ValueError:
             return None
+        self.most_unread = 1 if nbytes >= _LARGE else _RELEASED
         SHARED.got += nbytes
         return found
 

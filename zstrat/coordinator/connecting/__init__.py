@@ -1,4 +1,5 @@
-"""How a program comes to its tasks, one at a time and all of them together."""
+"""How a program comes to its tasks, one at a time and all of them together: the session
+on each of them, its link, and the addresses that workers are told."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import hail as hail
 from ._arrival import objection_to as objection_to
-from ._open_sessions import Place as Place
-from ._open_sessions import SessionClaim as SessionClaim
+from ._open_sessions import ClaimedTask as ClaimedTask
 from ._open_sessions import connected as connected
 from ._open_sessions import open_sessions as open_sessions
+from ._session_maker import SessionMaker as SessionMaker
+from ._session_maker import SessionOptions as SessionOptions
+from ._store_directory import StoreDirectory as StoreDirectory
 from ._task_links import MakeTaskLink as MakeTaskLink
 from ._task_links import TaskLink as TaskLink
 from ._task_links import addresses_of_ps as addresses_of_ps

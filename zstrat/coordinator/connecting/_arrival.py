@@ -1,8 +1,8 @@
 """The moment at which a program connects: all parameter servers and one worker answer.
 
-It is said who is awaited, so that nobody looks at silence. The law of that: one warning
-names all tasks that are awaited; it comes after `FIRST_WORD` seconds and then every
-`NEXT_WORD`, and never after `Arrival.stop`.
+The log says which tasks are awaited, so that nobody looks at silence. Its law: one
+warning names all tasks that are awaited; it comes after `FIRST_WORD` seconds and then
+every `NEXT_WORD`, and never after `Arrival.stop`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEXT_WORD: Final = 10.0
 
 
 class AwaitedTask(Protocol):
-    """Who is waited for: a `TaskSession`, or a task that is only hailed."""
+    """A task that is waited for: a `TaskSession`, or one that is only hailed."""
 
     @property
     def name(self) -> str: ...
@@ -143,7 +143,7 @@ async def arrive(
 
 async def all_joined(workers: Sequence[TaskSession], deadline: float) -> None:
     """Waits until ``deadline`` (loop time) for workers that are connected already and
-    enter the session; others are not waited for. Who does not come in time joins later.
+    enter the session; others are not waited for. A worker that is late joins later.
     """
     joining = [
         task.wait_ready(deadline)
@@ -193,13 +193,13 @@ class HailedTask:
     """A task that is greeted, and asked for nothing."""
 
     def __init__(
-        self, job: str, number: int, address: str, make_link: MakeTaskLink
+        self, job: str, task_number: int, address: str, make_link: MakeTaskLink
     ) -> None:
-        self.name, self.address = f"/job:{job}/task:{number}", address
+        self.name, self.address = f"/job:{job}/task:{task_number}", address
         self.link: TaskLink = make_link(
             address,
             name=self.name,
-            expect=(job, number),
+            expect=(job, task_number),
             on_notice=_ignored,
             on_open=_ignored,
             on_lost=_ignored,
@@ -228,7 +228,7 @@ async def hail(
 ) -> None:
     """Whether a program could have this cluster: all parameter servers and one worker
     greet, over links of their own, which are closed again. No session is opened, so
-    nothing changes for whoever has the cluster.
+    nothing changes for the program that has the cluster.
 
     Args:
         patience: Seconds.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zstrat.transport import Portal
 
 
-Place = tuple[str, int, str]
+ClaimedTask = tuple[str, int, str]
 """The job and the index that the program has, and the address of a task that knows it
 as that."""
 
@@ -45,8 +45,8 @@ class Replaceable(Protocol):
 class SessionClaim:
     """One session, and for which tasks. It does not keep the session alive."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self.places = frozenset(places)
+    def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
+        self.tasks = frozenset(tasks)
         self.made_at = "{}:{}".format(*line_outside())
         self._session: weakref.ref[Replaceable] | None = None
         self._portal: weakref.ref[Portal] | None = None
@@ -66,7 +66,7 @@ class SessionClaim:
 
     @property
     def session(self) -> Replaceable | None:
-        """None while it is not open, and when nobody holds it any more."""
+        """None while it is not open, and when the program has dropped it."""
         return None if self._session is None else self._session()
 
     def give_way(self, made_at: str) -> None:
@@ -84,19 +84,19 @@ class SessionClaim:
 
 @final
 class OpenSessions:
-    """Those of this program. From any thread."""
+    """The sessions that this program has open. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._claims: list[SessionClaim] = []
 
-    def claim(self, places: Iterable[Place]) -> SessionClaim:
+    def claim(self, tasks: Iterable[ClaimedTask]) -> SessionClaim:
         """Says that a session of these tasks is on its way. Nobody is closed for it.
 
         Raises:
             BusyError: Another thread opens one just now. Nothing is claimed.
         """
-        claim = SessionClaim(places)
+        claim = SessionClaim(tasks)
         with self._lock:
             for rival in self._rivals_of(claim):
                 if rival.is_opening:
@@ -146,7 +146,7 @@ class OpenSessions:
         return [
             each
             for each in self._claims
-            if each is not claim and each.places & claim.places
+            if each is not claim and each.tasks & claim.tasks
         ]
 
 
@@ -178,7 +178,8 @@ def connected(
 
     Args:
         slack: Seconds for each part. The cluster keeps deadlines of its own, and names
-            who missed them; there are two, as who joins a session waits for it first.
+            the tasks that missed them; there are two, as a program that joins a session
+            waits for it first.
 
     Raises:
         BusyError: One of these sessions has something unfinished.

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 def addresses_of_ps(spec: ClusterSpec) -> list[str]:
     """Their addresses: a variable names its server by its place here."""
-    indices = spec.task_indices("ps")
-    if indices != list(range(len(indices))):
+    numbers = spec.task_indices("ps")
+    if numbers != list(range(len(numbers))):
         raise ValueError(
-            f"the cluster has the parameter servers {indices}: number ps from 0 "
+            f"the cluster has the parameter servers {numbers}: number ps from 0 "
             "without gaps, all programs of a cluster must know all of them; only "
             "workers may be left out"
         )
-    return [spec.task_address("ps", index) for index in indices]
+    return [spec.task_address("ps", number) for number in numbers]
 
 
 def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
-    """By task index."""
+    """By task number."""
     return {
-        index: spec.task_address("worker", index)
-        for index in spec.task_indices("worker")
+        number: spec.task_address("worker", number)
+        for number in spec.task_indices("worker")
     }
 
 

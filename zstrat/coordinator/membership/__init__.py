@@ -1,5 +1,5 @@
-"""Workers that come and go while a program trains: who is in the cluster, and which
-data they read."""
+"""Workers that come and go while a program trains, and the data that each of them
+reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from ._membership import Membership as Membership
 from ._membership import MoveWorker as MoveWorker
 from ._membership import RefuseWorker as RefuseWorker
 from ._membership import ReleaseWorker as ReleaseWorker
-from ._resolver_watch import ResolverWatch as ResolverWatch
-from ._turnover import ChangingCluster as ChangingCluster
 from ._turnover import Turnover as Turnover
+from ._worker_sessions import WorkerSessions as WorkerSessions
 from ._workers import ChangingSession as ChangingSession
 from ._workers import Workers as Workers
 from ._workers import finite_seconds as finite_seconds

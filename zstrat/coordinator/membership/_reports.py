@@ -1,16 +1,24 @@
 """Answers workers that report themselves: they are taken in, or told why not.
 
 They come by way of a parameter server, and only with a worker's key. Even so a program
-takes them only if it says so: who is in its cluster is its own business. On the loop.
+takes them only if it says so: it decides which workers its cluster has. On the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING, Final, Protocol, cast, final
 
-from zstrat.errors import PermissionDeniedError, ZstratError, to_wire
+from zstrat.errors import (
+    DeadlineExceededError,
+    PermissionDeniedError,
+    ZstratError,
+    to_wire,
+)
+from zstrat.transport import Seldom
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
@@ -19,8 +27,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-MOST: Final = 1024
-"""Workers that are on their way at a time; others wait at their server in vain."""
+MAX_ANSWERING: Final = 1024
+"""Reports that are answered at a time; other workers wait at their server in vain."""
+
+MAX_GREETED: Final = 64
+"""Of these, those that are greeted at a time: each takes four descriptors until it has
+come, of which a program may have as few as 1024, and the address is a stranger's word.
+The others wait for their turn."""
+
+UNDECIDED_SECONDS: Final = 10.0
+"""Seconds that a program has to say that it takes such workers: some may have waited
+for it, and its strategy has to be made before it can say so."""
+
+PART_OF_PATIENCE: Final = 0.9
+"""The part of a worker's patience behind which it hears from us what is in the way:
+before its server says that nobody has answered."""
 
 NOT_WISHED: Final = (
     "the program takes no workers that report themselves: it does so behind "
@@ -31,7 +52,7 @@ NOT_WISHED: Final = (
 class TakingWorkers(Protocol):
     """What takes a worker in (`Turnover`)."""
 
-    async def report(self, address: str, number: int, patience: float) -> int:
+    async def report(self, address: str, task_number: int, patience: float) -> int:
         """Returns the number of a worker that has reported itself, when it is in the
         session; at once if it asks for a number, by -1."""
         ...
@@ -39,16 +60,23 @@ class TakingWorkers(Protocol):
 
 @final
 class AnsweredReports:
-    """Those of one session. ``are_wished``: the program takes such workers."""
+    """Answers the reports of one session."""
 
     def __init__(self, taking: TakingWorkers) -> None:
-        self.are_wished = False
+        self._are_wished, self._said = False, asyncio.Event()
         self._taking = taking
         self._answering: set[asyncio.Task[None]] = set()
+        self._turns = asyncio.Semaphore(MAX_GREETED)
+        self._seldom = Seldom(time.monotonic)
 
-    def heard(self, server: TaskSession, message: WorkerReported) -> None:
+    def accept(self, are_wished: bool) -> None:
+        """The program takes such workers from now on, or none any more."""
+        self._are_wished = are_wished
+        self._said.set()
+
+    def report_received(self, server: TaskSession, message: WorkerReported) -> None:
         """A worker has reported itself at the server."""
-        if len(self._answering) >= MOST:
+        if len(self._answering) >= MAX_ANSWERING:
             return
         answering = asyncio.get_running_loop().create_task(
             self._answer(server, message), name=f"a worker at {message.address:.80}"
@@ -64,20 +92,41 @@ class AnsweredReports:
             await asyncio.wait(list(self._answering))
 
     async def _answer(self, server: TaskSession, message: WorkerReported) -> None:
-        session, report, index = message.session, message.report, message.index
+        session, report = message.session, message.report
         try:
-            if not self.are_wished:
-                raise PermissionDeniedError(NOT_WISHED)
-            index = await self._taking.report(message.address, index, message.patience)
-            answer = AnswerReport(session, report, index)
+            answer = AnswerReport(session, report, await self._taken(message))
         except (ZstratError, ValueError) as error:  # to the worker, and to the log
-            log.warning("no worker at %.80s: %s", message.address, error)
+            if self._seldom.may_say():
+                words = "no worker at %.80s: %s (%d so far)"
+                log.warning(words, message.address, error, self._seldom.count)
             plain = cast("PlainTree", to_wire(error))
-            answer = AnswerReport(session, report, index, plain)
-        server.link.submit(answer).add_done_callback(_heed)
+            answer = AnswerReport(session, report, -1, plain)
+        server.link.submit(answer).add_done_callback(_log_error)
+
+    async def _taken(self, message: WorkerReported) -> int:
+        address, task_number = message.address, message.index
+        patience = PART_OF_PATIENCE * max(0.0, message.patience)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(patience, UNDECIDED_SECONDS)):
+                await self._said.wait()
+        if not self._are_wished:
+            raise PermissionDeniedError(NOT_WISHED)
+        if task_number < 0:
+            return await self._taking.report(address, task_number, patience)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        async with self._turns:
+            left = deadline - loop.time()
+            if left < 0:
+                raise DeadlineExceededError(
+                    f"{MAX_GREETED} workers that have reported themselves are greeted "
+                    f"at a time, and worker {task_number} had no turn: report again"
+                )
+            return await self._taking.report(address, task_number, left)
 
 
-def _heed(answer: asyncio.Future[Message]) -> None:
-    """A server that was lost tells us again, or the worker tells another one."""
+def _log_error(answer: asyncio.Future[Message]) -> None:
+    """A server that was lost passes the report on again, or the worker reports to
+    another one."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("answering a worker that has reported itself: %s", error)

@@ -1,7 +1,8 @@
-"""Carries out who comes and who goes, while training goes on. On the loop.
+"""Carries out that workers come and go, while training goes on. On the loop.
 
-`Membership` decides; this shell tells the cluster, waits where somebody is to finish
-first, counts and logs. One change of a worker at a time: the next one waits.
+`Membership` decides; this shell opens and closes their sessions (`WorkerSessions`),
+waits for workers that are to finish first, counts and logs. One change of a worker at a
+time: the next one waits.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import BusyError
+from zstrat.errors import BusyError, ClosedError
 from zstrat.transport import check_address, check_told
 
 from ._membership import (
@@ -25,39 +26,18 @@ from ._reports import AnsweredReports
 from ._resolver_watch import ResolverWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from zstrat.coordinator.connecting import TaskSession
 
     from ._membership import Change
+    from ._worker_sessions import WorkerSessions
 
 log = logging.getLogger("zstrat.coordinator")
 
 
 REMOVED: Final = "it was removed from the cluster by the program"
 GONE: Final = "it is lost, and the resolver names it no more"
-
-
-class ChangingCluster(Protocol):
-    """What becomes of the workers of a session (`Cluster`)."""
-
-    @property
-    def workers(self) -> Sequence[TaskSession]:
-        """By index."""
-        ...
-
-    def admit(self, index: int, number: int, address: str) -> TaskSession:
-        """Begins to greet a worker, whose per-worker resources are built before its
-        first closure."""
-        ...
-
-    async def part(
-        self, task: TaskSession, reason: str, patience: float | None
-    ) -> None:
-        """Lets a worker go: what it has runs to its end, or elsewhere after
-        ``patience`` seconds. None: what it has runs elsewhere, and its place is kept.
-        """
-        ...
 
 
 @final
@@ -71,7 +51,7 @@ class Turnover:
 
     def __init__(
         self,
-        cluster: ChangingCluster,
+        sessions: WorkerSessions,
         membership: Membership,
         drain: float,
         arrival: float,
@@ -79,24 +59,24 @@ class Turnover:
         self.membership: Final = membership
         self.counts: Final = Counter[str]()
         self.reports: Final = AnsweredReports(self)
-        self._cluster, self._drain, self._arrival = cluster, drain, arrival
+        self._sessions, self._drain, self._arrival = sessions, drain, arrival
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()
-        self._following: asyncio.Task[None] | None = None
+        self._applying: asyncio.Task[None] | None = None
         self._answer: Mapping[int, str] | None = None
         self._refused: dict[int, str] = {}
         self._leaving: set[int] = set()
 
     # ---- the program's word ----------------------------------------------------------
 
-    async def add(self, address: str, number: int | None, patience: float) -> int:
+    async def add(self, address: str, task_number: int | None, patience: float) -> int:
         """Takes a worker in, and waits until it is in the session; returns its number.
 
         Raises:
             ValueError: The address is none.
             AlreadyExistsError, InvalidArgumentError: As `Membership.add`.
             DeadlineExceededError: It did not answer within ``patience`` seconds.
-            BusyError: It belongs to another coordinator, or its index is that of one
+            BusyError: It belongs to another coordinator, or its place is that of one
                 that leaves just now.
             VersionMismatchError, PermissionDeniedError: It will never take us.
 
@@ -105,17 +85,18 @@ class Turnover:
         check_address(address)
         deadline = asyncio.get_running_loop().time() + patience
         async with self._lock:
-            wanted = self.membership.add(address, number)
+            wanted = self.membership.add(address, task_number)
             task = self._admit(wanted)
         await self._take_in(wanted, task, deadline, "the program has added it")
-        return wanted.number
+        return wanted.task_number
 
-    async def report(self, address: str, number: int, patience: float) -> int:
+    async def report(self, address: str, task_number: int, patience: float) -> int:
         """A worker has reported itself: takes it in, and waits until it is in the
         session; returns its number. One that asks for a number, by -1, is told it.
 
         Raises:
             PermissionDeniedError: The program has removed it.
+            BusyError: It is let go just now.
             Others: As `add`.
 
         Cancellation: it is not taken in, unless it was there before.
@@ -123,18 +104,24 @@ class Turnover:
         check_told(address)
         deadline = asyncio.get_running_loop().time() + min(patience, self._arrival)
         async with self._lock:
-            if number < 0:
+            if task_number < 0:
                 return self.membership.promise(address)
-            wanted = self.membership.reported(address, number)
+            wanted = self.membership.reported(address, task_number)
             if isinstance(wanted, int):
-                task = self._cluster.workers[wanted]
+                task = self._sessions.tasks[wanted]
             else:
                 task = self._admit(wanted)
         if isinstance(wanted, int):
-            await task.wait_ready(deadline)
+            try:
+                await task.wait_ready(deadline)
+            except ClosedError:
+                raise BusyError(
+                    f"worker {task_number} at {address} is let go just now: report "
+                    "again"
+                ) from None
         else:
             await self._take_in(wanted, task, deadline, "it has reported itself")
-        return number
+        return task_number
 
     async def remove(self, address: str, patience: float) -> None:
         """Lets a worker go, and waits until it has.
@@ -146,13 +133,14 @@ class Turnover:
         """
         async with self._lock:
             gone = self.membership.remove(address)
-            task = self._cluster.workers[gone.index]
+            task = self._sessions.tasks[gone.place]
         self.counts["removed"] += 1
         log.info("%s at %s leaves: %s", task.name, address, REMOVED)
         try:
-            await self._part(task, REMOVED, patience)
+            await self._release(task, REMOVED, patience)
         except asyncio.CancelledError:
-            await self._part(task, REMOVED, 0.0)
+            # The membership has it no more: others run what it has.
+            await self._release(task, REMOVED, 0.0)
             raise
 
     # ---- the resolver's word ---------------------------------------------------------
@@ -162,19 +150,19 @@ class Turnover:
         self._watch = ResolverWatch(ask, every, self._answered)
         self._watch.start()
 
-    def lost(self) -> None:
+    def worker_lost(self) -> None:
         """A worker was lost: the resolver may know where it is now."""
         if self._watch is not None:
             self._watch.soon()
 
     async def stop(self) -> None:
-        """Nobody comes or goes any more."""
+        """Takes no worker in any more, and lets none go."""
         await self.reports.stop()
         if self._watch is not None:
             self._watch.stop()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])
+        if self._applying is not None:
+            self._applying.cancel()
+            await asyncio.wait([self._applying])
 
     @property
     def metrics(self) -> dict[str, int]:
@@ -192,62 +180,65 @@ class Turnover:
 
     def _answered(self, workers: Mapping[int, str]) -> None:
         self._answer = workers
-        if self._following is None:
+        if self._applying is None:
             loop = asyncio.get_running_loop()
-            self._following = loop.create_task(self._follow(), name="resolver's answer")
-            self._following.add_done_callback(self._followed)
+            self._applying = loop.create_task(
+                self._apply_answers(), name="resolver's answer"
+            )
+            self._applying.add_done_callback(self._applied)
 
-    def _followed(self, following: asyncio.Task[None]) -> None:
-        self._following = None
-        if not following.cancelled() and (error := following.exception()) is not None:
+    def _applied(self, applying: asyncio.Task[None]) -> None:
+        self._applying = None
+        if not applying.cancelled() and (error := applying.exception()) is not None:
             log.error("following the resolver's answer: %s", error, exc_info=error)
 
-    async def _follow(self) -> None:
+    async def _apply_answers(self) -> None:
         while (answer := self._answer) is not None:
             self._answer = None
             async with self._lock:
-                lost = {task.index for task in self._cluster.workers if task.is_lost}
+                lost = {task.place for task in self._sessions.tasks if task.is_lost}
                 changes = self.membership.resolved(answer, lost)
                 self._refused = {
-                    number: words
-                    for number, words in self._refused.items()
-                    if number in answer
+                    task_number: words
+                    for task_number, words in self._refused.items()
+                    if task_number in answer
                 }
                 for change in changes:
                     await self._carry_out(change)
 
     async def _carry_out(self, change: Change) -> None:
         match change:
-            case AdmitWorker(index, number, address):
-                self._cluster.admit(index, number, address)
+            case AdmitWorker(place, task_number, address):
+                self._sessions.admit(place, task_number, address)
                 self._came(change, "the resolver names it")
-            case MoveWorker(index, number, address):
-                before = self._cluster.workers[index]
+            case MoveWorker(place, task_number, address):
+                before = self._sessions.tasks[place]
                 words = f"the resolver names it at {address} now"
-                await self._cluster.part(before, words, None)
-                self._cluster.admit(index, number, address)
+                await self._sessions.release(before, words, None)
+                self._sessions.admit(place, task_number, address)
                 self.counts["moved"] += 1
                 log.warning(
                     "%s moves from %s to %s", before.name, before.address, address
                 )
-            case ReleaseWorker(index):
-                task = self._cluster.workers[index]
+            case ReleaseWorker(place):
+                task = self._sessions.tasks[place]
                 self.counts["removed"] += 1
                 log.warning("%s at %s is let go: %s", task.name, task.address, GONE)
-                await self._part(task, GONE, self._drain)
-            case RefuseWorker(number, words):
-                if self._refused.get(number) != words:
+                await self._release(task, GONE, self._drain)
+            case RefuseWorker(task_number, words):
+                # A resolver says the same again and again: it is logged once.
+                if self._refused.get(task_number) != words:
                     log.warning("%s", words)
-                self._refused[number] = words
+                self._refused[task_number] = words
 
     def _admit(self, wanted: AdmitWorker) -> TaskSession:
-        if wanted.index in self._leaving:
-            self.membership.withdraw(wanted.index)
+        if wanted.place in self._leaving:
+            self.membership.withdraw(wanted.place)
             raise BusyError(
-                f"worker {wanted.number} is leaving just now: add one in its place "
-                "when remove() has returned"
+                f"worker {wanted.task_number} is leaving just now: add one in its "
+                "place when remove() has returned"
             )
-        return self._cluster.admit(wanted.index, wanted.number, wanted.address)
+        return self._sessions.admit(wanted.place, wanted.task_number, wanted.address)
 
     async def _take_in(
         self, wanted: AdmitWorker, task: TaskSession, deadline: float, why: str
@@ -256,19 +247,19 @@ class Turnover:
         try:
             await task.wait_ready(deadline)
         except BaseException:  # to the caller, who has no such worker
-            self.membership.withdraw(wanted.index)
-            await self._part(task, "it did not come", 0.0)
+            self.membership.withdraw(wanted.place)
+            await self._release(task, "it did not come", 0.0)
             raise
         self._came(wanted, why)
 
-    async def _part(self, task: TaskSession, reason: str, patience: float) -> None:
-        self._leaving.add(task.index)
+    async def _release(self, task: TaskSession, reason: str, patience: float) -> None:
+        self._leaving.add(task.place)
         try:
-            await self._cluster.part(task, reason, patience)
+            await self._sessions.release(task, reason, patience)
         finally:
-            self._leaving.discard(task.index)
+            self._leaving.discard(task.place)
 
     def _came(self, admitted: AdmitWorker, why: str) -> None:
-        self.membership.came(admitted.index)
+        self.membership.came(admitted.place)
         self.counts["added"] += 1
-        log.info("worker %d at %s: %s", admitted.number, admitted.address, why)
+        log.info("worker %d at %s: %s", admitted.task_number, admitted.address, why)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SLACK: Final = 10.0
-"""Seconds for the loop to say that the time is over, beyond that time."""
+SLACK_SECONDS: Final = 10.0
+"""Beyond the time of a change, for the loop to say itself that it is over."""
 
 
 Tasks_co = TypeVar("Tasks_co", covariant=True)
@@ -66,7 +66,7 @@ class TurnoverCluster(Protocol):
 
 @final
 class Workers:
-    """``strategy.workers``: who computes steps, and how that changes while they do.
+    """``strategy.workers``: the workers that compute steps, and changes of them.
 
     A worker has a number, with which its daemon was started (``--index``). A number
     that was removed is never given to another address.
@@ -117,7 +117,7 @@ class Workers:
         _check_reached(address)
         patience = self._patience(timeout, self._session.settings.timeouts.connect)
         work = self._session.cluster.turnover.add(address, index, patience)
-        return self._session.run(work, f"adding {address}", patience + SLACK)
+        return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
 
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
@@ -133,7 +133,7 @@ class Workers:
 
         It gets nothing new. What it has begun runs to its end there, or on another
         worker if it is lost or has not ended in time; its session is closed, and its
-        daemon serves whoever comes next. The last one may be removed, too: closures
+        daemon serves the next program. The last one may be removed, too: closures
         wait then, for ``worker_wait_timeout``.
 
         Args:
@@ -144,7 +144,7 @@ class Workers:
         """
         patience = self._patience(timeout, self._session.settings.timeouts.drain)
         work = self._session.cluster.turnover.remove(address, patience)
-        self._session.run(work, f"removing {address}", patience + SLACK)
+        self._session.run(work, f"removing {address}", patience + SLACK_SECONDS)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
         """As `remove`, awaited. Cancellation: it is gone all the same, and what it has
@@ -156,13 +156,10 @@ class Workers:
     def accept_joining(self, accept: bool = True) -> None:
         """From now on workers are taken in, as by `add`, that report themselves:
         daemons started with ``zstrat-worker --join``, which have a worker's key. Up to
-        then, and behind ``accept_joining(False)``, they are refused."""
+        then they are refused when they have waited ten seconds, and behind
+        ``accept_joining(False)`` at once."""
         reports = self._session.cluster.turnover.reports
-
-        def take() -> None:
-            reports.are_wished = accept
-
-        self._session.portal.call_soon(take)
+        self._session.portal.call_soon(reports.accept, accept)
 
     # ---- for the strategy ------------------------------------------------------------
 
@@ -185,7 +182,7 @@ class Workers:
 
     def bind(self, why: str) -> int:
         """No worker that is new to the cluster is taken any more, for that reason;
-        returns how many indices were given."""
+        returns how many places were given."""
         membership = self._session.cluster.turnover.membership
 
         async def bound() -> int:
@@ -200,7 +197,11 @@ class Workers:
 
 
 def _check_reached(address: str) -> None:
-    """Whether a worker may be reached at that, in the words of who adds one."""
+    """Checks that a worker can be reached there.
+
+    Raises:
+        ValueError: It cannot; says what `Workers.add` expects.
+    """
     try:
         if isinstance(address, str):
             return check_address(address)

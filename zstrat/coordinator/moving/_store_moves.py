@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.coordinator.connecting import StoreDirectory, TaskSession
     from zstrat.coordinator.replication import StorePlace
     from zstrat.wire import PlainTree
 
@@ -57,14 +57,13 @@ class MovingCluster(Protocol):
     def worker_addresses(self) -> Mapping[int, str]: ...
 
     @property
-    def broken(self) -> PSUnavailableError | None: ...
+    def outage_error(self) -> PSUnavailableError | None: ...
 
-    def place_stores(self) -> Replication:
-        """Who watches processes and moves stores; it is made the first time."""
-        ...
+    @property
+    def store_directory(self) -> StoreDirectory: ...
 
-    async def told(self, timeout: float) -> None:
-        """Waits until workers know where stores are."""
+    def ensure_replication(self) -> Replication:
+        """What watches processes and moves stores; it is made the first time."""
         ...
 
 
@@ -98,7 +97,7 @@ class StoreMoves:
             return replication.statistics()
         stores: list[PlainTree] = [
             {
-                "store": task.index,
+                "store": task.place,
                 "process": task.name,
                 "address": task.address,
                 "backup": "",
@@ -213,13 +212,13 @@ class StoreMoves:
             if each.address == address and not each.is_closed
         )
         self._require_others(replication, process)
-        replication.spare(process.index, True)
+        replication.spare(process.place, True)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
-                await self._cluster.told(HEARING)
+                await self._cluster.store_directory.wait_workers_told(HEARING)
         except BaseException as error:  # to the caller: it stays
-            replication.spare(process.index, False)
+            replication.spare(process.place, False)
             if isinstance(error, TimeoutError):
                 raise DeadlineExceededError(
                     f"{process.name} at {address} has something left after "
@@ -242,7 +241,7 @@ class StoreMoves:
                 "leave out resume= to have them come and go"
             )
         self._require_whole()
-        replication = self._cluster.place_stores()
+        replication = self._cluster.ensure_replication()
         if not replication.is_started:
             await replication.open(deadline)
             self._require_whole()  # one may have been lost while processes were awaited
@@ -253,8 +252,8 @@ class StoreMoves:
         Raises:
             PSUnavailableError: A store is lost, or is being filled again.
         """
-        if (broken := self._cluster.broken) is not None:
-            raise broken
+        if (outage := self._cluster.outage_error) is not None:
+            raise outage
 
     def _new_number(self, address: str, number: int | None) -> int:
         """
@@ -315,7 +314,7 @@ class StoreMoves:
     async def _level(self, replication: Replication) -> None:
         placement = replication.placement
         serving = [store.primary.process for store in placement.stores]
-        present = [each.index for each in _present(replication)]
+        present = [each.place for each in _present(replication)]
         for store, target in levelled(serving, present):
             await self._move(replication, store, target)
             if placement.stores[store].primary.process != target:
@@ -329,7 +328,7 @@ class StoreMoves:
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
         """Until no store has anything in the process. A backup there may become primary
         before another one is made."""
-        stores, me = replication.placement.stores, process.index
+        stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
         while held := [store for store in stores if me in _processes_of(store)]:
             if any(store.primary.process == me for store in held):
@@ -348,8 +347,8 @@ class StoreMoves:
         Raises:
             UnavailableError: All have been tried.
         """
-        stores, me = replication.placement.stores, process.index
-        others = [each.index for each in _others(replication, process)]
+        stores, me = replication.placement.stores, process.place
+        others = [each.place for each in _others(replication, process)]
         backups = {
             store.number: store.backup.process
             for store in stores
@@ -379,7 +378,7 @@ class StoreMoves:
             lambda: (
                 place.primary.process == process
                 or process not in _processes_of(place)
-                or self._cluster.broken is not None
+                or self._cluster.outage_error is not None
             )
         )
         self._require_whole()
@@ -399,7 +398,9 @@ class StoreMoves:
             if was_away := place.is_reported_lost:
                 # It is said to be lost when its line was cut for too long.
                 await replication.wait_until(
-                    lambda: not place.is_reported_lost or cluster.broken is not None
+                    lambda: (
+                        not place.is_reported_lost or cluster.outage_error is not None
+                    )
                 )
         await self._settled(replication)
 
@@ -412,10 +413,13 @@ class StoreMoves:
         cluster, placement = self._cluster, replication.placement
         if replication.replicas:
             await replication.wait_until(
-                lambda: not placement.without_backup or cluster.broken is not None
+                lambda: not placement.without_backup or cluster.outage_error is not None
             )
-            if placement.without_backup and (broken := cluster.broken) is not None:
-                raise broken
+            if (
+                placement.without_backup
+                and (outage := cluster.outage_error) is not None
+            ):
+                raise outage
 
 
 def _present(replication: Replication) -> list[TaskSession]:
@@ -434,7 +438,7 @@ def _words(replication: Replication, process: TaskSession) -> str:
     stores = [
         str(store.number)
         for store in replication.placement.stores
-        if process.index in _processes_of(store)
+        if process.place in _processes_of(store)
     ]
     if not stores:
         return "not all workers have heard where its stores are now"

@@ -24,7 +24,7 @@ from zstrat.program import worker_context
 from zstrat.telemetry.timeline import assemble, check_place, write_timeline
 from zstrat.variables import recorder
 
-from ._timeline_run import PROFILING, TimelineBounds, TimelineRun
+from ._timeline_run import PROFILE_SECONDS, TimelineBounds, TimelineRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 SECONDS: Final = 60.0
 MAX_BYTES: Final = 64 * 2**20
-WAITING: Final = PROFILING + 10.0
+WAITING: Final = PROFILE_SECONDS + 10.0
 """Seconds for the loop to ask all tasks, which have a deadline of their own there."""
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello
 
 
-TRIPS: Final = 8
+CLOCK_TRIPS: Final = 8
 """Round trips of which the shortest counts: on a network that is busy most of them wait
 somewhere, and one that did not says all there is to know."""
 
@@ -126,7 +126,7 @@ class CapturedTask:
         return ""
 
     async def _clock(self, deadline: float) -> ClockReading:
-        return read_clock([await self._trip(deadline) for _ in range(TRIPS)])
+        return read_clock([await self._trip(deadline) for _ in range(CLOCK_TRIPS)])
 
     async def _trip(self, deadline: float) -> RoundTrip:
         asked = time.monotonic()
@@ -136,10 +136,10 @@ class CapturedTask:
         return RoundTrip(asked, answer.now, heard)
 
 
-ANSWERING: Final = 10.0
+CAPTURE_SECONDS: Final = 10.0
 """Seconds for all tasks together to begin, and again to end: who takes longer hangs,
 and is left out."""
-PROFILING: Final = 60.0
+PROFILE_SECONDS: Final = 60.0
 """The same with jax's own profile, which a worker begins and ends between two steps."""
 BYTES_OF_SPAN: Final = 200
 """What one becomes in a file that is not compressed."""
@@ -164,10 +164,6 @@ class TimedCluster(Protocol):
 
     def backups(self) -> Sequence[BackupTask]:
         """A way to each second copy that has all."""
-        ...
-
-    def session_of(self, task: TaskSession) -> int:
-        """The number that the task knows its session by."""
         ...
 
 
@@ -216,7 +212,7 @@ class TimelineRun:
         self._backups: Sequence[BackupTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
-        self._patience = PROFILING if bounds.profile else ANSWERING
+        self._patience = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
         self._collecting: asyncio.Task[CollectedRun] | None = None
 
     async def begin(self) -> None:
@@ -283,14 +279,17 @@ class TimelineRun:
     async def _begin_tasks(self) -> None:
         cluster, bounds = self._cluster, self._bounds
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
-        self._tasks = [CapturedTask(task, cluster.session_of(task)) for task in ready]
+        self._tasks = [CapturedTask(task, task.session) for task in ready]
         self._backups = cluster.backups()
         self._tasks += [CapturedTask(task, cluster.session) for task in self._backups]
         deadline = self._deadline()
         async with asyncio.TaskGroup() as group:
             for task in self._tasks:
                 order = BeginCapture(
-                    task.session, self._room, bounds.seconds + ANSWERING, bounds.profile
+                    task.session,
+                    self._room,
+                    bounds.seconds + CAPTURE_SECONDS,
+                    bounds.profile,
                 )
                 group.create_task(task.begin(order, deadline), name=task.name)
 

@@ -1,4 +1,5 @@
-"""Lost parameter servers that are filled again from the last checkpoint."""
+"""Lost parameter servers that are filled again from the last checkpoint, in a session
+under another number."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from ._inventory import RestorePoint as RestorePoint
 from ._inventory import entry_of as entry_of
 from ._recovery import PS_WAIT as PS_WAIT
 from ._recovery import Patient as Patient
-from ._recovery import RecoveringCluster as RecoveringCluster
 from ._recovery import Recovery as Recovery
 from ._recovery import count as count
 from ._recovery import steady as steady
+from ._session_renewal import SessionRenewal as SessionRenewal

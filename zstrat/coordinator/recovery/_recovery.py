@@ -3,7 +3,7 @@
 A checkpoint is of one moment of all servers. So when one of them has lost what it held,
 all of them begin a *session anew*, under another number: with empty ledgers, the same
 keys, and the values of the checkpoint. What was sent for the session before is refused
-from then on, whoever sends it, and however late; so a closure that runs again has its
+from then on, from any process and however late; so a closure that runs again has its
 effect once on top of the restored values, and one that had ended before is lost with
 what it did.
 
@@ -13,7 +13,8 @@ what it did.
                             └── nobody came in time, or no checkpoint ──▶ FAILED
 
 Until all is WHOLE nothing is handed out to workers, and requests of the program wait.
-The law of this file: each recovery ends, and whoever waits is told how. On the loop.
+The law of this file: each recovery ends, and each call that waits is told how. On the
+loop.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from zstrat.ps import PsClient
 
     from ._inventory import RestorePoint
+    from ._session_renewal import SessionRenewal
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -54,15 +56,15 @@ P = ParamSpec("P")
 
 PS_WAIT: Final = 600.0
 """Seconds that a lost parameter server has to come back: to boot a machine."""
-ATTEMPTS: Final = 5
-"""So often the servers are filled, before one says that it does not work; more often
-if they are lost again and again, within their patience."""
-POINTS: Final = 4
-"""Checkpoints that are remembered: the newest may be damaged, or deleted."""
+FILL_ATTEMPTS: Final = 5
+"""How often the servers are filled before an error says that it does not work; more
+often if they are lost again and again, within their patience."""
+REMEMBERED_CHECKPOINTS: Final = 4
+"""More than one, as the newest may be damaged, or deleted."""
 
 
 class RecoveringCluster(Protocol):
-    """What a recovery does with the tasks of a session (`Cluster`)."""
+    """The parameter servers of a session (`Cluster`)."""
 
     @property
     def ps(self) -> Sequence[TaskSession]: ...
@@ -73,36 +75,6 @@ class RecoveringCluster(Protocol):
     @property
     def failovers(self) -> int:
         """How often another copy took the place of a server."""
-        ...
-
-    def suspend(self) -> None:
-        """Nothing is handed out to workers any more."""
-        ...
-
-    def resume(self) -> None:
-        """All goes on."""
-        ...
-
-    def fail(self, error: PSUnavailableError) -> None:
-        """Whoever schedules or joins is told."""
-        ...
-
-    def begin_anew(self) -> None:
-        """Has all parameter servers enter another session, in which they are empty."""
-        ...
-
-    async def close_ended(self) -> None:
-        """Tells the servers which steps have ended."""
-        ...
-
-    @property
-    def cut(self) -> Cut:
-        """The steps that have ended."""
-        ...
-
-    def follow(self) -> None:
-        """Has the workers enter the session of the servers; what they work on runs
-        again."""
         ...
 
 
@@ -116,15 +88,20 @@ class _Remembered:
 
 @final
 class Recovery:
-    """That of one session.
+    """Fills the parameter servers of one session again.
 
     Args:
+        renewal: Has all tasks enter another session.
         patience: Seconds that a lost server has to come back.
         filling: Seconds that the servers have to make the variables.
     """
 
     def __init__(
-        self, cluster: RecoveringCluster, patience: float, filling: float
+        self,
+        cluster: RecoveringCluster,
+        renewal: SessionRenewal,
+        patience: float,
+        filling: float,
     ) -> None:
         self.patience: Final = patience
         self.inventory: Final = Inventory()
@@ -133,7 +110,7 @@ class Recovery:
         self.steps_lost = 0
         """Steps that had ended and are not in the values any more."""
         self.failure: PSUnavailableError | None = None
-        self._cluster, self._filling = cluster, filling
+        self._cluster, self._renewal, self._filling = cluster, renewal, filling
         self._points: list[_Remembered] = []
         self._is_torn = False
         """The servers are in a session that was not filled to its end."""
@@ -156,26 +133,26 @@ class Recovery:
 
     # ---- told by the cluster ---------------------------------------------------------
 
-    def lost(self) -> None:
+    def server_lost(self) -> None:
         """A server is lost, for a while or for good."""
         self._news.set()
         if self._over.is_set() and self.failure is None:
             self._over.clear()
-            self._cluster.suspend()
+            self._renewal.suspend_dispatch()
             loop = asyncio.get_running_loop()
             self._task = loop.create_task(self._recover(), name="recovery")  # see stop
 
-    def returned(self) -> None:
-        """A server is in the session."""
+    def server_returned(self) -> None:
+        """A server is in the session again."""
         self._news.set()
 
-    def mended(self) -> None:
-        """All are, with all that they held."""
+    def all_returned(self) -> None:
+        """All servers are in the session, with all that they held."""
         if not self._is_torn:
             self.failure = None
 
     async def stop(self) -> None:
-        """Gives up; nobody asks any more."""
+        """Gives up: the session is being closed."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -196,7 +173,7 @@ class Recovery:
             return []  # its steps are not those that are counted now
         known = [each for each in self._points if each.point.path != point.path]
         steps = count(cut) - self.steps_lost
-        self._points = [*known[1 - POINTS :], _Remembered(point, steps)]
+        self._points = [*known[1 - REMEMBERED_CHECKPOINTS :], _Remembered(point, steps)]
         return self.inventory.missing_in(point)
 
     async def over(self) -> None:
@@ -236,7 +213,7 @@ class Recovery:
         waited = self.is_under_way
         if not waited and not all(task.link.is_open for task in self._cluster.ps):
             waited = True
-            # Their lines have them wait until it is known who came back.
+            # Their lines hold this request until it is known what came back.
             with contextlib.suppress(ZstratError):
                 await self._cluster.client.statistics()
         await self.over()
@@ -249,7 +226,7 @@ class Recovery:
             await self._bring_back()
         except PSUnavailableError as error:
             self._fail(error)
-        except Exception as error:  # goes to whoever needs the servers
+        except Exception as error:  # goes to each call that needs the servers
             log.exception("filling the parameter servers again")
             words = f"filling it again failed: {type(error).__name__}: {error}"
             self._fail(PSUnavailableError(self._lost_task.name, words, lost=True))
@@ -275,7 +252,8 @@ class Recovery:
                 )
                 # Another loss may be bad luck, or what comes of being filled.
                 lost = not all(task.is_ready for task in self._cluster.ps)
-                if failures >= ATTEMPTS and not (lost and loop.time() < patient_until):
+                may_be_luck = lost and loop.time() < patient_until
+                if failures >= FILL_ATTEMPTS and not may_be_luck:
                     words = f"filling it again failed {failures} times, at last with "
                     raise PSUnavailableError(
                         self._lost_task.name, f"{words}{error}", lost=True
@@ -350,25 +328,25 @@ class Recovery:
         """
         cluster, loop = self._cluster, asyncio.get_running_loop()
         self._is_torn = True
-        cluster.begin_anew()
+        self._renewal.renew_servers()
         deadline = loop.time() + self.patience
         await asyncio.gather(*(task.wait_ready(deadline) for task in cluster.ps))
         await self.inventory.create_again(cluster.client, self._filling)
         await point.fill(cluster.client)
-        await cluster.close_ended()
+        await self._renewal.close_ended_steps()
         for task in cluster.ps:
             if not task.is_ready:
                 raise PSUnavailableError(task.name, "it was lost again")
 
     def _restored(self, chosen: _Remembered) -> None:
         """Nothing has been awaited since all servers were found filled."""
-        lost = count(self._cluster.cut) - self.steps_lost - chosen.steps
+        lost = count(self._renewal.ended_steps) - self.steps_lost - chosen.steps
         # What is newer tells of steps that are lost now.
         self._points = self._points[: self._points.index(chosen) + 1]
         self.steps_lost += lost
         self.restores += 1
         self._is_torn = False
-        self._cluster.follow()
+        self._renewal.renew_workers()
         log.warning(
             "a parameter server came back empty: all of them were filled from %s. %d "
             "steps that had ended after it are lost (those that failed or were "
@@ -383,12 +361,13 @@ class Recovery:
     def _end(self) -> None:
         self._task = None
         self._over.set()
-        self._cluster.resume()
+        self._renewal.resume_dispatch()
 
     def _fail(self, error: PSUnavailableError) -> None:
         self.failure, self._task = error, None
         self._over.set()
-        self._cluster.fail(error)
+        self._renewal.report_outage(error)
+        self._renewal.resume_dispatch()
 
     @property
     def _lost_task(self) -> TaskSession:
@@ -411,7 +390,8 @@ class Patient(Protocol):
 
 
 class Recovered(Protocol):
-    """Who asks parameter servers that may be got back; None: they are not."""
+    """Asks parameter servers, which ``patient`` gets back when they are lost; None: no
+    one does."""
 
     @property
     def patient(self) -> Patient | None: ...

@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink
+    from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
     from zstrat.ps import PsClient
     from zstrat.wire import Hello, LeftCopy, PlainTree, SessionOpened
 
     from ._orders import Asked, PlacementOrder
-    from ._placement import StorePlace
+    from ._store_places import StorePlace
     from ._succession import Successor
 
 log = logging.getLogger("zstrat.coordinator")
@@ -84,20 +84,15 @@ class ReplicatedCluster(Protocol):
     def client(self) -> PsClient: ...
 
     @property
-    def broken(self) -> PSUnavailableError | None:
+    def outage_error(self) -> PSUnavailableError | None:
         """The parameter server that is not there, and no other in its place."""
         ...
 
-    def worker_reported(self, task: TaskSession, message: WorkerReported) -> None:
-        """A worker has reported itself at the process."""
-        ...
+    @property
+    def store_directory(self) -> StoreDirectory: ...
 
-    def heard(self, task: TaskSession, message: Message) -> None:
-        """A notice from who serves a store."""
-        ...
-
-    def store_moved(self, store: int, view: int, address: str) -> None:
-        """The store is served there."""
+    def message_received(self, task: TaskSession, message: Message) -> None:
+        """A notice of the server of a store, or of a worker at a process."""
         ...
 
     def store_lost(self, store: int, reason: str) -> None:
@@ -207,7 +202,7 @@ class Replication:
             return None
         origin = left[0].chosen.copy.origin
         await self._keep_origin(origin, deadline)
-        self._succeed(left, [told[process.index].life for process in self.processes])
+        self._succeed(left, [told[process.place].life for process in self.processes])
         await self._wait_served(deadline)
         return origin
 
@@ -272,9 +267,9 @@ class Replication:
         for process, life in zip(self.processes, lives, strict=True):
             if not process.is_ready:
                 reason = "it was lost while it was taken over"
-                self._carry_out(self.placement.process_lost(process.index, reason))
-            elif self._lives[process.index] != life:
-                self.ready(process)
+                self._carry_out(self.placement.process_lost(process.place, reason))
+            elif self._lives[process.place] != life:
+                self.task_ready(process)
 
     async def _keep_origin(self, origin: int, deadline: float) -> None:
         """Those that began empty count from there, too; or from now on, if none has
@@ -426,9 +421,9 @@ class Replication:
 
         Cancellation: it is left all the same, and does not say whether it heard so.
         """
-        self.placement.set_leaving(process.index, True)
-        self._carry_out(self.placement.process_lost(process.index, "it was let go"))
-        self.placement.abandon(process.index)
+        self.placement.set_leaving(process.place, True)
+        self._carry_out(self.placement.process_lost(process.place, "it was let go"))
+        self.placement.abandon(process.place)
         was_ready = process.is_ready
         process.leave()
         try:
@@ -525,7 +520,7 @@ class Replication:
     async def settled(self, since: int) -> bool:
         """Waits while it is not known who serves a store; returns whether that was so
         now, or another copy took its place since so many `takeovers`."""
-        if self._cluster.broken is not None:
+        if self._cluster.outage_error is not None:
             return False
         lines = self._cluster.client.lines
         waited = any(line.is_held or line.peer is None for line in lines)
@@ -573,31 +568,31 @@ class Replication:
 
     # ---- told by the sessions with the processes -------------------------------------
 
-    def ready(self, task: TaskSession) -> None:
-        self._carry_out(self.placement.joined(task.index, self._lives[task.index]))
+    def task_ready(self, task: TaskSession) -> None:
+        self._carry_out(self.placement.joined(task.place, self._lives[task.place]))
 
-    def lost(self, task: TaskSession, reason: str) -> None:
+    def task_lost(self, task: TaskSession, reason: str) -> None:
         if task.is_moved:
             return
         if task.gone:
-            self._lives[task.index] += 1
+            self._lives[task.place] += 1
             asyncio.get_running_loop().call_soon(self._take_back, task)
-        self._carry_out(self.placement.process_lost(task.index, reason))
+        self._carry_out(self.placement.process_lost(task.place, reason))
 
-    def heard(self, task: TaskSession, message: Message) -> None:
+    def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
         if isinstance(message, BackupLost) and message.session == self._session:
             log.warning("%s has lost its backup: %s", task.name, message.reason)
-            store, view = task.index, message.view
+            store, view = task.place, message.view
             self._carry_out(self.placement.backup_lost(store, view, message.reason))
         elif isinstance(message, WorkerReported):
-            self._cluster.worker_reported(task, message)
+            self._cluster.message_received(task, message)
         elif isinstance(message, Telemetry):
             # Of the store that is served at the address of the process, if there is
             # one: copies have addresses of their own.
             for served in self._cluster.ps:
                 if served.address == task.address:
-                    self._cluster.heard(served, message)
+                    self._cluster.message_received(served, message)
 
     def _take_back(self, task: TaskSession) -> None:
         """What it held is gone, and it is as good as any for a new copy."""
@@ -608,12 +603,12 @@ class Replication:
 
     def store_lost(self, task: TaskSession, reason: str) -> None:
         """Who serves the store does not answer, or not with what it had."""
-        orders = self.placement.primary_lost(task.index, task.address, reason)
+        orders = self.placement.primary_lost(task.place, task.address, reason)
         self._carry_out(orders)
-        place = self.placement.stores[task.index]
-        if place.is_reported_lost and task.index not in self._telling:
+        place = self.placement.stores[task.place]
+        if place.is_reported_lost and task.place not in self._telling:
             # Its process was lost before, and this way to it was not known to be.
-            self._tell(Lose(task.index, reason))
+            self._tell(Lose(task.place, reason))
 
     # ---- told by `OrderAsking` -------------------------------------------------------
 
@@ -703,7 +698,7 @@ class Replication:
     def _serve(self, order: Serve) -> None:
         self._stop_telling(order.store)
         address = order.primary.address
-        self._cluster.store_moved(order.store, order.view, address)
+        self._cluster.store_directory.publish(order.store, order.view, address)
         task = self._cluster.ps[order.store]
         if task.address != address:
             task.move(address, life=order.primary.incarnation)

@@ -17,6 +17,7 @@ from zstrat.coordinator._engine import ClosureEngine
 from zstrat.coordinator._queue import Queue
 from zstrat.coordinator._servers import ParameterServers
 from zstrat.coordinator._values import Result
+from zstrat.coordinator.connecting import SessionOptions
 from zstrat.program import bytes_of_inputs, cut_inputs
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._loop_side import Cancelling
     from zstrat.coordinator._rest import Cut
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
+    from zstrat.coordinator._waiting import Cancelling
     from zstrat.coordinator.connecting import MakeTaskLink
     from zstrat.coordinator.recovery import Recovery
 
@@ -64,10 +65,8 @@ class LoopCoordinator:
             workers,
             times,
             make_link,
-            prefetch,
-            replicas=replicas,
+            SessionOptions(prefetch, replicas=replicas, name=name),
             draw=draw,
-            name=name,
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)
         self._patience = times.request
@@ -100,7 +99,7 @@ class LoopCoordinator:
             self.cluster.fences,
             self.cluster.ps,
             closures_in_flight=in_flight,
-            prefetch=self.cluster.prefetch,
+            prefetch=self.cluster.options.prefetch,
             worker_wait_timeout=wait,
         )
         self.cluster.attach(self._dispatcher)

@@ -261,9 +261,11 @@ class _Gathered:
             for x in self.looked_up
             if any(_meets(x.sought, key, None) for key in keys)
         ]
-        if not keys & self.found.used_keys and all(
-            x.sought.table == table for x in found
-        ):
+        # Of what was read whole, and nothing depends on, the gradient is zero as of any
+        # other array: momentum moves it. Beside lookups its reading may be the way to
+        # an argument's shape.
+        dense = self.found.used_keys if found else self.of_keys.keys()
+        if not keys & dense and all(x.sought.table == table for x in found):
             return _slices(found, variable.shape, variable.dtype)
         parts = [
             self._dense(part, self.of_keys.get(part.spec.key), found, None)

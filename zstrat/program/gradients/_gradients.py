@@ -59,9 +59,9 @@ def value_and_grad(
 
     The gradient of a variable is dense. That of one of which ``fn`` only looks rows up
     is an `IndexedSlices` of these rows, in the order of the lookups, duplicates
-    included; no row of it at all for a `ShardedVariable` that is not used. Parts of a
-    list that was looked up together have dense gradients: join them in a
-    `ShardedVariable`. With lookups ``fn`` is traced a few times, and its ids are
+    included. That of a `ShardedVariable` which ``fn`` does not read is one without
+    rows. Parts of a list that was looked up together have dense gradients: join them in
+    a `ShardedVariable`. With lookups ``fn`` is traced a few times, and its ids are
     computed once by themselves.
 
     Raises:

@@ -85,7 +85,7 @@ def _unnamed(self: Any) -> tuple[int, int]:
 
 
 def _same_session(self: Any) -> None:
-    for task in self.ps:
+    for task in self._cluster.ps:
         task.renew(self.session, [])
 
 
@@ -163,6 +163,7 @@ def _around(path: str, wrapper: Callable[..., Any]) -> Any:
 _COPIES: Final = "zstrat.ps.replication"
 _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
+_RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
@@ -189,9 +190,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "servers take the requests of any session": {
         "zstrat.wire._session.Ownership.check": _nothing
     },
-    "a restore stays in the same session": {
-        "zstrat.coordinator._cluster.Cluster.begin_anew": _same_session
-    },
+    "a restore stays in the same session": {f"{_RENEWAL}.renew_servers": _same_session},
     "the mark is raised too far": {_TELL: _around(_TELL, _too_far)},
     "a step is over when its push is sent": {_PUSH: _told_early},
     "steps of lost workers are forgotten": {

@@ -260,7 +260,7 @@ class TrainingSession:
         """All of it."""
         await self._coordinator.open()
         cluster = self._coordinator.cluster
-        before = self._program.go_on(self._training, cluster.resumed)
+        before = self._program.go_on(self._training, cluster.renewal.resumed)
         self._first = before * self._scenario.steps
         if self._scenario.restores:
             self._coordinator.cluster.recover(PS_WAIT)
@@ -364,10 +364,10 @@ class TrainingSession:
                     self._training.broken(f"it had left what it held: {error!r}")
                 raise error
             await asyncio.sleep(1.0)
-            if self._coordinator.cluster.broken is None:
+            if self._coordinator.cluster.outage_error is None:
                 return
             deadline = asyncio.get_running_loop().time() + PATIENCE
-            while self._coordinator.cluster.broken is not None:
+            while self._coordinator.cluster.outage_error is not None:
                 if asyncio.get_running_loop().time() > deadline:
                     raise error
                 await asyncio.sleep(0.5)
@@ -442,7 +442,7 @@ class TrainingSession:
     async def _save(self) -> None:
         """A checkpoint; one that fails is none."""
         coordinator, training = self._coordinator, self._training
-        if coordinator.cluster.broken is not None:
+        if coordinator.cluster.outage_error is not None:
             return
         client, number = coordinator.cluster.client, self._program.new_number
         holder, fills = object(), training.fills

@@ -37,6 +37,10 @@ class SharedMemoryLane(Protocol):
     def unread(self) -> Sized:
         """Bodies of the peer that nothing reads any more, and it was not told so."""
 
+    @property
+    def most_unread(self) -> int:
+        """How many of them make a message worth while."""
+
     def offer(self, to: Hello) -> Offer | None:
         """Our memory, for the first body that is worth it; None if there is none."""
 

@@ -73,7 +73,7 @@ from ._orders import (
     Token,
 )
 from ._outbox import Frames, Outbox
-from ._sharing import RELEASED, Sharing
+from ._sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -292,8 +292,8 @@ class Peer(Generic[Token]):
         if self.state is _OPEN:
             if outbox.wants_lane and self.hello is not None:
                 sharing.offer(self.hello)
-            if len(sharing.unread) >= RELEASED:
-                sharing.release()
+            if sharing.unread:
+                sharing.release_many()
         frames = outbox.take()
         if frames is not None:
             self._life.sent_at = now

@@ -6,7 +6,7 @@ connection without a lane says no to what it is offered.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from zstrat.errors import ProtocolError
 from zstrat.wire._messages import Hello, Mapped, Offer, Released
@@ -17,14 +17,10 @@ if TYPE_CHECKING:
     from ._lane import SharedMemoryLane
     from ._outbox import Outbox
 
-RELEASED: Final = 4
-"""Bodies that may lie unread in the peer's memory before a message says so: a message
-for each would cost more than it frees. What is left is said with the next tick."""
-
 
 class Sharing:
-    """Of one connection. ``unread`` are bodies of the peer that nothing reads any more,
-    to be looked at before each message: at `RELEASED` of them call `release`."""
+    """Of one connection. ``unread`` are bodies of the peer that nothing reads any more:
+    where there are any, call `release_many` before a message."""
 
     __slots__ = ("_is_offered", "_lane", "_outbox", "_was_offered", "unread")
 
@@ -41,6 +37,12 @@ class Sharing:
             offer = self._lane.offer(to)
             if offer is not None:
                 self._outbox.say(offer)
+
+    def release_many(self) -> None:
+        """Says which bodies were read, if there are enough for a message. What is left
+        is said with the next tick."""
+        if self._lane is not None and len(self.unread) >= self._lane.most_unread:
+            self.release()
 
     def release(self) -> None:
         """Says which bodies were read."""

@@ -1,0 +1,129 @@
+"""Stores that are dealt out to parameter servers, and levelled among them."""
+
+import jax.numpy as jnp
+import pytest
+from coordinator_stores import StoresWorld, connected, kinds, served
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zstrat.program as zs
+from zstrat.coordinator.moving import leaving, levelled
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import DetachBackup
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+@pytest.fixture
+def world():
+    made = StoresWorld()
+    yield made
+    made.close()
+
+
+def test_stores_are_dealt_out_and_levelled(world):
+    servers, third = connected(world, stores_per_ps=3), world.newcomer(2)
+    hosted = [[copy.index for copy in task.copies] for task in world.ps]
+    assert hosted == [[2, 4], [3, 5], []]
+    opened = world.workers[0].sessions[-1]
+    assert (opened.ps[:2], len(set(opened.ps))) == (["ps0:1", "ps1:1"], 6)
+    servers.add("ps2:1")
+    counts = [served(world).count(f"/job:ps/task:{number}") for number in range(3)]
+    assert counts == [2, 2, 2]
+    assert sorted(index for index, _ in world.moves()) == [4, 5]
+    servers.drain("ps1:1")
+    assert "/job:ps/task:1" not in served(world)
+    assert len(third.copies) == 3
+
+
+def test_what_a_failover_has_brought_together_is_levelled(world):
+    servers = connected(world, replicas=1)
+    world.on_loop(world.ps[0].kill)
+    world.until(lambda: served(world) == ["/job:ps/task:1"] * 2)
+    world.on_loop(world.ps[0].come_back)
+    world.until(world.paired)
+    servers.level()
+    assert sorted(served(world)) == ["/job:ps/task:0", "/job:ps/task:1"]
+    assert world.paired()
+    servers.level()
+    assert world.replication.statistics()["stores_moved"] == 1
+
+
+def test_second_copies_are_elsewhere_before_a_server_goes(world):
+    servers, coordinator = connected(world, replicas=1), world.coordinator()
+    with pytest.raises(InvalidArgumentError, match="1 other ps are there, and 2 have"):
+        servers.drain("ps0:1")
+    world.newcomer(2)
+    servers.add("ps2:1")
+    servers.drain("ps0:1")
+    stores = coordinator.metrics()["stores"]
+    assert [store["process"] for store in stores] == ["/job:ps/task:1"] * 2
+    assert [store["backup"] for store in stores] == ["/job:ps/task:2"] * 2
+    assert (world.paired(), world.numbers_of["failovers"]) == (True, 0)
+    world.on_loop(world.ps[1].kill)
+    world.until(lambda: all(store.primary.process == 2 for store in places(world)))
+    assert coordinator.schedule(good).fetch() == 1
+
+
+def test_a_second_copy_that_becomes_the_first_meanwhile_is_moved_too(world):
+    servers = connected(world, replicas=1, stores_per_ps=2)
+    for number in (2, 3):
+        world.newcomer(number)
+        servers.add(f"ps{number}:1")
+    # The first process has the second copies of stores that two others serve.
+    at = [(store.primary.process, store.backup.process) for store in places(world)]
+    assert (at[1], at[2]) == ((1, 0), (2, 0))
+    handle = world.ps[1].handle
+
+    def lost_meanwhile(message):
+        if isinstance(message, DetachBackup):
+            world.ps[2].kill()
+        return handle(message)
+
+    world.ps[1].handle = lost_meanwhile
+    servers.drain("ps0:1", timeout=10.0)
+    assert DetachBackup in kinds(world.ps[1])
+    assert world.numbers_of["failovers"] == 1
+    assert set(served(world)) == {"/job:ps/task:1", "/job:ps/task:3"}
+    assert world.paired()
+
+
+def places(world):
+    return world.replication.placement.stores
+
+
+SERVING = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+@given(SERVING, st.sets(st.integers(0, 4), min_size=1))
+def test_levelling_moves_as_few_stores_as_can_be(serving, processes):
+    moves = levelled(serving, processes)
+    after = list(serving)
+    for store, target in moves:
+        assert (after[store] in processes, target in processes) == (True, True)
+        after[store] = target
+    counts = sorted(after.count(process) for process in processes)
+    assert counts[-1] - counts[0] <= 1
+    # Who serves more than his share gives the rest away, and no store moves twice.
+    before = sorted(serving.count(process) for process in processes)
+    assert len({store for store, _ in moves}) == len(moves)
+    assert len(moves) == sum(max(0, b - a) for b, a in zip(before, counts, strict=True))
+
+
+@given(SERVING, st.sets(st.integers(0, 4), min_size=1), st.data())
+def test_a_process_that_leaves_has_nothing_left(serving, others, data):
+    process = data.draw(st.sampled_from(serving))
+    others = others - {process} or {5}
+    backups = data.draw(
+        st.dictionaries(st.integers(0, len(serving) - 1), st.integers(0, 4))
+    )
+    moves = leaving(serving, backups, process, others)
+    assert [store for store, _ in moves] == [
+        store for store, at in enumerate(serving) if at == process
+    ]
+    for store, target in moves:
+        assert target in others
+        assert backups.get(store) not in others or target == backups[store]

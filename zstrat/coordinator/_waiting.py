@@ -1,0 +1,228 @@
+"""What calls of the user ask of the loop thread, and how they wait for it.
+
+A call repeats a short *attempt* under the lock of the engine. An attempt that cannot
+succeed yet says what it waits for; the thread that changes that, often the loop's,
+rings the bell of the call (`Waiters.notify`). Threads block and coroutines
+await, but both wait for the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import DeadlineExceededError
+from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
+
+from ._values import RemoteValueStatus
+
+if TYPE_CHECKING:
+    from threading import Lock
+
+    import numpy as np
+
+    from zstrat.telemetry.timeline import ProgramNotes
+
+    from ._values import Kept, RemoteValue
+
+Ready = Callable[[], bool]
+"""A quick look, under the lock, whether an attempt is worth repeating."""
+Attempt = Callable[[], Ready | None]
+"""Done if it returns None; else what to wait for before the next attempt."""
+
+_NOT_READY = RemoteValueStatus.NOT_READY
+
+
+@dataclass(slots=True)
+class Cancelling:
+    """A wish that what waits be cancelled, and what came of it."""
+
+    cause: str
+    """What the cancelled values say of it."""
+    is_carried_out: bool = False
+    waited: int = 0
+    """Closures that waited, and were cancelled at once."""
+    running: int = 0
+    """Closures that were with workers."""
+    before: int = 0
+    """Closures of the queue that had been cancelled before."""
+
+
+class LoopSide(Protocol):
+    """What is asked of the loop thread, from any other. The first three are called with
+    the lock held: they take no lock and return at once."""
+
+    def wake(self) -> None:
+        """Closures wait. Called seldom: only if the loop had taken all there were."""
+        ...
+
+    def drain(self, wish: Cancelling | None = None) -> None:
+        """Has the loop call `ClosureEngine.drain` and drop what the workers have not
+        begun. There, because Ctrl-C cannot strike in the middle of it."""
+        ...
+
+    def fence(self, end: int, doubtful: list[int]) -> None:
+        """The parameter servers are to end all steps below ``end``, and to say which of
+        the doubtful ones they have applied; `ClosureEngine.fenced` hears of it."""
+        ...
+
+    def bring(self, kept: Kept) -> list[np.ndarray]:
+        """Fetches a result that is kept on its worker; blocks."""
+        ...
+
+    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
+        """`bring`, awaited on any event loop."""
+        ...
+
+
+class GuardedQueue(Protocol):
+    """What calls of the user wait for (`ClosureEngine`)."""
+
+    lock: Lock
+    """Held while something is decided."""
+    notes: ProgramNotes | None
+    """Where what happens is noted while a time line is taken."""
+
+    def remind(self) -> None:
+        """Wakes the loop if a call was interrupted before it could. Lock held."""
+        ...
+
+    def unfinished(self) -> str:
+        """What there is still to do, in words. Lock held."""
+        ...
+
+
+@final
+class Waiters:
+    """All calls of the user that wait. Law: ``watchers`` changes with the lock held."""
+
+    def __init__(self, guarded: GuardedQueue) -> None:
+        self.watchers: dict[Bell, Ready] = {}
+        """For each call that waits, what it waits for."""
+        self.echo: Final = Echo()
+        """What the workers print; shown at the latest when a wait for them ends."""
+        self.fetches = 0
+        """How often a value was fetched."""
+        self._guarded = guarded
+
+    def notify(self) -> None:
+        """Wakes the calls whose condition holds now. Lock held."""
+        if not self.watchers:
+            return
+        for bell in [bell for bell, ready in self.watchers.items() if ready()]:
+            del self.watchers[bell]
+            bell.ring()
+
+    def show(self) -> None:
+        """Shows what the workers that were waited for have printed."""
+        self.echo.place = None
+        if self.echo.is_behind:
+            self.echo.show()
+
+    # ---- until an attempt succeeds ---------------------------------------------------
+
+    def block(self, attempt: Attempt, timeout: float | None, what: str) -> None:
+        """Repeats the attempt until it succeeds; blocks meanwhile.
+
+        Raises:
+            DeadlineExceededError: That took more than ``timeout`` seconds.
+        """
+        guarded = self._guarded
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with guarded.lock:
+                ready = attempt()
+                if ready is None:
+                    return
+                # A call that Ctrl-C struck may have queued a closure and told nobody.
+                guarded.remind()
+                bell = ThreadBell()
+                self.watchers[bell] = ready
+            self.echo.place = copy_context()
+            try:
+                rest = None if deadline is None else deadline - time.monotonic()
+                if not bell.wait(rest):
+                    with guarded.lock:
+                        left = guarded.unfinished()
+                    late = f"{what} did not end within {timeout} s"
+                    raise DeadlineExceededError(f"{late}: {left}; they go on")
+            finally:
+                with guarded.lock:
+                    self.watchers.pop(bell, None)
+                self.echo.place = None
+
+    async def wait(self, attempt: Attempt) -> None:
+        """`block`, awaited. Cancellation: the attempt is not repeated any more."""
+        guarded = self._guarded
+        while True:
+            with guarded.lock:
+                ready = attempt()
+                if ready is None:
+                    return
+                guarded.remind()
+                bell = LoopBell()
+                self.watchers[bell] = ready
+            self.echo.place = copy_context()
+            try:
+                await bell.future
+            finally:
+                with guarded.lock:
+                    self.watchers.pop(bell, None)
+                self.echo.place = None
+
+    # ---- until a value is settled ----------------------------------------------------
+
+    def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
+        """Waits until the value is settled."""
+        self.fetches += 1
+        if self.echo.is_behind:
+            self.echo.show()
+        if value.state is not _NOT_READY:
+            return
+        with self._guarded.lock:
+            if value.state is not _NOT_READY:
+                return
+            bell = ThreadBell()
+            value._listen(bell)
+        rang, began = False, time.monotonic()
+        self.echo.place = copy_context()
+        try:
+            rang = bell.wait(timeout)
+        finally:
+            self._note_fetch(began)
+            if not rang:  # else the thread that rang it, which has the lock, forgets it
+                with self._guarded.lock:
+                    value._unlisten(bell)
+            self.show()
+        if not rang and value.state is _NOT_READY:
+            raise DeadlineExceededError(
+                f"fetch: {value!r} is not there after {timeout} s"
+            )
+
+    async def wait_value_async(self, value: RemoteValue) -> None:
+        """`wait_value`, awaited. Cancellation: nothing is lost."""
+        self.fetches += 1
+        if self.echo.is_behind:
+            self.echo.show()
+        if value.state is not _NOT_READY:
+            return
+        with self._guarded.lock:
+            if value.state is not _NOT_READY:
+                return
+            bell = LoopBell()
+            value._listen(bell)
+        self.echo.place, began = copy_context(), time.monotonic()
+        try:
+            await bell.future
+        finally:
+            self._note_fetch(began)
+            with self._guarded.lock:
+                value._unlisten(bell)
+            self.show()
+
+    def _note_fetch(self, began: float) -> None:
+        if (notes := self._guarded.notes) is not None:
+            notes.fetch(began, time.monotonic())

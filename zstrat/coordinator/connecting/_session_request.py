@@ -1,0 +1,187 @@
+"""What is said to one task to open our session there, and to close it.
+
+The task is asked again, after pauses that grow, while another coordinator that may be
+alive holds it, or while it ends a step of an earlier session. The law of this file: one
+request at most is under way, and only the answer to the last one is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.wire import CloseSession, JoinSession, OpenSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.wire import Message
+
+    from ._task_links import TaskLink
+
+log = logging.getLogger("zstrat.coordinator")
+
+FIRST_PAUSE_SECONDS: Final = 0.1
+LONGEST_PAUSE_SECONDS: Final = 5.0
+
+MAX_EARLY_NOTICES: Final = 2048
+"""Notices that are kept until the task has answered: those of all workers that may wait
+at it, and some more."""
+
+
+@final
+class SessionRequest:
+    """The requests to one task. On the loop.
+
+    Args:
+        opening: What opens the session there.
+        turn: Seconds after which a task that another coordinator holds is not worth
+            waiting for; it is asked further on.
+        on_answer: Gets each request that was answered and not stopped.
+    """
+
+    def __init__(
+        self,
+        opening: OpenSession | JoinSession,
+        turn: float,
+        on_answer: Callable[[asyncio.Future[Message]], None],
+    ) -> None:
+        self._opening = self._reopening = opening
+        # A task that was in the session has it still, or has lost it for good.
+        if isinstance(opening, JoinSession):
+            self._reopening = replace(opening, patience=0.0)
+        self._turn, self._on_answer = turn, on_answer
+        self._farewells: Sequence[Message] = ()
+        """What the task is told before it is asked in."""
+        self._pause = FIRST_PAUSE_SECONDS
+        self._held_since: float | None = None
+        """Since when (loop time) the task says that another coordinator holds it."""
+        self.early: Final[deque[Message]] = deque(maxlen=MAX_EARLY_NOTICES)
+        """What the task has told before it answered the last request."""
+        self._sent: asyncio.Future[Message] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def session(self) -> int:
+        """The number of the session."""
+        return self._opening.session
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether the pauses have grown as long as they become."""
+        return self._pause >= LONGEST_PAUSE_SECONDS
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the task is to answer."""
+        return self._sent is not None
+
+    def keep_origin(self, origin: int) -> None:
+        """From now on it is opened as a session whose keys are counted from there."""
+        assert isinstance(self._opening, OpenSession), self._opening
+        self._opening = self._reopening = replace(self._opening, origin=origin)
+
+    def enter(self, session: int, farewells: Sequence[Message]) -> None:
+        """From now on another session is opened.
+
+        Args:
+            farewells: Close the sessions before.
+        """
+        self._opening = self._reopening = replace(self._opening, session=session)
+        self._farewells = farewells
+        self.restart_pauses()
+
+    def restart_pauses(self) -> None:
+        """The next pause is the shortest one."""
+        self._pause = FIRST_PAUSE_SECONDS
+
+    def send(self, link: TaskLink, *, resumes: bool) -> None:
+        """Asks now.
+
+        Args:
+            resumes: The task was in the session when it was heard of last.
+        """
+        self.stop()
+        self.early.clear()
+        if not resumes:
+            for farewell in self._farewells:
+                link.submit(farewell).add_done_callback(_ignore_outcome)
+        self._sent = link.submit(self._reopening if resumes else self._opening)
+        self._sent.add_done_callback(self._answered)
+
+    def repeat(self, send: Callable[[], None], *, is_held: bool) -> bool:
+        """Asks again after a pause, by ``send``.
+
+        Args:
+            is_held: The task has said just now that another coordinator holds it.
+
+        Returns:
+            Whether it has said so for a whole turn: that coordinator is alive.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._timer = loop.call_later(self._pause, send)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        if not is_held:
+            self._held_since = None
+            return False
+        if self._held_since is None:
+            self._held_since = now
+            return False
+        return now - self._held_since >= self._turn
+
+    def opened(self) -> None:
+        """The task is in the session: no other coordinator holds it."""
+        self._held_since = None
+
+    def stop(self) -> None:
+        """Asks nothing any more, and heeds no answer to what was asked."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def withdraw(self, link: TaskLink) -> None:
+        """Closes the session on a task that is not taken, heard or unheard."""
+        goodbye = CloseSession(self.session, False)
+        link.submit(goodbye).add_done_callback(_ignore_outcome)
+
+    def close(
+        self, link: TaskLink, timeout: float, *, exits: bool
+    ) -> asyncio.Future[Message]:
+        """Closes the session. That the task did not hear so is logged.
+
+        Args:
+            timeout: Seconds that the task has to answer.
+            exits: It ends as a process, too.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        goodbye = CloseSession(self.session, exits)
+        answer = link.submit(goodbye, deadline=deadline)
+        answer.add_done_callback(_log_error)
+        return answer
+
+    def _answered(self, sent: asyncio.Future[Message]) -> None:
+        if sent.cancelled():
+            return
+        sent.exception()  # else asyncio logs that it was never retrieved
+        if sent is self._sent:
+            self._sent = None
+            self._on_answer(sent)
+
+
+def _ignore_outcome(answer: asyncio.Future[Message]) -> None:
+    """A task that serves no such session any more says so."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _log_error(answer: asyncio.Future[Message]) -> None:
+    """A task that is lost meanwhile has left the session anyway."""
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("closing the session: %s", error)
