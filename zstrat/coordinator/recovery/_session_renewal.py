@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.coordinator._rest import Cut, cut_of
-from zstrat.coordinator.connecting import adopted, all_joined, arrive
+from zstrat.coordinator.connecting import all_joined, arrive
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
 
@@ -129,10 +129,8 @@ class SessionRenewal:
             if not begins_anew:
                 raise
             log.warning("all begins anew, with nothing restored yet: %s", error)
-            replication = cluster.replication
-            processes = () if replication is None else replication.processes
-            for task in (*cluster.ps, *processes):
-                task.keep_origin(0)
+            self.origin = 0  # that of the next session
+            self._keep_origin()
             self.renew_servers()
             self.resumed, self.origin = False, self.session
             self.renew_workers()
@@ -142,21 +140,24 @@ class SessionRenewal:
     async def _go_on(self, name: str, deadline: float) -> None:
         """With what is there, if anything is."""
         cluster, replication = self._cluster, self._cluster.replication
-        if replication is None:
-            found = adopted(name, self.session, cluster.ps)
-        else:
-            found = await replication.take_over(deadline)
+        assert replication is not None, "a session that has a name has one"
+        found = await replication.take_over(deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", name)
-        for task in cluster.ps:
-            task.keep_origin(self.origin)
+        self._keep_origin()
         entered = arrive(cluster.ps, cluster.workers, deadline)
-        if replication is None or found is None:
+        if found is None:
             await entered
         else:
             await replication.unless_lost(entered)
             await replication.unless_lost(replication.open(deadline))
+
+    def _keep_origin(self) -> None:
+        replication = self._cluster.replication
+        processes = () if replication is None else replication.processes
+        for task in (*self._cluster.ps, *processes):
+            task.keep_origin(self.origin)
 
     # ---- another session -------------------------------------------------------------
 

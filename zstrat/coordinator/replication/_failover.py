@@ -61,7 +61,7 @@ class Failover:
                 orders += places.promote(store, SUCCEEDED)
             else:
                 store.primary, store.backup = chosen, other
-                paired = successor.is_pair
+                paired = successor.is_pair and places.replicas
                 orders += (places.keep if paired else places.detach)(store, SUCCEEDED)
             used = {copy.process for copy in (chosen, other) if copy is not None}
             others = {*successor.useless, store.home} - used

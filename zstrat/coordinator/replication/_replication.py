@@ -199,6 +199,7 @@ class Replication:
         if not left:
             await self._keep_origin(self._session, deadline)
             self._takes_over = False
+            await self.create_stores(deadline)
             return None
         origin = left[0].chosen.copy.origin
         await self._keep_origin(origin, deadline)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from zstrat.errors import PSUnavailableError
+from zstrat.errors import InvalidArgumentError, PSUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from zstrat.wire import LeftCopy
 
@@ -69,6 +69,7 @@ def successors(
 
     Raises:
         PSUnavailableError: Of a part of the stores no copy is left that has all.
+        InvalidArgumentError: There are more stores than this program would have.
     """
     found: dict[int, list[FoundCopy]] = {}
     for process, copies in told.items():
@@ -77,9 +78,11 @@ def successors(
                 found.setdefault(copy.store, []).append(FoundCopy(process, copy))
     if not any(each.copy.variables for copies in found.values() for each in copies):
         return {}
-    chosen = {
-        store: _successor(name, store, found.get(store, [])) for store in range(stores)
-    }
+    _require_count(name, found, stores)
+    chosen = {}
+    for store in range(stores):
+        others = [f"/job:ps/task:{other}" for other in sorted(found) if other != store]
+        chosen[store] = _successor(name, store, found.get(store, []), others)
     if len(origins := {each.chosen.copy.origin for each in chosen.values()}) > 1:
         raise session_lost(
             name, 0, f"there are parts of {len(origins)} different sessions"
@@ -87,7 +90,18 @@ def successors(
     return chosen
 
 
-def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
+def _require_count(name: str, found: Iterable[int], stores: int) -> None:
+    if (highest := max(found)) >= stores:
+        raise InvalidArgumentError(
+            f"resume={name!r}: the program before has left store {highest}, and this "
+            f"one would have {stores}, counted from 0: give it as many parameter "
+            "servers, and the same stores_per_ps=; or another name, to begin anew"
+        )
+
+
+def _successor(
+    name: str, store: int, found: Sequence[FoundCopy], others: Sequence[str]
+) -> Successor:
     view = max((each.copy.view for each in found), default=0)
     if (pair := _pair(found)) is not None:
         useless = [each.process for each in found if each not in pair]
@@ -101,7 +115,13 @@ def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
         key=lambda each: not each.copy.is_primary,
     )
     if not fit:
-        raise session_lost(name, store, "no process has a copy of it that has all")
+        there = ", ".join(others) or "none"
+        raise session_lost(
+            name,
+            store,
+            "no parameter server of the cluster has a copy of it that has all "
+            f"(others that are still there: {there})",
+        )
     chosen = fit[0]
     if not chosen.copy.is_sure and len(newest) < 2:
         raise session_lost(
@@ -110,9 +130,9 @@ def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
             "of its two copies only one is left, which may lack what the other one had "
             "acknowledged: that was lost while the program lived, or with it",
         )
-    others = [each for each in newest if each is not chosen]
+    partners = [each for each in newest if each is not chosen]
     useless = [each.process for each in found if each not in newest]
-    return Successor(chosen, others[0] if others else None, useless, view)
+    return Successor(chosen, partners[0] if partners else None, useless, view)
 
 
 def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
