@@ -10,7 +10,9 @@ from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import ClusterSession, StoreServers
 from zstrat.errors import NotPrimaryError, UnavailableError
 from zstrat.wire import (
+    AskCopies,
     AttachBackup,
+    CopiesTold,
     DetachBackup,
     Done,
     DropStore,
@@ -65,6 +67,8 @@ class StorePs(FakePs):
                 return Done()
             case DropStore() | DetachBackup():
                 return Done()
+            case AskCopies():
+                return CopiesTold([])
             case Inspect():
                 return Statistics({})
             case Push() if not self.serves:

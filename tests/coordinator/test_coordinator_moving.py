@@ -123,11 +123,14 @@ def test_who_cannot_be_drained_is_named(world):
     assert served(world) == ["/job:ps/task:0"] * 2
 
 
-def test_a_session_that_others_may_go_on_with_stays_where_it_is(world):
-    servers = connected(world, resume="run")
-    for change in (lambda: servers.add("ps2:1"), lambda: servers.drain("ps0:1")):
-        with pytest.raises(InvalidArgumentError, match="leave out resume="):
-            change()
+def test_a_session_that_others_may_go_on_with_stays_where_they_look(world):
+    servers = connected(world, resume="run", replicas=0)
+    with pytest.raises(InvalidArgumentError, match=r"ps2:1 is none.* resume="):
+        servers.add("ps2:1")
+    servers.drain("ps0:1")
+    assert served(world) == ["/job:ps/task:1"] * 2
+    servers.add("ps0:1")
+    assert sorted(served(world)) == ["/job:ps/task:0", "/job:ps/task:1"]
 
 
 def test_who_does_not_take_a_store_is_passed_over(world):

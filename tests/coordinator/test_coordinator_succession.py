@@ -3,24 +3,27 @@
 import pytest
 
 from zstrat.coordinator.replication import (
+    Attach,
     Detach,
     Drop,
     Promote,
+    Serve,
     StorePlacement,
     successors,
 )
-from zstrat.errors import PSUnavailableError
+from zstrat.errors import InvalidArgumentError, PSUnavailableError
 from zstrat.wire import LeftCopy
 
 FORMER, SESSION = 11, 12
 
 
-def primary(store=0, view=5, *, sure=False, origin=FORMER, variables=2):
-    return LeftCopy(store, view, "", 1, origin, True, True, sure, variables)
+def primary(store=0, view=5, *, sure=False, origin=FORMER, variables=2, partner=0):
+    return LeftCopy(store, view, "", 1, origin, True, True, sure, variables, partner)
 
 
-def backup(store=0, view=5, *, sure=False, whole=True):
-    return LeftCopy(store, view, f"b{store}:1", 2, FORMER, False, whole, sure, 2)
+def backup(store=0, view=5, *, sure=False, whole=True, partner=0):
+    address = f"b{store}:1"
+    return LeftCopy(store, view, address, 2, FORMER, False, whole, sure, 2, partner)
 
 
 def chosen(*told, stores=1):
@@ -71,6 +74,52 @@ def test_without_one_that_is_known_to_have_all_the_session_is_lost(told):
     assert error.value.lost
 
 
+@pytest.mark.parametrize("views", [(5, 5), (6, 5)])
+def test_two_that_name_each_other_stay_together(views):
+    """Whether both or one of them had heard of the last view of a program before."""
+    placement = StorePlacement(["p0:1", "p1:1", "p2:1"])
+    for process in range(3):
+        placement.joined(process, 0)
+    told = {
+        0: [primary(view=views[0], partner=2)],
+        1: [backup(view=views[1], partner=1)],
+        2: [primary(view=4)],
+    }
+    left = successors("run", SESSION, told, 1)
+    serve, attach, drop = placement.succeed(left, [0, 0, 0])
+    view = views[0] + 1
+    assert (type(serve), serve.view, serve.primary.incarnation) == (Serve, view, 1)
+    assert (type(attach), attach.view, attach.backup.address) == (Attach, view, "b0:1")
+    assert drop == Drop(0, view, 2)
+    # Either may be lost from now on.
+    (promote,) = placement.process_lost(0, "killed")
+    assert (type(promote), promote.view, promote.backup.process) == (
+        Promote,
+        view + 1,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ([primary(sure=True)], [backup(view=6, whole=False, partner=1)]),
+        ([primary(partner=2)], [backup()]),
+        ([primary()], [backup(partner=1)]),
+        ([primary(partner=3)], [backup(partner=1)]),
+    ],
+)
+def test_two_that_do_not_are_no_pair(told):
+    left = successors("run", SESSION, dict(enumerate(told)), 1)
+    assert not left[0].is_pair
+
+
+def test_more_stores_than_this_program_would_have_are_no_loss():
+    told = {0: [primary(0, sure=True), primary(2, sure=True)]}
+    with pytest.raises(InvalidArgumentError, match=r"left store 2, .* same stores_per"):
+        successors("run", SESSION, told, 2)
+
+
 def test_views_go_on_behind_that_of_a_copy_that_was_never_filled():
     told = {0: [primary(sure=True)], 1: [backup(view=7, whole=False)]}
     left = successors("run", SESSION, told, 1)
@@ -78,7 +127,7 @@ def test_views_go_on_behind_that_of_a_copy_that_was_never_filled():
     for process in (0, 1):
         placement.joined(process, 0)
     assert left[0].view == 7
-    assert placement.succeed({0: left[0]})[:2] == [Detach(0, 8), Drop(0, 8, 1)]
+    assert placement.succeed({0: left[0]}, [0, 0])[:2] == [Detach(0, 8), Drop(0, 8, 1)]
 
 
 def test_where_nothing_was_created_all_begins_anew():
@@ -91,7 +140,7 @@ def test_each_goes_on_alone_in_a_newer_view_and_others_are_dropped():
     for process in (0, 1):
         placement.joined(process, 0)
     told = {0: [primary(0), backup(1, sure=True)], 1: [backup(0)]}
-    orders = placement.succeed(successors("run", SESSION, told, 2))
+    orders = placement.succeed(successors("run", SESSION, told, 2), [0, 0])
     detach, promote, dropped = orders
     assert detach == Detach(0, 6)
     assert isinstance(promote, Promote)

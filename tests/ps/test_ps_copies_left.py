@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from ps_callers import SESSION, caller
-from ps_copies import Copies, create, pull, push
+from ps_copies import Copies, create, later, pull, push, turns
 
-from zstrat.errors import BusyError, InvalidArgumentError
+from zstrat.errors import BusyError, InvalidArgumentError, UnavailableError
 from zstrat.wire import (
     AttachBackup,
     BackupLost,
@@ -137,6 +137,62 @@ async def test_a_backup_that_takes_the_place_begins_its_steps_anew(left):
     its_own = replace(push(1), session=left.session)
     assert (await left.ask(its_own, left.backup)).applied
     assert (await left.value(left.backup)).tolist() == [2.0] * 3
+
+
+async def test_two_copies_go_on_together_in_a_newer_view(left):
+    copies = [left.primary, left.backup]
+
+    def told():
+        return [service.copy_of_lost_program(0, None) for service in copies]
+
+    left.lose_program()
+    await left.next_program()
+    named = [copy.partner for copy in told()]
+    assert named == [left.incarnation, told()[0].incarnation]
+    assert not any(copy.is_sure for copy in told())
+    attach = AttachBackup(left.session, 2, "nowhere:1", left.incarnation)
+    assert await left.ask(attach) == Done()
+    assert await left.ask(attach) == Done()  # asked again, it is so
+    assert len(left.links) == 1  # nothing was copied
+    assert [copy.view for copy in told()] == [2, 2]
+    # A step of the same number is another one, on both; and so is what comes twice.
+    its_own = replace(push(1), session=left.session)
+    assert [(await left.ask(its_own)).applied for _ in range(2)] == [True, False]
+    promote = PromoteBackup(left.session, 3)
+    assert await left.ask(promote, left.backup) == Done()
+    assert not (await left.ask(its_own, left.backup)).applied
+    assert (await left.value(left.backup)).tolist() == [2.0] * 3
+    assert not left.backup.copy_of_lost_program(0, None).partner
+
+
+async def test_a_program_is_lost_again_before_both_have_heard_of_it(left):
+    left.lose_program()
+    await left.next_program()
+    left.link.hold()
+    attach = AttachBackup(left.session, 2, "nowhere:1", left.incarnation)
+    asking = later(left, attach)
+    await turns()
+    assert not asking.done()
+    views = [
+        service.copy_of_lost_program(0, None).view
+        for service in (left.primary, left.backup)
+    ]
+    assert views == [2, 1]
+    left.lose_program()
+    left.link.release()
+    assert await asking == Done()
+    await left.next_program()
+    await left.ask(AttachBackup(left.session, 3, "nowhere:1", left.incarnation))
+    assert left.backup.copy_of_lost_program(0, None).view == 3
+
+
+async def test_a_backup_that_is_cut_off_is_not_kept(left):
+    left.lose_program()
+    await left.next_program()
+    left.link.cut()
+    attach = AttachBackup(left.session, 2, "nowhere:1", left.incarnation)
+    with pytest.raises(UnavailableError, match="is lost"):
+        await left.ask(attach)
 
 
 async def test_what_is_kept_of_a_program_before_is_kept_in_both_copies(left):

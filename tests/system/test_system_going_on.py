@@ -128,7 +128,7 @@ def test_a_program_that_is_killed_goes_on_with_its_variables(local):
     local.kill("ps:1")
     local.restart("ps:1")
     with pytest.raises(
-        zs.errors.PSUnavailableError, match=r"task:0 still has its part"
+        zs.errors.PSUnavailableError, match=r"task:1.* still there: /job:ps/task:0"
     ):
         zs.ParameterServerStrategy(local.resolver, resume="run")
     with zs.ParameterServerStrategy(
@@ -141,6 +141,43 @@ def test_a_program_that_is_killed_goes_on_with_its_variables(local):
         assert all((count.numpy() == 1).all() for count in work.counts)
     with zs.ParameterServerStrategy(local.resolver, resume="run") as strategy:
         assert not strategy.resumed  # the one before was closed
+
+
+def left(strategy):
+    """It ends as one that has failed."""
+    with pytest.raises(ZeroDivisionError), strategy:
+        1 / 0  # noqa: B018
+
+
+def test_stores_are_found_where_they_have_moved(local):
+    options = {"resume": "moved", "stores_per_ps": 2}
+    strategy = zs.ParameterServerStrategy(local.resolver, **options)
+    work = Counting(strategy, learns=True)
+    work.schedule(range(20))
+    check(work, 20)
+    strategy.parameter_servers.drain(local.spec.as_dict()["ps"][0])
+    work.schedule(range(20, 30))
+    check(work, 30)
+    left(strategy)
+    with pytest.raises(zs.errors.InvalidArgumentError, match="same stores_per_ps="):
+        zs.ParameterServerStrategy(local.resolver, resume="moved")
+    restarted(local, "ps:1")  # it has all of them, and nobody is there
+    for end in (40, 50):
+        strategy = zs.ParameterServerStrategy(local.resolver, **options)
+        assert strategy.resumed
+        work = Counting(strategy, learns=True)
+        check(work, end - 10)
+        work.schedule(range(end - 10, end))
+        check(work, end)
+        assert np.allclose(work.w.numpy(), moved(end), atol=1e-5)
+        strategy.parameter_servers.level()  # the first is empty, up to then
+        stores = work.coordinator.metrics()["stores"]
+        assert sorted(each["process"] for each in stores) == sorted(
+            2 * ["/job:ps/task:0", "/job:ps/task:1"]
+        )
+        left(strategy)
+    with zs.ParameterServerStrategy(local.resolver, **options) as strategy:
+        assert strategy.resumed
 
 
 # ---- told to stop: one of two copies, and all at once

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -73,6 +74,9 @@ CAUGHT = {
     "answers leave before the backup has it": 75,
     "a view that is over is not heeded": 19,
     "the ledger is not in the log": 3,  # or one of the next
+    "a program that goes on is taken for the one before": 11,
+    "a backup does not hear of the next program": 11,
+    "two copies part when a program goes on": 131,
     "versions do not jump at a promotion": 203,
 }
 """A seed that catches it, by the name of the mutation."""
@@ -154,6 +158,34 @@ def test_any_one_server_may_be_lost_where_each_has_a_second_copy(kind):
     verdict = run_scenario(scenario(2, lost, replicas=1, is_guarded=True))
     assert verdict.failure is None
     assert verdict.steps >= 17
+
+
+@pytest.mark.parametrize("server", ["ps0", "ps2"])
+@pytest.mark.parametrize("turn", range(6))
+def test_one_server_may_be_lost_while_the_next_program_takes_over(turn, server):
+    """At another moment of that in each run, which lasts for a third of a second."""
+    killed = Fault(3.0, "kill", "chief0", "ps0", 3.0)
+    lost = Fault(6.0 + 0.05 * turn, "kill", server, "ps0", 1.0)
+    changes = {"steps": 30, "replicas": 1, "resumes": True, "is_guarded": True}
+    verdict = run_scenario(scenario(4, killed, lost, **changes))
+    assert verdict.failure is None
+    assert verdict.steps > 30
+
+
+def test_a_program_that_goes_on_finds_each_step_once():
+    killed = [Fault(at, "kill", "chief0", "ps0", 0.3) for at in (1.5, 2.5)]
+    verdict = run_scenario(scenario(1, *killed, resumes=True))
+    assert verdict.failure is None
+    assert verdict.steps >= 19
+
+
+def test_what_nobody_began_before_it_was_killed_is_no_warning():
+    """A run that ends in the middle leaves requests that nobody has looked at."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with mutated("two copies part when a program goes on"):
+            assert run_seed(131).failure is not None
+    assert not told
 
 
 def test_a_server_that_is_told_to_stop_loses_nothing():

@@ -137,8 +137,8 @@ class Cluster:
             each.line = line
         self.replication: Replication | None = None
         """Keeps second copies of what the parameter servers hold, if that is wished, or
-        while stores move."""
-        if options.replicas or options.stores_per_ps > 1:
+        while stores move; and finds what was left under a name."""
+        if options.replicas or options.stores_per_ps > 1 or options.name:
             self.ensure_replication()
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
@@ -190,12 +190,12 @@ class Cluster:
         if self.replication is not None and self.options.stores_per_ps > 1:
             for task in self.ps[len(self._home) :]:
                 task.park()
-            await self.replication.create_stores(deadline)
-        # Else nobody knows yet which copy of a store serves: `take_over` finds out.
-        if self.replication is None or not self.name:
-            await arrive(self.ps, self.workers, deadline)
-        if self.name:
+            if not self.name:
+                await self.replication.create_stores(deadline)
+        if self.name:  # nobody knows yet which process serves which store
             await self.renewal.adopt(self.name, self.options.begins_anew, deadline)
+        else:
+            await arrive(self.ps, self.workers, deadline)
         await all_joined(
             self.workers, min(deadline, loop.time() + WORKERS_JOIN_SECONDS)
         )

@@ -26,6 +26,7 @@ from zstrat.wire import (
     AskClock,
     AskParts,
     AttachBackup,
+    BeginAnew,
     BeginCapture,
     CloseSession,
     CreateOptimizer,
@@ -512,6 +513,8 @@ class PsService:
         await self._serving.settled()  # what was computed for the session before
         self._ownership.check(session)
         self._store.begin_anew()
+        if self._store.log is not None:  # a second copy that is there goes on, too
+            self._store.log.append(BeginAnew(session))
         self._joining.look()
         return self._opened(resumed=True)
 

@@ -27,6 +27,7 @@ from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import BackupLost as BackupLost
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
+from ._messages import BeginAnew as BeginAnew
 from ._messages import BeginCapture as BeginCapture
 from ._messages import BindOptimizer as BindOptimizer
 from ._messages import BuildResource as BuildResource

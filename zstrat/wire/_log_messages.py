@@ -142,6 +142,15 @@ class CopyTree:
 
 
 @message
+class BeginAnew:
+    """Another program goes on with what is here, in the session of this number: its
+    steps, and the code of its optimizers, are new ones."""
+
+    kind: ClassVar = 114
+    session: int
+
+
+@message
 class CopyWhole:
     """Nothing is missing any more: a backup that has this may become the primary."""
 

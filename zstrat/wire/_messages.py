@@ -35,6 +35,7 @@ from ._link_messages import Mapped as Mapped
 from ._link_messages import Offer as Offer
 from ._link_messages import Placed as Placed
 from ._link_messages import Released as Released
+from ._log_messages import BeginAnew as BeginAnew
 from ._log_messages import CopiedPart as CopiedPart
 from ._log_messages import CopiedSlot as CopiedSlot
 from ._log_messages import CopiedVariable as CopiedVariable
@@ -216,6 +217,7 @@ Message = (
     | OpenLog
     | LogMade
     | LogTaken
+    | BeginAnew
     | CopyVariables
     | CopySlots
     | CopyParts

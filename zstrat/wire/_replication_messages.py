@@ -71,6 +71,8 @@ class LeftCopy(NamedTuple):
         is_sure: And in all others: a primary that goes on alone; or one of two whose
             other one was lost when the program had been lost for long.
         variables: How many it holds.
+        partner: The incarnation of the other one of two copies, if this one follows it,
+            or is followed by it; else 0.
     """
 
     store: int
@@ -82,6 +84,7 @@ class LeftCopy(NamedTuple):
     is_whole: bool
     is_sure: bool
     variables: int
+    partner: int = 0
 
 
 @message

@@ -247,14 +247,15 @@ class TaskSession:
         if self.link.is_open:
             self._ask()
 
-    def move(self, address: str, *, is_empty: bool = False) -> None:
-        """Goes on at another address, where all is that the task held; ``is_empty``:
-        where nothing is, and which is entered behind `renew`."""
+    def move(self, address: str, *, is_empty: bool = False, life: int = 0) -> None:
+        """Goes on at another address, where all is that the task held, in the memory of
+        the incarnation ``life``, if that is known; ``is_empty``: where nothing is, and
+        which is entered behind `renew`."""
         if self._closed:
             return
         self._request.stop()
         self._stop_absence()
-        self.opened, self.refusal, self._life = None, None, None
+        self.opened, self.refusal, self._life = None, None, life or None
         self._entered.clear()
         self._request.restart_pauses()
         self.address, self.gone, self._emptied = address, is_empty, is_empty

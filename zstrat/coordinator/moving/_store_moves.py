@@ -81,6 +81,7 @@ class StoreMoves:
         self._cluster, self._timeouts = cluster, timeouts
         self._addresses = dict(enumerate(home))
         """Of the processes that the cluster has now, by number."""
+        self._home: Final = frozenset(home)
         self._numbers = {address: number for number, address in enumerate(home)}
         """Of all that it ever had."""
         self._changing = asyncio.Lock()
@@ -144,7 +145,6 @@ class StoreMoves:
         """Has those that serve two stores more than another one give some to it.
 
         Raises:
-            InvalidArgumentError: The session has a name.
             DeadlineExceededError: A process is away, for ``patience`` seconds.
             UnavailableError: A store stays where it was; says why.
             PSUnavailableError: One is lost.
@@ -234,12 +234,6 @@ class StoreMoves:
 
     async def _watched(self, deadline: float) -> Replication:
         """Who moves stores, with all processes there."""
-        if self._cluster.name:
-            raise InvalidArgumentError(
-                f"the session is called {self._cluster.name!r} (resume=), and who goes "
-                "on with it looks for its parameter servers where the cluster says: "
-                "leave out resume= to have them come and go"
-            )
         self._require_whole()
         replication = self._cluster.ensure_replication()
         if not replication.is_started:
@@ -267,6 +261,12 @@ class StoreMoves:
                 raise InvalidArgumentError(
                     f"{address} is worker {worker} of the cluster, and no ps"
                 )
+        if self._cluster.name and address not in self._home:
+            raise InvalidArgumentError(
+                f"the session is called {self._cluster.name!r} (resume=), and who goes "
+                f"on with it looks at {', '.join(sorted(self._home))} alone, of which "
+                f"{address} is none: leave out resume= to add others"
+            )
         if number is None:
             after = max(self._numbers.values()) + 1
             return self._numbers.get(address, after)

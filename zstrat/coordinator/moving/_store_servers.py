@@ -73,7 +73,7 @@ class StoreServers:
             AlreadyExistsError: The cluster has this address, or number, already, or the
                 same process by another address.
             InvalidArgumentError: It is a worker of the cluster, or the session has a
-                name (``resume=``).
+                name (``resume=``) and began without it.
             DeadlineExceededError: It did not answer in time.
             BusyError: Another program has it.
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
@@ -105,7 +105,7 @@ class StoreServers:
         Raises:
             NotFoundError: No ps of the cluster is at that address.
             InvalidArgumentError: No other one is there, or with ``replicas=1`` only one
-                is; or the session has a name (``resume=``).
+                is.
             BusyError: It is being drained already.
             DeadlineExceededError: Some stores are there after ``timeout``, and stay; or
                 another change was under way all that time, and nothing was changed.
@@ -127,7 +127,6 @@ class StoreServers:
         as nothing moves back by itself.
 
         Raises:
-            InvalidArgumentError: The session has a name (``resume=``).
             DeadlineExceededError: A ps is away, for ``timeouts.connect``.
             UnavailableError: A store stays where it was; says why.
             PSUnavailableError: A ps is lost.

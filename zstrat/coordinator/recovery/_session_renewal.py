@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.coordinator._rest import Cut, cut_of
-from zstrat.coordinator.connecting import adopted, all_joined, arrive
+from zstrat.coordinator.connecting import all_joined, arrive
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
 
@@ -124,25 +124,40 @@ class SessionRenewal:
         """
         cluster = self._cluster
         try:
-            if cluster.replication is None:
-                found = adopted(name, self.session, cluster.ps)
-            else:
-                found = await cluster.replication.take_over(deadline)
+            await self._go_on(name, deadline)
         except PSUnavailableError as error:
             if not begins_anew:
                 raise
             log.warning("all begins anew, with nothing restored yet: %s", error)
+            self.origin = 0  # that of the next session
+            self._keep_origin()
             self.renew_servers()
-            self.origin, found = self.session, None
+            self.resumed, self.origin = False, self.session
             self.renew_workers()
             await arrive(cluster.ps, cluster.workers, deadline)
             await all_joined(cluster.workers, deadline)
+
+    async def _go_on(self, name: str, deadline: float) -> None:
+        """With what is there, if anything is."""
+        cluster, replication = self._cluster, self._cluster.replication
+        assert replication is not None, "a session that has a name has one"
+        found = await replication.take_over(deadline)
         if found is not None:
             self.resumed, self.origin = True, found
             log.info("goes on with what was left of the session %r", name)
-        for task in cluster.ps:
+        self._keep_origin()
+        entered = arrive(cluster.ps, cluster.workers, deadline)
+        if found is None:
+            await entered
+        else:
+            await replication.unless_lost(entered)
+            await replication.unless_lost(replication.open(deadline))
+
+    def _keep_origin(self) -> None:
+        replication = self._cluster.replication
+        processes = () if replication is None else replication.processes
+        for task in (*self._cluster.ps, *processes):
             task.keep_origin(self.origin)
-        await arrive(cluster.ps, cluster.workers, deadline)
 
     # ---- another session -------------------------------------------------------------
 

@@ -19,14 +19,19 @@ from ._orders import Copy, CopyPhase, Drop
 from ._store_places import WITH_BACKUP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ._orders import PlacementOrder
     from ._store_places import StorePlace, StorePlaces
-    from ._succession import Successor
+    from ._succession import FoundCopy, Successor
 
 SUCCEEDED: Final = "another program goes on with it"
 RESTARTED: Final = "it was started again"
+
+
+def _place_of(found: FoundCopy, lives: Sequence[int]) -> Copy:
+    copy, process = found.copy, found.process
+    return Copy(process, lives[process], copy.address, copy.incarnation)
 
 
 @final
@@ -38,32 +43,30 @@ class Failover:
 
     # ---- of the program before -------------------------------------------------------
 
-    def succeed(self, left: Mapping[int, Successor]) -> list[PlacementOrder]:
-        """Another program has left these copies, of processes that are there: each goes
-        on alone."""
+    def succeed(
+        self, left: Mapping[int, Successor], lives: Sequence[int]
+    ) -> list[PlacementOrder]:
+        """Another program has left these copies, when processes had these lives: two
+        that are a pair go on together, and each other one alone."""
         places = self._places
         orders: list[PlacementOrder] = []
         for number, successor in left.items():
-            store, found = places.stores[number], successor.chosen
+            store, partner = places.stores[number], successor.partner
+            chosen = _place_of(successor.chosen, lives)
+            other = None if partner is None else _place_of(partner, lives)
             places.inherit(store, successor.view)
-            if found.copy.is_primary:
-                partner = successor.partner
-                store.primary = self._chosen_copy(successor)
-                store.backup = None if partner is None else places.copy_at(partner)
-                orders += places.detach(store, SUCCEEDED)
-            else:
+            if not successor.chosen.copy.is_primary:
                 store.primary = places.copy_at(store.home, life=-1)
-                store.backup = self._chosen_copy(successor)
+                store.backup = chosen
                 orders += places.promote(store, SUCCEEDED)
-            others = {*successor.useless, number} - {found.process, successor.partner}
+            else:
+                store.primary, store.backup = chosen, other
+                paired = successor.is_pair and places.replicas
+                orders += (places.keep if paired else places.detach)(store, SUCCEEDED)
+            used = {copy.process for copy in (chosen, other) if copy is not None}
+            others = {*successor.useless, store.home} - used
             orders += [Drop(number, store.view, process) for process in sorted(others)]
         return orders
-
-    def _chosen_copy(self, successor: Successor) -> Copy:
-        process, copy = successor.chosen
-        known = self._places.processes[process]
-        address = copy.address or known.address
-        return Copy(process, known.life, address, copy.incarnation)
 
     # ---- of a process ----------------------------------------------------------------
 

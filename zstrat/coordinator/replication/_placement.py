@@ -84,11 +84,14 @@ class StorePlacement:
                 store.primary = self._places.copy_at(store.home)
         return self._places.seek_all()
 
-    def succeed(self, left: Mapping[int, Successor]) -> list[PlacementOrder]:
-        """Another program has left these copies, of processes that are there: each goes
-        on alone. Comes instead of `start`."""
+    def succeed(
+        self, left: Mapping[int, Successor], lives: Sequence[int]
+    ) -> list[PlacementOrder]:
+        """Another program has left these copies: two that are a pair go on together,
+        and each other one alone. Comes instead of `start`; what has become of processes
+        since they had these lives is told afterwards."""
         self._places.is_started = True
-        return self._failover.succeed(left)
+        return self._failover.succeed(left, lives)
 
     def enter_session(self) -> None:
         """All stores begin anew where they belong, in another session; up to `start`

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar, final
 
 from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
+    PeerLostError,
     PSUnavailableError,
     UnavailableError,
     ZstratError,
@@ -36,7 +37,7 @@ from zstrat.wire import (
 )
 
 from ._backup_task import BackupTask
-from ._order_asking import OrderAsking
+from ._order_asking import AGAIN, OrderAsking
 from ._orders import (
     Attach,
     CopyPhase,
@@ -49,18 +50,19 @@ from ._orders import (
     Serve,
 )
 from ._placement import StorePlacement
-from ._succession import successors
+from ._succession import session_lost, successors
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
     from zstrat.ps import PsClient
-    from zstrat.wire import Hello, PlainTree, SessionOpened
+    from zstrat.wire import Hello, LeftCopy, PlainTree, SessionOpened
 
     from ._orders import Asked, PlacementOrder
     from ._store_places import StorePlace
+    from ._succession import Successor
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -98,6 +100,13 @@ class ReplicatedCluster(Protocol):
         ...
 
 
+class _ToldCopies(NamedTuple):
+    """What a process has said in one of its lives."""
+
+    life: int
+    copies: list[LeftCopy]
+
+
 @final
 class Replication:
     """That of one session. On the loop.
@@ -127,7 +136,7 @@ class Replication:
         self.addresses: Final = list(addresses)
         self._timeouts, self._make_link = timeouts, make_link
         self._lives = [0] * len(addresses)
-        self._name = name
+        self._name, self._takes_over = name, False
         self.processes: Final = [
             self._process(number, number, address)
             for number, address in enumerate(addresses)
@@ -174,7 +183,8 @@ class Replication:
 
     async def take_over(self, deadline: float) -> int | None:
         """Goes on with the copies that another program has left under the name of the
-        session, each alone at first. Comes before `open`.
+        session. Two that are a pair stay one: when both have said so, either may be
+        lost. Comes before `open`.
 
         Returns:
             What keys are counted from; None if nothing is there.
@@ -183,34 +193,89 @@ class Replication:
             PSUnavailableError: Of a store no copy is left that has all.
             ZstratError: As of `arrive`.
         """
-        self._is_watching = True
+        self._is_watching = self._takes_over = True
         await arrive(self.processes, (), deadline)
-        ask = AskCopies(self._session)
-        answers = await asyncio.gather(
-            *(each.link.submit(ask, deadline=deadline) for each in self.processes)
-        )
-        told = {}
-        for number, answer in enumerate(answers):
-            assert isinstance(answer, CopiesTold), answer
-            told[number] = answer.copies
-        left = successors(self._name, self._session, told, len(self.addresses))
+        told: dict[int, _ToldCopies] = {}
+        left = await self._left(told, deadline)
         if not left:
+            await self._keep_origin(self._session, deadline)
+            self._takes_over = False
+            await self.create_stores(deadline)
             return None
         origin = left[0].chosen.copy.origin
         await self._keep_origin(origin, deadline)
-        self.is_started = True
-        orders = self.placement.succeed(left)
-        for store, (found, *_) in left.items():
-            if found.copy.is_primary:
-                self._cluster.ps[store].move(
-                    self.placement.stores[store].primary.address
-                )
-        self._carry_out(orders)
+        self._succeed(left, [told[process.place].life for process in self.processes])
         await self._wait_served(deadline)
         return origin
 
+    async def _left(
+        self, told: dict[int, _ToldCopies], deadline: float
+    ) -> Mapping[int, Successor]:
+        """What is left of each store, as all processes have ``told``. Who was lost
+        behind its answer has said what it had; the others are asked again then, as they
+        may know by now that they have all."""
+        loop, until = asyncio.get_running_loop(), 0.0
+        while True:
+            lives = list(self._lives)
+            asked = [
+                n for n, at in enumerate(lives) if n not in told or told[n].life == at
+            ]
+            said = await asyncio.gather(*(self._copies_of(n, deadline) for n in asked))
+            told.update(zip(asked, said, strict=True))
+            if lives != self._lives:
+                until = loop.time() + self._timeouts.patience
+                continue
+            copies = {number: each.copies for number, each in told.items()}
+            try:
+                return successors(
+                    self._name, self._session, copies, len(self._cluster.ps)
+                )
+            except PSUnavailableError:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(AGAIN)  # who has lost the other one hears it yet
+
+    async def _copies_of(self, number: int, deadline: float) -> _ToldCopies:
+        """What it says that it has; it is asked again if it was lost before it said
+        so."""
+        process, known = self.processes[number], self.addresses[number]
+        ask = AskCopies(self._session)
+        while True:
+            await process.wait_ready(deadline)
+            life = self._lives[number]
+            try:
+                answer = await process.link.submit(ask, deadline=deadline)
+            except PeerLostError:
+                await asyncio.sleep(AGAIN)  # a link that is not open says so at once
+                continue
+            assert isinstance(answer, CopiesTold), answer
+            copies = [
+                copy._replace(address=reached_as(copy.address or known, known))
+                for copy in answer.copies
+            ]
+            return _ToldCopies(life, copies)
+
+    def _succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
+        """Orders what becomes of the copies, and hears what has become of processes
+        since they said what they had."""
+        self.is_started, self._takes_over = True, False
+        orders = self.placement.succeed(left, lives)
+        for store, successor in left.items():
+            copy = successor.chosen.copy
+            if copy.is_primary:
+                # Who is there by now may be another, with nothing.
+                self._cluster.ps[store].move(copy.address, life=copy.incarnation)
+        self._carry_out(orders)
+        for process, life in zip(self.processes, lives, strict=True):
+            if not process.is_ready:
+                reason = "it was lost while it was taken over"
+                self._carry_out(self.placement.process_lost(process.place, reason))
+            elif self._lives[process.place] != life:
+                self.task_ready(process)
+
     async def _keep_origin(self, origin: int, deadline: float) -> None:
-        """Those that began empty count from there, too."""
+        """Those that began empty count from there, too; or from now on, if none has
+        anything."""
         for process in self.processes:
             process.keep_origin(origin)
             if process.opened is not None and process.opened.origin != origin:
@@ -223,18 +288,45 @@ class Replication:
         waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
         try:
             async with asyncio.timeout_at(deadline):
-                await self.wait_until(
-                    lambda: all(s.phase not in waiting for s in stores)
+                await self.unless_lost(
+                    self.wait_until(lambda: all(s.phase not in waiting for s in stores))
                 )
         except TimeoutError:
             raise DeadlineExceededError(
                 f"resume={self._name!r}: what is left of it is not served in time: "
                 f"{self._words()}; look at the logs of the parameter servers"
             ) from None
-        for store in stores:
+
+    async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
+        """Does what waits for stores that another program has left, until nothing is
+        left of one of them.
+
+        Raises:
+            PSUnavailableError: That is so; says which one, and what to do.
+
+        Cancellation: that of the work.
+        """
+        loop, waits = asyncio.get_running_loop(), self.wait_until(self._is_any_lost)
+        doing = loop.create_task(work, name="going on with what was left")
+        looking = loop.create_task(waits, name="looking for what is lost")
+        both = doing, looking
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            self._require_left()
+            await doing
+        finally:
+            for each in both:
+                each.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    def _is_any_lost(self) -> bool:
+        return any(s.phase is CopyPhase.EMPTY for s in self.placement.stores)
+
+    def _require_left(self) -> None:
+        for store in self.placement.stores:
             if store.phase is CopyPhase.EMPTY:
-                name = self._cluster.ps[store.number].name
-                raise PSUnavailableError(name, store.reason, lost=True)
+                why = f"nothing is left of it: {store.reason}"
+                raise session_lost(self._name, store.number, why)
 
     async def create_stores(self, deadline: float) -> None:
         """Takes all processes, and has them make the stores that they do not have by
@@ -506,7 +598,7 @@ class Replication:
 
     def _take_back(self, task: TaskSession) -> None:
         """What it held is gone, and it is as good as any for a new copy."""
-        if self.is_started:
+        if self.is_started or self._takes_over:
             task.renew(self._session, ())
 
     # ---- told by the cluster ---------------------------------------------------------
@@ -611,7 +703,7 @@ class Replication:
         self._cluster.store_directory.publish(order.store, order.view, address)
         task = self._cluster.ps[order.store]
         if task.address != address:
-            task.move(address)
+            task.move(address, life=order.primary.incarnation)
 
     def _lose(self, order: Lose) -> None:
         self._stop_telling(order.store)

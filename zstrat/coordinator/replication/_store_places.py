@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
 from ._orders import (
+    Attach,
     Copy,
     CopyPhase,
     Detach,
@@ -187,6 +188,13 @@ class StorePlaces:
         self._end_move_with_backup(store)
         self._change(store, CopyPhase.DETACHING, reason)
         return [Detach(store.number, store.view)]
+
+    def keep(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        """The primary serves it, and is to keep the backup that it has."""
+        assert store.backup is not None, store
+        self._change(store, CopyPhase.ATTACHING, reason)
+        served = Serve(store.number, store.view, store.primary)
+        return [served, Attach(store.number, store.view, store.backup)]
 
     def serve(self, store: StorePlace) -> list[PlacementOrder]:
         """The primary has it, alone, and is to get a backup."""

@@ -7,16 +7,20 @@ this file: that is only taken for granted of a primary that went on alone, of tw
 that are both there, and of one whose other copy was lost when the program had been lost
 for so long that it cannot have heard of that. Else the store is lost, and with it the
 session: a model of which a part is gone is none.
+
+Two copies that both say that they go on together are a *pair*, whatever their views: a
+program before may have told one of them of a newer one. They stay a pair, so that
+either may be lost while the program takes over.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from zstrat.errors import PSUnavailableError
+from zstrat.errors import InvalidArgumentError, PSUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from zstrat.wire import LeftCopy
 
@@ -39,15 +43,17 @@ class Successor(NamedTuple):
 
     Args:
         chosen: Goes on: as primary, or is made it.
-        partner: The process of the other copy of its view, if that is there.
+        partner: The other copy of its view, if that is there.
         useless: Processes that have older copies.
         view: The newest one that anybody knows of.
+        is_pair: The chosen one and its partner go on together.
     """
 
     chosen: FoundCopy
-    partner: int | None
+    partner: FoundCopy | None
     useless: list[int]
     view: int
+    is_pair: bool = False
 
 
 def successors(
@@ -63,6 +69,7 @@ def successors(
 
     Raises:
         PSUnavailableError: Of a part of the stores no copy is left that has all.
+        InvalidArgumentError: There are more stores than this program would have.
     """
     found: dict[int, list[FoundCopy]] = {}
     for process, copies in told.items():
@@ -71,16 +78,34 @@ def successors(
                 found.setdefault(copy.store, []).append(FoundCopy(process, copy))
     if not any(each.copy.variables for copies in found.values() for each in copies):
         return {}
-    chosen = {
-        store: _successor(name, store, found.get(store, [])) for store in range(stores)
-    }
+    _require_count(name, found, stores)
+    chosen = {}
+    for store in range(stores):
+        others = [f"/job:ps/task:{other}" for other in sorted(found) if other != store]
+        chosen[store] = _successor(name, store, found.get(store, []), others)
     if len(origins := {each.chosen.copy.origin for each in chosen.values()}) > 1:
-        raise _lost(name, 0, f"there are parts of {len(origins)} different sessions")
+        raise session_lost(
+            name, 0, f"there are parts of {len(origins)} different sessions"
+        )
     return chosen
 
 
-def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
+def _require_count(name: str, found: Iterable[int], stores: int) -> None:
+    if (highest := max(found)) >= stores:
+        raise InvalidArgumentError(
+            f"resume={name!r}: the program before has left store {highest}, and this "
+            f"one would have {stores}, counted from 0: give it as many parameter "
+            "servers, and the same stores_per_ps=; or another name, to begin anew"
+        )
+
+
+def _successor(
+    name: str, store: int, found: Sequence[FoundCopy], others: Sequence[str]
+) -> Successor:
     view = max((each.copy.view for each in found), default=0)
+    if (pair := _pair(found)) is not None:
+        useless = [each.process for each in found if each not in pair]
+        return Successor(*pair, useless, view, is_pair=True)
     newest = [each for each in found if each.copy.view == view]
     if not any(each.copy.is_whole for each in newest):
         newest = _alone(found) or newest
@@ -90,18 +115,38 @@ def _successor(name: str, store: int, found: Sequence[FoundCopy]) -> Successor:
         key=lambda each: not each.copy.is_primary,
     )
     if not fit:
-        raise _lost(name, store, "no process has a copy of it that has all")
+        there = ", ".join(others) or "none"
+        raise session_lost(
+            name,
+            store,
+            "no parameter server of the cluster has a copy of it that has all "
+            f"(others that are still there: {there})",
+        )
     chosen = fit[0]
     if not chosen.copy.is_sure and len(newest) < 2:
-        raise _lost(
+        raise session_lost(
             name,
             store,
             "of its two copies only one is left, which may lack what the other one had "
             "acknowledged: that was lost while the program lived, or with it",
         )
-    others = [each.process for each in newest if each is not chosen]
+    partners = [each for each in newest if each is not chosen]
     useless = [each.process for each in found if each not in newest]
-    return Successor(chosen, others[0] if others else None, useless, view)
+    return Successor(chosen, partners[0] if partners else None, useless, view)
+
+
+def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
+    """A primary and its backup. A second such pair cannot be: the backup of the first
+    would have been made the primary before."""
+    for one in found:
+        for other in found:
+            copies = one.copy, other.copy
+            if [each.is_primary for each in copies] != [True, False]:
+                continue
+            named = other.copy.incarnation, one.copy.incarnation
+            if tuple(each.partner for each in copies) == named:
+                return one, other
+    return None
 
 
 def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
@@ -116,6 +161,7 @@ def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
     return sorted(alone, key=lambda each: each.copy.view)[-1:]
 
 
-def _lost(name: str, store: int, why: str) -> PSUnavailableError:
+def session_lost(name: str, store: int, why: str) -> PSUnavailableError:
+    """Of the store nothing is left that has all."""
     words = f"it cannot go on with the session {name!r}: {why}. {_AGAIN}"
     return PSUnavailableError(f"/job:ps/task:{store}", words, lost=True)

@@ -42,6 +42,7 @@ class LoopCoordinator:
         ps, workers: Addresses.
         replicas: Copies of what each parameter server holds: 0 or 1.
         draw: Draws the number of a session anew.
+        name: What the session is called, to go on with what was left under that name.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class LoopCoordinator:
         prefetch: int,
         replicas: int = 0,
         draw: Callable[[], int],
+        name: str = "",
     ) -> None:
         times = settings.timeouts
         self.cluster: Final = Cluster(
@@ -63,7 +65,7 @@ class LoopCoordinator:
             workers,
             times,
             make_link,
-            SessionOptions(prefetch, replicas=replicas),
+            SessionOptions(prefetch, replicas=replicas, name=name),
             draw=draw,
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)

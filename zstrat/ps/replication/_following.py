@@ -22,6 +22,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import (
     BackupLost,
+    BeginAnew,
     CopyWhole,
     Done,
     Hello,
@@ -109,7 +110,9 @@ class Following:
         self._whole_at: int | None = None
         """The number of the change behind which nothing of the copy is missing."""
         self._is_busy = self._speaks_soon = self._goes_on_soon = False
-        self._is_inherited = self._begins_anew = False
+        self._is_inherited = False
+        self._begun = session
+        """Whose steps are known here, when all is made that was taken."""
         self._earlier: set[int] = set()
         """Sessions of programs that are lost."""
         self._made_all = asyncio.Event()
@@ -197,6 +200,8 @@ class Following:
             return
         if isinstance(change, CopyWhole):
             self.is_whole, self._whole_at = True, self._received
+        elif isinstance(change, BeginAnew):
+            self._begun = change.session
         self._queue.append(change)
         self._made_all.clear()
         self._nbytes += nbytes_of(change)
@@ -294,15 +299,21 @@ class Following:
         has all, and cannot follow it any further."""
         self._is_inherited, self.is_whole = True, is_whole
 
+    @property
+    def partner(self) -> int:
+        """The incarnation of the primary that it follows; 0 if it follows none."""
+        follows = self.is_whole and not self._is_inherited and self._promotion is None
+        return self._named if follows else 0
+
     def is_primary(self, remote: object) -> bool:
         """Whether the changes come from there."""
         return remote is self._primary
 
     def follow_new_owner(self, session: int) -> None:
-        """Another program goes on, in this session: steps begin anew if it has this
-        copy take its primary's place. The primary is heard up to then."""
+        """Another program goes on, in this session. Steps begin anew when the primary
+        says so, or when it has this copy take the primary's place before."""
         self._earlier.add(self.session)
-        self.session, self._begins_anew = session, True
+        self.session = session
 
     async def finish(self, deadline: float) -> None:
         """Makes all that was taken, behind which nothing more may come; is not whole if
@@ -356,7 +367,7 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
-            if self._begins_anew:
+            if self._begun != self.session:
                 self._store.begin_anew()
             self._tell(PromoteBackup(self.session, self.view))
             self._primary = None

@@ -138,6 +138,8 @@ class Forwarding:
         self._slowed: list[tuple[asyncio.Future[Message], Message]] = []
         self._news = asyncio.Event()
         self._flows = self._is_over = self._is_spoilt = False
+        self._opening: asyncio.Future[Message] | None = None
+        """Asks the backup what it has: the answer to an earlier one says nothing."""
         self._made = 0
         """The backup has made so many changes, as far as it has said."""
         self._has_pushes = False
@@ -269,11 +271,16 @@ class Forwarding:
             self._is_spoilt = True
             self._lost("its process has lost it: it was started anew")
             return
+        self._open_log()
+
+    def _open_log(self) -> None:
+        self._flows = False
         opening = OpenLog(self.attached.session, self.attached.view)
-        self._link.submit(opening).add_done_callback(self._resumed)
+        self._opening = self._link.submit(opening)
+        self._opening.add_done_callback(self._resumed)
 
     def _resumed(self, opened: asyncio.Future[Message]) -> None:
-        if opened.cancelled() or self._is_over:
+        if opened.cancelled() or self._is_over or opened is not self._opening:
             return
         error = opened.exception()
         if error is None:
@@ -342,6 +349,21 @@ class Forwarding:
                 self._flows = False
             except (TypeError, ValueError) as error:
                 self.spoil(str(error))
+
+    async def keep(self, attached: AttachBackup) -> None:
+        """It stays the backup, in a newer view, of another program; which is told.
+
+        Raises:
+            UnavailableError: It is lost, or is not wanted any more.
+
+        Cancellation: as if it was told.
+        """
+        # What is under way in pieces may come in behind the question what is there.
+        await self._until(lambda: self._flows and self._log.is_taken)
+        if self.attached != attached:
+            self.attached = attached
+            self._open_log()
+        await self._until(lambda: self._flows)
 
     # ---- the copy ----------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from zstrat.ps.store._plans import BindPlan, PushPlan
 from zstrat.rows import lasting
 from zstrat.wire import (
     AskParts,
+    BeginAnew,
     BindOptimizer,
     CopyKept,
     CopyLedger,
@@ -80,6 +81,7 @@ CHANGES = (
     | BindOptimizer
     | LoadTensors
     | StoreTensors
+    | BeginAnew
     | CopyLedger
     | CopyKept
     | CopyVariables
@@ -117,6 +119,8 @@ def repeat(store: Store, change: Message) -> Computation | None:
             store.delete(keys)
         case Withdraw(keys=keys, optimizers=optimizers):
             store.withdraw(keys, optimizers)
+        case BeginAnew():
+            store.begin_anew()
         case CopyVariables(first_version=first, variables=variables):
             store.variables.first_version = first
             for variable in variables:

@@ -186,4 +186,5 @@ class StoreServingRole:
             is_whole=following is None or following.is_whole,
             is_sure=standing.is_sure(lost_at, self._timeouts),
             variables=len(self._store),
+            partner=standing.partner,
         )

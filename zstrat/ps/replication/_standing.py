@@ -82,9 +82,10 @@ class Standing:
         self._clock = clock
         self.parted_at: float | None = None
         """When the other one of two copies was lost, the last time; seconds."""
-        self._is_known_sure = self._was_without = False
-        """What is known of the time before: nothing is missing here; and the program
-        had no second copies."""
+        self._sure_in: int | None = None
+        """The view in which it is known of the time before that nothing is missing."""
+        self._was_without = False
+        """The program before had no second copies."""
         self._forwarding: Forwarding | None = None
         self._copying: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -134,7 +135,9 @@ class Standing:
         """
         if self.is_replaced:
             return False
-        if self._is_known_sure or (self.following is None and not self.has_backup):
+        if self._sure_in == self._newest_view:
+            return True
+        if self.following is None and not self.has_backup:
             return True
         if lost_at is None or self.parted_at is None:
             return False
@@ -145,8 +148,24 @@ class Standing:
     def owner_changed(self, lost_at: float | None, timeouts: Timeouts) -> None:
         """Another program is here. If it is lost before it gives an order, all is as it
         was: it may have waited in vain for other processes."""
-        self._is_known_sure = self.is_sure(lost_at, timeouts)
+        is_sure = self.is_sure(lost_at, timeouts)
+        self._sure_in = self._newest_view if is_sure else None
         self._was_without |= not self.is_to_have_backup
+
+    @property
+    def _newest_view(self) -> int:
+        return self.view if self.following is None else self.following.view
+
+    @property
+    def partner(self) -> int:
+        """The incarnation of the other one of two copies, if both are known to go on
+        together; else 0."""
+        if self.following is not None:
+            return self.following.partner
+        forwarding = self._forwarding
+        if forwarding is None or not forwarding.is_strict or self.is_replaced:
+            return 0
+        return forwarding.attached.incarnation
 
     def statistics(self) -> dict[str, PlainTree]:
         following, forwarding = self.following, self._forwarding
@@ -184,7 +203,7 @@ class Standing:
         Cancellation: the copy goes on.
         """
         self.require(message.view)
-        self._is_known_sure = False
+        self._sure_in = None
         if isinstance(message, AttachBackup):
             await self._attach(message)
             return Done()
@@ -228,7 +247,8 @@ class Standing:
             forwarding.refuse(error)
             self._keep(forwarding)
         self.view, self.is_replaced, self.is_dropped = 0, False, False
-        self.is_to_have_backup = self._is_known_sure = self._was_without = False
+        self.is_to_have_backup = self._was_without = False
+        self._sure_in = None
 
     def step_aside(self, *, is_dropped: bool) -> None:
         """Another process may serve the store: a coordinator says whether this one does
@@ -271,6 +291,11 @@ class Standing:
         if self._connect is None:
             raise BusyError(f"{self._task} cannot have a backup")
         forwarding = self._forwarding
+        if self.partner == message.incarnation:
+            assert forwarding is not None, "it has this backup already"
+            self.view = message.view
+            await forwarding.keep(message)
+            return
         if forwarding is None or forwarding.attached != message:
             self._detach()
             self.view = message.view

@@ -134,7 +134,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             go to in turn, and that `parameter_servers` moves, one after the other, when
             a ps is added or drained. More of them are moved in finer pieces, and
             `ShardedVariable` components may go to each; every one is asked with a
-            message of its own. Not to be had with ``resume``.
+            message of its own. With ``resume`` both programs have to give the same.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -199,7 +199,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         patience = _ps_patience(on_ps_loss, ps_wait_timeout)
         if replicas not in (0, 1):
             raise ValueError(f"replicas={replicas!r}: expected 0 or 1")
-        _check_stores(stores_per_ps, resume)
+        _check_stores(stores_per_ps)
         if stores_per_ps > 1:
             connect = partial(connect, stores_per_ps=int(stores_per_ps))
         if replicas:
@@ -375,16 +375,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         )
 
 
-def _check_stores(stores_per_ps: object, resume: object) -> None:
+def _check_stores(stores_per_ps: object) -> None:
     is_number = isinstance(stores_per_ps, int) and not isinstance(stores_per_ps, bool)
     if not is_number or not 1 <= stores_per_ps <= _MOST_STORES:  # type: ignore[operator]
         raise ValueError(
             f"stores_per_ps={stores_per_ps!r}: expected a number, 1 to {_MOST_STORES}"
-        )
-    if stores_per_ps != 1 and resume is not None:
-        raise ValueError(
-            "resume= with stores_per_ps=: a program cannot go on with what another one "
-            "has left in stores whose processes it does not know; leave out one of them"
         )
 
 

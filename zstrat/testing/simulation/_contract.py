@@ -12,7 +12,8 @@ counted:
 - one that failed, or was cancelled before it began, is on none, then and later;
 - any other step is on each server at most once;
 - what was acknowledged before a read began is in it, and reads never go back;
-- a checkpoint holds a step on all servers or on none.
+- a checkpoint holds a step on all servers or on none;
+- who goes on with what a lost program has left finds that so, and it does not change.
 """
 
 from __future__ import annotations
@@ -84,6 +85,16 @@ class Saved:
         return number < self.cut.end or any(r.first <= number < r.end for r in runs)
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What programs before have left, by place: "done", "never" or "perhaps"."""
+
+    steps: dict[int, str]
+    own: dict[int, str]
+    found: list[dict[int, int]]
+    """By server: what the first look has found of it, once there was one."""
+
+
 @dataclass(slots=True)
 class Training:
     """One session of a program."""
@@ -92,6 +103,10 @@ class Training:
     """Which session of the run."""
     world: World
     servers: int
+    past: Past = field(default_factory=lambda: Past({}, {}, []))
+    """What it goes on with."""
+    has_created: bool = False
+    """All its variables are acknowledged."""
     has_copies: bool = False
     """A read may show what is not acknowledged, and after a failover not any more; what
     one copy shows is looked at on its way (`_versions`)."""
@@ -154,12 +169,22 @@ class Training:
         """Places that have to be on all servers."""
         self.look()
         places = {p for p, step in self.steps.items() if step.fate == "done"}
+        places |= {p for p, fate in self.past.steps.items() if fate == "done"}
         return frozenset(places - self.lost - self.doubtful)
 
     def done_own(self) -> frozenset[int]:
         """The same of own updates."""
         self.look()
-        return frozenset(p for p, fate in self.own.items() if fate == "done")
+        fates = (*self.own.items(), *self.past.own.items())
+        return frozenset(p for p, fate in fates if fate == "done")
+
+    def go_on_with(self, lost: Training) -> None:
+        """Another program, which is lost, has left what is there."""
+        past = self.past
+        for place, step in lost.steps.items():
+            past.steps[place] = "perhaps" if step.fate == "open" else step.fate
+        for place, fate in lost.own.items():
+            past.own[place] = "perhaps" if fate == "open" else fate
 
     # ---- what was read
 
@@ -176,12 +201,24 @@ class Training:
             missing = [place for place in sorted(known) if not marks[place]]
             if missing:
                 self.broken(f"{missing} were done, and a read of ps{server} lacks them")
+        self._look_back(values)
         before = self.read_by.get(reader)
         if before is not None and not self.has_copies:
             for server, (old, new) in enumerate(zip(before, values, strict=True)):
                 if (new < old).any():
                     self.broken(f"a read of ps{server} went back: {old} {new}")
         self.read_by[reader] = [np.array(marks) for marks in values]
+
+    def _look_back(self, values: Sequence[np.ndarray]) -> None:
+        """What programs before have done is over."""
+        now = [{place: int(m[place]) for place in self.past.steps} for m in values]
+        found = self.past.found
+        if not found:
+            found.extend(now)
+        for server, (before, here) in enumerate(zip(found, now, strict=True)):
+            if before != here:
+                changed = [place for place in before if before[place] != here[place]]
+                self.broken(f"ps{server}: steps {changed} of a lost program changed")
 
     # ---- the end
 
@@ -195,10 +232,13 @@ class Training:
         for place, step in self.steps.items():
             self._check_step(place, step, [int(each[place]) for each in marks])
         for server, each in enumerate(marks):
-            strange = set(np.flatnonzero(each).tolist()) - self.steps.keys()
+            known = self.steps.keys() | self.past.steps.keys()
+            strange = set(np.flatnonzero(each).tolist()) - known
             if strange:
                 self.broken(f"{sorted(strange)} on ps{server}: nobody scheduled them")
-        for place, fate in self.own.items():
+        for place, fate in self.past.steps.items():
+            self._check_past(place, fate, [int(each[place]) for each in marks])
+        for place, fate in (*self.own.items(), *self.past.own.items()):
             found = [int(each[place]) for each in own]
             wanted = {"done": (1,), "perhaps": (0, 1), "open": (0, 1)}[fate]
             if any(count not in wanted for count in found):
@@ -223,6 +263,11 @@ class Training:
         if place in self.frozen and self.frozen[place] != found:
             self.broken(f"{words}, where {self.frozen[place]} was found before")
 
+    def _check_past(self, place: int, fate: str, found: list[int]) -> None:
+        wanted = {"done": (1,), "never": (0,), "perhaps": (0, 1)}[fate]
+        if any(count not in wanted for count in found):
+            self.broken(f"step {place} of a lost program is {fate}, and {found}")
+
     def freeze(self, marks: Sequence[np.ndarray]) -> None:
         """All steps so far are over: what is there now stays."""
         for place, step in self.steps.items():
@@ -244,7 +289,8 @@ class Training:
                 self.broken(f"a checkpoint has {found} of step {place} ({step.fate})")
         for place in range(len(saved.own[0])):
             found = [int(each[place]) for each in saved.own]
-            if len(set(found)) > 1:
+            may_differ = self.past.own.get(place) == "perhaps"
+            if len(set(found)) > 1 and not may_differ:
                 self.broken(f"a checkpoint has {found} of own update {place}")
 
     def broken(self, words: str) -> None:

@@ -3,6 +3,8 @@
 With second copies any one server may be lost at any moment. So where the contract is
 held against that, what befalls a server waits until each store has two copies that are
 well: in processes that have had no trouble for a while, and which the program knows.
+A program that goes on with what a killed one has left is held against the same, if a
+server is lost no sooner after that one than `Timeouts.patience` and ``reconnect``.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
+from ._process import TIMES
 from ._world import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ._process import Process
+    from ._program import TrainingProgram
     from ._scenario import Fault
     from ._sockets import Network
     from ._world import World
@@ -34,7 +38,7 @@ class Faults:
     """Those of one run.
 
     Args:
-        copies: The processes that have copies of stores, if each store has two.
+        program: Knows which processes have copies of stores, if each store has two.
         told: Told of each fault as it happens.
     """
 
@@ -43,11 +47,11 @@ class Faults:
         world: World,
         network: Network,
         processes: Mapping[str, Process],
-        copies: Callable[[], list[str] | None],
+        program: TrainingProgram,
         told: Callable[[str], None] | None,
     ) -> None:
         self._world, self._network, self._processes = world, network, processes
-        self._copies, self._told = copies, told
+        self._program, self._told = program, told
         self._ill_until: dict[str, float] = {}
         """When the trouble of a server is over, or was."""
         self.healed_at = START
@@ -59,7 +63,8 @@ class Faults:
         something."""
         at = START + fault.at
         self.healed_at = max(self.healed_at, at + fault.length)
-        if is_guarded and self._servers_of(fault):
+        concerns_copies = self._servers_of(fault) or self._is_of_program(fault)
+        if is_guarded and concerns_copies:
             self._world.at(at, partial(self._wait, fault, at + _LATEST))
         else:
             self._world.at(at, partial(self._happen, fault))
@@ -68,12 +73,23 @@ class Faults:
         """Whom it concerns of the servers, all of which are then said to be ill."""
         ends = (fault.target, fault.other)
         servers = [name for name in ends if name.startswith("ps")]
+        if fault.kind in _KILLING and not fault.target.startswith("ps"):
+            return []
         return servers[:1] if fault.kind in _OF_ONE else servers
 
+    def _is_of_program(self, fault: Fault) -> bool:
+        return fault.kind in _KILLING and fault.target == "chief0"
+
     def _wait(self, fault: Fault, latest: float) -> None:
-        now, copies = self._world.now, self._copies()
-        if copies is not None and all(self._is_well(name) for name in copies):
-            for name in self._servers_of(fault):
+        now, copies = self._world.now, self._program.copies()
+        servers = self._servers_of(fault)
+        concerned = [*(copies or ()), "chief0"]
+        if self._is_of_program(fault) and not self._processes["chief0"].is_alive:
+            copies = None  # it cannot be lost once more
+        elif fault.kind in ("kill", "power") and not servers:
+            concerned.pop()  # however often
+        if copies is not None and all(self._is_well(name) for name in concerned):
+            for name in servers:
                 self._ill_until[name] = now + fault.length
             self._happen(fault)
         elif now < latest:
@@ -95,8 +111,13 @@ class Faults:
         self.healed_at = max(self.healed_at, end)
         match fault.kind:
             case "kill" | "power":
-                process.kill(silently=fault.kind == "power")
-                world.at(end, process.start_again)
+                self._kill(fault.target, end, silently=fault.kind == "power")
+            case "succeed":
+                self._kill(fault.target, end)
+                at = end + world.random.choice((0.02, 0.1, 0.5)) * world.random.random()
+                self._ill_until[fault.other] = at + 1.0
+                self.healed_at = max(self.healed_at, at + 1.0)
+                world.at(at, partial(self._kill, fault.other, at + 1.0))
             case "retire":
                 process.retire(end)
             case "freeze":
@@ -117,10 +138,21 @@ class Faults:
             case "sever":
                 self._between(fault, self._network.weather.block)
                 world.at(end - 1e-6, partial(self._between, fault, self._free))
-                world.at(world.now + 0.3 * fault.length, process.kill)
-                world.at(end, process.start_again)
+                at = world.now + 0.3 * fault.length
+                world.at(at, partial(self._kill, fault.target, end))
             case _:
                 raise AssertionError(fault.kind)
+
+    def _kill(self, name: str, until: float, *, silently: bool = False) -> None:
+        process = self._processes[name]
+        if name == "chief0" and process.is_alive:
+            self._program.died()
+            noticed = TIMES.patience if silently else 0.0
+            self._ill_until[name] = self._world.now + noticed
+        elif name.startswith("ps"):
+            self._program.hurt()
+        process.kill(silently=silently)
+        self._world.at(until, process.start_again)
 
     def _between(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
         work(fault.target, fault.other)
@@ -142,5 +174,6 @@ class Faults:
         self._network.weather.slow(source, target, factor)
 
 
+_KILLING: Final = ("kill", "power", "succeed")
 _OF_ONE: Final = ("sever", "isolate", "apart")
 """Kinds of which the ``other`` has no trouble of its own when they are over."""

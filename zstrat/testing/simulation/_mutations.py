@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 from zstrat.coordinator.unthreaded import cut_of
-from zstrat.wire import Push, Pushed
+from zstrat.wire import BeginAnew, Push, Pushed
 
 from ._run import run_seed
 
@@ -120,6 +120,22 @@ def _unledgered(original: Callable[..., Any], store: Any, change: Any) -> Any:
     return original(store, change)
 
 
+def _remembering(begin: Callable[..., None], store: Any) -> None:
+    """What the program before has applied is taken for what the next one sends."""
+    kept = store.ledger, store.writers, store.parts
+    begin(store)
+    store.ledger, store.writers, store.parts = kept
+
+
+def _unbegun(original: Callable[..., Any], store: Any, change: Any) -> Any:
+    """A backup does not hear that another program goes on."""
+    return None if isinstance(change, BeginAnew) else original(store, change)
+
+
+def _no_pair(found: object) -> None:
+    """No two copies are known to go on together."""
+
+
 def _no_ledgers(store: Any) -> Iterator[Any]:
     return iter(())
 
@@ -149,6 +165,7 @@ _LEDGER: Final = "zstrat.ps.store._ledger.Ledger"
 _FENCES: Final = "zstrat.coordinator._fences"
 _RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
+_BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
@@ -195,6 +212,17 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_COPIES}._standing.Standing._step_aside": _serves_on,
         f"{_COPIES}._standing.Standing.require": _nothing,
         f"{_COPIES}._following.Following.require": _nothing,
+    },
+    "a program that goes on is taken for the one before": {
+        _BEGIN: _around(_BEGIN, _remembering)
+    },
+    "a backup does not hear of the next program": {
+        f"{_COPIES}._following.repeat": partial(
+            _unbegun, _function(f"{_COPIES}._repeating.repeat")
+        )
+    },
+    "two copies part when a program goes on": {
+        "zstrat.coordinator.replication._succession._pair": _no_pair
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

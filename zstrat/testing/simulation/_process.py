@@ -17,7 +17,7 @@ from zstrat.config import Limits, Settings, Timeouts
 from zstrat.program import load
 from zstrat.ps import Handover, HostedStores, Inherited, PsService, backup_links
 from zstrat.transport import Endpoint, Link
-from zstrat.wire import PROTOCOL, DropStore, Hello, HostStore, Job
+from zstrat.wire import PROTOCOL, AskCopies, DropStore, Hello, HostStore, Job
 from zstrat.worker import Compilations, WorkerService
 
 from ._threads import VirtualExecutor, VirtualThread
@@ -226,6 +226,7 @@ class ServerProcess(Daemon):
             incarnation=me.incarnation,
             connect=backup_links(me, around.settings, None, sockets),
             on_cleared=lambda: hosted.look(),
+            on_new_owner=lambda owner: hosted.follow_new_owner(owner),
             keeps_state=folder is not None,
             inherited=None if left is None else left.own,
         )
@@ -243,7 +244,7 @@ class ServerProcess(Daemon):
         )
 
         def handle(remote: Any, message: Any) -> Any:
-            if isinstance(message, HostStore | DropStore):
+            if isinstance(message, AskCopies | HostStore | DropStore):
                 return hosted.handle(remote, message)
             return service.handle(remote, message)
 

@@ -45,6 +45,8 @@ QUIET: Final = 1.0
 """Seconds that a program waits when all has healed, for zombies that wake up."""
 PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
+LIVES: Final = 8
+"""Programs that go on one after the other with the same variables, at most."""
 PATIENCE: Final = 10.0
 """Seconds between two looks at a session that is broken."""
 
@@ -108,6 +110,12 @@ class TrainingProgram:
         self._over, self.healed_at = over, healed_at
         self.trainings: list[Training] = []
         self._coordinator: LoopCoordinator | None = None
+        self._is_open = False
+        self._left: list[str] | None = None
+        """A program has the servers; else what was left of copies, as `copies` says."""
+        self._chain: list[Training] = []
+        """Those that go on with one another, of the present name."""
+        self._names = 0
 
     async def main(self, loop: Any, link: Callable[[int], Any]) -> None:
         """What the process does."""
@@ -122,15 +130,10 @@ class TrainingProgram:
                 prefetch=self._scenario.prefetch,
                 replicas=self._scenario.replicas,
                 draw=self._around.draw,
+                name=self._name(),
             )
             self._coordinator = coordinator
-            training = Training(
-                len(self.trainings) + 1,
-                self._around.world,
-                len(self._ps),
-                has_copies=bool(self._scenario.replicas),
-            )
-            self.trainings.append(training)
+            training = self._training()
             self._readers.training = training
             session = TrainingSession(self, coordinator, training)
             try:
@@ -142,14 +145,65 @@ class TrainingProgram:
                     training.broken(f"one server was lost, and there was {error!r}")
                 # It is lost: begin anew, as the documentation says.
                 await coordinator.close()
+                self._is_open, self._left = False, None
+                if isinstance(error, PSUnavailableError):
+                    self._chain.clear()
                 await asyncio.sleep(self._around.world.random.random())
                 continue
             await coordinator.close()
             self._over()
             return
 
+    def _name(self) -> str:
+        """What the next session is called: as the one before, to go on with that."""
+        if not self._scenario.resumes:
+            return ""
+        if len(self._chain) == LIVES:
+            self._chain.clear()
+        self._names += not self._chain
+        return f"run {self._names}"
+
+    def _training(self) -> Training:
+        training = Training(
+            len(self.trainings) + 1,
+            self._around.world,
+            len(self._ps),
+            has_copies=bool(self._scenario.replicas),
+        )
+        self.trainings.append(training)
+        if self._scenario.resumes:
+            self._chain.append(training)
+        return training
+
+    def go_on(self, training: Training, resumed: bool) -> int:
+        """The session is open; returns how many there were before it of its name."""
+        *before, _ = self._chain or [training]
+        if resumed and not before:
+            training.broken("it goes on with what no program has left")
+        if not resumed and any(each.has_created for each in before):
+            training.broken("it goes on with nothing, and nobody was told of a loss")
+        for each in before if resumed else ():
+            training.go_on_with(each)
+        self._is_open = True
+        return len(before)
+
+    # ---- what the faults ask and tell
+
+    def died(self) -> None:
+        """The program was killed: what it knew of copies is so until a server dies."""
+        self._left, self._is_open = self.copies(), False
+
+    def hurt(self) -> None:
+        """A server is in trouble."""
+        self._left = None
+
     def copies(self) -> list[str] | None:
-        """The processes that have copies of stores, if each store has two."""
+        """The processes that have copies of stores, if each store has two, and there is
+        something that nobody may lose."""
+        if self._chain and not any(each.has_created for each in self._chain):
+            return None
+        if not self._is_open:
+            return self._left
         coordinator = self._coordinator
         replication = None if coordinator is None else coordinator.cluster.replication
         if replication is None or not replication.is_started:
@@ -191,10 +245,13 @@ class TrainingSession:
     ) -> None:
         self._program, self._scenario = program, program.scenario
         self._coordinator, self._training = coordinator, training
-        length, count = self._scenario.steps, training.servers
+        self._first = 0
+        """How many programs have gone before: each has places of its own."""
+        lives = LIVES if self._scenario.resumes else 1
+        length, count = lives * self._scenario.steps, training.servers
         # As in real programs, each session counts its keys anew.
         self._marks = _specs(100, "marks", (length,), "int64", count)
-        self._own = _specs(200, "own", (OWN,), "int64", count)
+        self._own = _specs(200, "own", (lives * OWN,), "int64", count)
         self._tables = _specs(300, "table", (length, 2), "float32", count)
         self._updates: set[asyncio.Task[None]] = set()
         self._beside: asyncio.Task[Any] | None = None
@@ -202,6 +259,9 @@ class TrainingSession:
     async def run(self) -> None:
         """All of it."""
         await self._coordinator.open()
+        cluster = self._coordinator.cluster
+        before = self._program.go_on(self._training, cluster.renewal.resumed)
+        self._first = before * self._scenario.steps
         if self._scenario.restores:
             self._coordinator.cluster.recover(PS_WAIT)
             self._training.recovery = self._coordinator.recovery
@@ -219,12 +279,13 @@ class TrainingSession:
         await self._coordinator.servers.create_variables(
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
         )
+        self._training.has_created = True
         function = ScriptedFunction(
             self._training.number,
             self._marks,
             self._tables,
             self._scenario.by_rows,
-            self._scenario.fails,
+            frozenset({self._first + place for place in self._scenario.fails}),
             _nobody,
             self._scenario.reads_ahead,
         )
@@ -234,7 +295,7 @@ class TrainingSession:
 
     async def _train(self) -> None:
         draw = self._program.draw
-        for place in range(self._scenario.steps):
+        for place in range(self._first, self._first + self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
             if not self._scenario.only_steps:
@@ -329,8 +390,9 @@ class TrainingSession:
     # ---- the program's own requests
 
     def _update_soon(self) -> None:
-        place = len(self._training.own)
-        if place < OWN:
+        count = len(self._training.own)
+        place = self._first // self._scenario.steps * OWN + count
+        if count < OWN:
             self._training.own[place] = "open"
             task = asyncio.get_running_loop().create_task(
                 self._update(place), name=f"own update {place}"

@@ -10,6 +10,7 @@ import logging
 import sys
 import tempfile
 import traceback
+import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ class Run:
         self._given_out = GivenOut(self._broken)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
-            world, self._network, self._processes, self._program.copies, told
+            world, self._network, self._processes, self._program, told
         )
 
     def verdict(self) -> SeedVerdict:
@@ -233,7 +234,11 @@ def _buried() -> Iterator[None]:
         sys.unraisablehook = lambda unraisable: None
         asyncio._set_running_loop(cast("asyncio.AbstractEventLoop", grave))
         try:
-            gc.collect()
+            with warnings.catch_warnings():
+                # A process was killed before they had begun; one that a process has
+                # forgotten to await was told of while it lived.
+                warnings.filterwarnings("ignore", ".* was never awaited")
+                gc.collect()
         finally:
             asyncio._set_running_loop(None)
             sys.unraisablehook = hook

@@ -19,7 +19,8 @@ class Fault(NamedTuple):
     (the connections of the two break), "cut" (nothing gets through, and nobody is told;
     if it is long, in one direction alone), "slow", "isolate" (the target is cut off
     from everybody), "apart" (from everybody but workers), "sever" (from the other, and
-    killed a moment later).
+    killed a moment later), "succeed" (the target, which is the program, is killed and
+    started again at the end; and the other, a server, is killed when it goes on).
     """
 
     at: float
@@ -72,13 +73,16 @@ class Scenario:
     hands_over: bool = False
     """Servers that are told to stop leave what they hold to the next process. Nothing
     else takes it from them, so none may be said to be lost."""
+    resumes: bool = False
+    """A program that is started again goes on with what the one before has left."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     """The scenario of a seed. It has a theme: faults of all kinds, workers that wake up
     when their steps are over, lost servers, or lines that break often. In each fourth
     seed there are second copies of the servers. In each tenth servers are told to stop
-    and started again, and in each twentieth they are replaced and do not know."""
+    and started again, and in each twentieth they are replaced and do not know. In each
+    tenth programs are killed, and others go on with what they have left."""
     if seed % 4 == 3:
         return _with_copies(seed, workers, servers)
     chance = random.Random(f"scenario {seed}")
@@ -86,9 +90,14 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     hands_over = seed % 20 == 9
     if hands_over:
         theme = "restarts"
+    if resumes := seed % 20 == 13:
+        theme = "programs"
+        if hands_over := chance.random() < 0.3:
+            theme = "programs and restarts"
     steps, pace = chance.randint(12, 40), chance.choice([0.005, 0.03, 0.1])
     fails = chance.choice([1, 2, 3] if theme == "zombies" else [0, 0, 1, 2])
     restores = theme == "losses" or chance.random() < 0.25
+    restores &= not resumes
     fate = _Fate(chance, workers, servers, restores, 0.4 + 1.1 * steps * pace)
     return Scenario(
         seed,
@@ -109,6 +118,7 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         fails=frozenset(chance.sample(range(steps), fails)),
         faults=fate.faults(theme),
         hands_over=hands_over,
+        resumes=resumes,
     )
 
 
@@ -116,7 +126,8 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     chance = random.Random(f"copies {seed}")
     servers = chance.choice([2, servers, servers])
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
-    theme = {7: "restarts of copies", 19: "old primaries"}.get(seed % 20, "")
+    themes = {7: "restarts of copies", 11: "successors", 19: "old primaries"}
+    theme = themes.get(seed % 20, "")
     is_guarded = chance.random() < 0.7 or bool(theme)
     restores = not is_guarded and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
@@ -144,6 +155,7 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         replicas=1,
         is_guarded=is_guarded,
         reads_beside=not restores and chance.random() < 0.5,
+        resumes=theme == "successors",
     )
 
 
@@ -174,6 +186,9 @@ class _Fate:
             "restarts": ([1, 2, 4], self._restart),
             "restarts of copies": ([1, 2], self._restart),
             "old primaries": ([0, 0, 1], self._trouble),
+            "programs": ([1, 2, 3], self._killed),
+            "programs and restarts": ([1, 2, 3], self._killed),
+            "successors": ([1, 2], self._killed),
         }[theme]
         found = [draw() for _ in range(self._chance.choice(count))]
         more = _MORE.get(theme, _Fate._any)
@@ -182,6 +197,8 @@ class _Fate:
             found += self._late_push()
         if theme == "old primaries":
             found += self._replaced()
+        if theme == "successors":
+            found.append(self._succeeded())
         if theme == "losses" and self._chance.random() < 0.5:
             found.append(self._absence())
         return tuple(sorted(found))
@@ -225,6 +242,19 @@ class _Fate:
         kind = self._chance.choice(["kill", "power"])
         server, at = self._chance.choice(self._servers), 0.15 + self._begin()
         return Fault(at, kind, server, "chief0", self._length())
+
+    def _killed(self) -> Fault:
+        """The program, which is started again."""
+        kind = self._chance.choice(["kill", "kill", "power"])
+        at = self._chance.choice([0.0, 0.3]) + self._begin()
+        return Fault(at, kind, "chief0", self._servers[0], self._length())
+
+    def _succeeded(self) -> Fault:
+        """A server is lost while the next program takes over, when it is sure that the
+        one before cannot have acted unheard."""
+        server = self._chance.choice(self._servers)
+        length = self._chance.uniform(2.6, LONGEST)
+        return Fault(0.3 + self._begin(), "succeed", "chief0", server, length)
 
     def _restart(self) -> Fault:
         """Of a server, on purpose."""
@@ -292,5 +322,7 @@ _MORE: Final = {
     "restarts": _Fate._absence_or_break,
     "restarts of copies": _Fate._trouble,
     "old primaries": _Fate._absence,
+    "programs and restarts": _Fate._restart,
+    "successors": _Fate._trouble,
 }
 """What may come besides; of themes that are not here, anything."""
