@@ -120,6 +120,22 @@ def test_more_stores_than_this_program_would_have_are_no_loss():
         successors("run", SESSION, told, 2)
 
 
+def test_a_backup_that_has_come_home_is_not_dropped_when_it_takes_the_place():
+    """A failover had brought its primary elsewhere."""
+    placement = StorePlacement(["p0:1", "p1:1"])
+    for process in (0, 1):
+        placement.joined(process, 0)
+    told = {0: [backup(sure=True)], 1: []}
+    promote, *orders = placement.succeed(successors("run", SESSION, told, 1), [0, 0])
+    assert (promote.view, promote.backup.process) == (6, 0)
+    orders += placement.process_lost(0, "its line broke")
+    orders += placement.joined(0, 0)
+    (again,) = [each for each in orders if type(each) is Promote]
+    orders += placement.promoted(again)
+    dropped = [each for each in orders if type(each) is Drop and each.store == 0]
+    assert {each.process for each in dropped} == {1}
+
+
 def test_views_go_on_behind_that_of_a_copy_that_was_never_filled():
     told = {0: [primary(sure=True)], 1: [backup(view=7, whole=False)]}
     left = successors("run", SESSION, told, 1)

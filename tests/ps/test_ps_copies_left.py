@@ -162,7 +162,8 @@ async def test_two_copies_go_on_together_in_a_newer_view(left):
     assert await left.ask(promote, left.backup) == Done()
     assert not (await left.ask(its_own, left.backup)).applied
     assert (await left.value(left.backup)).tolist() == [2.0] * 3
-    assert not left.backup.copy_of_lost_program(0, None).partner
+    await turns()
+    assert [copy.partner for copy in told()] == [0, 0]
 
 
 async def test_a_program_is_lost_again_before_both_have_heard_of_it(left):

@@ -56,7 +56,9 @@ class Failover:
             other = None if partner is None else _place_of(partner, lives)
             places.inherit(store, successor.view)
             if not successor.chosen.copy.is_primary:
-                store.primary = places.copy_at(store.home, life=-1)
+                # Any but that of the backup, which may have come home.
+                lost = (chosen.process + 1) % len(places.processes)
+                store.primary = places.copy_at(lost, life=-1)
                 store.backup = chosen
                 orders += places.promote(store, SUCCEEDED)
             else:

@@ -197,7 +197,7 @@ class _Fate:
             found += self._late_push()
         if theme == "old primaries":
             found += self._replaced()
-        if theme == "successors":
+        if theme in ("programs", "successors"):
             found.append(self._succeeded())
         if theme == "losses" and self._chance.random() < 0.5:
             found.append(self._absence())
