@@ -303,11 +303,11 @@ WireError = list[object]
 ``[0, [module, qualname, message, args], notes, None]``."""
 
 
-_LONGEST: Final = 8000
+_MAX_FIELD_LENGTH: Final = 8000
 """Characters of a text, bytes of a field: an error that prints an array is no larger
 than another, and many fit into one message."""
-_MOST: Final = 16
-"""Fields; no exception of ours or of Python has more than five."""
+_MAX_FIELDS: Final = 16
+"""Fields of an exception that are sent: none of ours or of Python has over five."""
 
 
 def to_wire(error: BaseException) -> WireError:
@@ -340,7 +340,7 @@ def _plainly(error: BaseException) -> WireError:
     if error.__traceback__ is not None:
         notes += "".join(traceback.format_exception(error))
     notes = _shortened(notes)
-    fields: list[object] = [_plain(field) for field in error.args[:_MOST]]
+    fields: list[object] = [_plain(field) for field in error.args[:_MAX_FIELDS]]
     if isinstance(error, ZstratError):
         return [error.code, fields, notes, None]
     names = [_shortened(type(error).__module__), _shortened(type(error).__qualname__)]
@@ -402,7 +402,7 @@ def _is_readable(error: Exception) -> bool:
 
 
 def _short(fields: list[object]) -> str:
-    return ", ".join(map(reprlib.repr, fields[:_MOST])) or "none"
+    return ", ".join(map(reprlib.repr, fields[:_MAX_FIELDS])) or "none"
 
 
 def _words(error: BaseException) -> str:
@@ -420,9 +420,9 @@ def _notes(error: BaseException) -> str:
 
 
 def _shortened(text: str) -> str:
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_FIELD_LENGTH:
         return text
-    half = _LONGEST // 2
+    half = _MAX_FIELD_LENGTH // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
 
 
@@ -433,7 +433,7 @@ def _plain(field: object) -> PlainField:
         case int() if -(2**63) <= field < 2**63:
             return field
         case bytes():
-            return field[:_LONGEST]
+            return field[:_MAX_FIELD_LENGTH]
         case str():
             return _shortened(field)
     try:

@@ -64,7 +64,7 @@ _VARIABLES: Final = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
 _MARK: Final = "Metadata-Flavor"
 _PATIENCE: Final = 5.0
 """Seconds for connecting and for the answer: the server is on the same host."""
-_LONGEST: Final = 1024 * 1024
+_MAX_ANSWER_BYTES: Final = 1024 * 1024
 """Bytes of an answer; the addresses of the largest TPU pod are a tenth of it."""
 
 
@@ -86,7 +86,7 @@ def ask_metadata(host: str, path: str) -> str | None:
     try:
         line.request("GET", f"/computeMetadata/v1/{path}", headers={_MARK: "Google"})
         answer = line.getresponse()
-        text = answer.read(_LONGEST).decode("utf-8", "replace").strip()
+        text = answer.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace").strip()
     except (OSError, http.client.HTTPException) as error:
         raise RuntimeError(
             f"Google's metadata server {host} does not answer: {error}. Is this a "

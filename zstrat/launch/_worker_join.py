@@ -27,7 +27,7 @@ log = logging.getLogger("zstrat.task")
 UNNUMBERED: Final = -1
 """The index of a worker that has none yet."""
 
-_LONG: Final = 86400.0
+_PROGRAM_WAIT: Final = 86400.0
 """Seconds that a worker waits for the next program before it asks once more."""
 _SLACK: Final = 5.0
 """Seconds for the server to say that the patience is over, beyond that time."""
@@ -85,13 +85,13 @@ class WorkerJoin:
                 await self._report(index, patience)
             except DeadlineExceededError:
                 if worker.sessions == before:
-                    if patience != _LONG:
+                    if patience != _PROGRAM_WAIT:
                         raise
                     continue
                 # The program has come, and its answer was lost with the server.
             log.info("in the session of the program as worker %d", index)
             await worker.wait_left(before)
-            patience = _LONG
+            patience = _PROGRAM_WAIT
 
     async def _report(self, index: int, patience: float) -> int:
         loop = asyncio.get_running_loop()

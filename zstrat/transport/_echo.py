@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, final
 if TYPE_CHECKING:
     import contextvars
 
-MOST: Final = 2**20
+MAX_PENDING_CHARACTERS: Final = 2**20
 """Characters that wait for a stream; what comes then is dropped, and counted."""
 LINGER: Final = 0.2
 """Seconds that the thread waits for more: starting one takes the loop 50 µs."""
@@ -66,7 +66,7 @@ class Echo:
         with self._changed:
             if self._closed:
                 return
-            if self._size > MOST:
+            if self._size > MAX_PENDING_CHARACTERS:
                 self._dropped += dropped + text.count("\n")
                 return
             dropped, self._dropped = dropped + self._dropped, 0

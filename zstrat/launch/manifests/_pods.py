@@ -38,8 +38,8 @@ _LABEL: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAMESPACE: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _QUANTITY: Final = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _RESOURCE: Final = re.compile(r"[a-z0-9]([-a-z0-9./]*[a-z0-9])?")
-LONGEST: Final = 40
-"""Of the name: "-program-0-0" and what controllers append have to fit into 63."""
+MAX_CLUSTER_NAME: Final = 40
+"""Characters: "-program-0-0" and what controllers append have to fit into 63."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class PodCluster:
     restarts: int = 20
 
     def __post_init__(self) -> None:
-        if not _LABEL.fullmatch(self.name) or len(self.name) > LONGEST:
+        if not _LABEL.fullmatch(self.name) or len(self.name) > MAX_CLUSTER_NAME:
             raise ValueError(
                 f"name={self.name!r:.80}: expected small letters, digits and '-', a "
-                f"letter first, at most {LONGEST}"
+                f"letter first, at most {MAX_CLUSTER_NAME}"
             )
         if self.namespace and not _NAMESPACE.fullmatch(self.namespace):
             raise ValueError(

@@ -1,17 +1,19 @@
 """The way to one parameter server, over connections that break and come back.
 
-When a connection breaks nobody knows which requests were carried out. The server may be
-back a moment later with all that it held, so a request waits here meanwhile, and is
-sent again then, in the order of the calls. What changes something is named, or does
-nothing the second time (`_repeated`); what is neither is not sent again.
+When a connection breaks, nobody knows which of the requests under way were carried out.
+The server may be back a moment later with all that it held, so this line keeps those
+requests and sends them again then, in the order of the calls. A request is sent again
+only if the server recognizes it by its step, or if carrying it out twice has the effect
+of once (`_repeated`). Any other request ends with its connection.
 
-Whoever owns the connection says how it stands (`hold`, `resume`, `lose`), because only
-he knows whether the server that came back is the one that was there before. As long as
-he has never said so, requests go straight to the link and end with its connection.
+The owner of the connection tells this line how the connection stands (`hold`, `resume`,
+`lose`), because only the owner knows whether the server that came back still has the
+state of before. Until the owner first calls `resume`, `lose` or `move`, requests go
+straight to the link and end with its connection.
 
-A server that has a second copy may go on elsewhere (`move`). What is under way then is
-sent again there, as behind a connection that broke; so is what one was asked that is
-not the server any more (`NotPrimaryError`).
+A server that has a second copy may go on in another process (`move`). Requests under
+way are then sent again to that process, as behind a connection that broke. So are
+requests that a process refused because it is not the primary (`NotPrimaryError`).
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ REQUEST_TIMEOUT: Final = 120.0
 """Seconds that a request without a deadline waits for the server to come back."""
 
 LOSS_ERRORS: Final = (PeerLostError, NotPrimaryError, ClosedError)
-"""Outcomes of a request that say nothing of it, but that it was asked there in vain. A
-link is closed below a line that is not, when the server is elsewhere."""
+"""Errors that leave open whether a request was carried out, or say that it reached the
+wrong process. `ClosedError` is one of them: when the server moves to another process,
+the link below is closed while this line stays open."""
 
 REFUSED: Final = 0.5
-"""Seconds until one is asked again that has said that it is not the server, unless one
-hears where the server is before."""
+"""Seconds until a process that answered `NotPrimaryError` is asked again, unless the
+owner of the connection says before then where the server is."""
 
 MAX_WAITING_REQUESTS: Final = 16384
-"""Requests that wait: as many as one peer may have open."""
+"""Requests that may wait at a time: as many as one peer may have open."""
 
 
 class LineLink(Protocol):
@@ -78,8 +81,11 @@ class LineLink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A request that waits, and what gives it up at its deadline. ``sent``: before the
-    connection broke, so it comes before those that were not."""
+    """A request that waits, and the timer that gives it up at its deadline.
+
+    A request with ``sent`` was sent before the connection broke, so it goes out before
+    the requests that were not.
+    """
 
     message: Message
     deadline: float
@@ -136,7 +142,7 @@ class ServerLine:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
                 return reply
-            # Nothing is connected. Whoever comes next must not overtake it.
+            # Nothing is connected. The request waits, so that no later one overtakes.
             return self.again(message, deadline, reply, sent=False) or reply
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
@@ -153,11 +159,13 @@ class ServerLine:
         *,
         sent: bool = True,
     ) -> asyncio.Future[Message] | None:
-        """For a request whose outcome is ``lost``: another one that is worth waiting
-        for, if there is one.
+        """Repeat a request that ended with ``lost``, if repeating it is safe.
+
+        Returns:
+            The outcome to wait for instead; None: ``lost`` is final.
 
         Args:
-            sent: It may have been carried out.
+            sent: The server may have carried the request out.
         """
         error = None if lost.cancelled() else lost.exception()
         if not isinstance(error, LOSS_ERRORS) or not (self._waits or self._loss):
@@ -180,7 +188,7 @@ class ServerLine:
     # ---- told by the owner of the connection ---------------------------------------
 
     def hold(self) -> None:
-        """There is a connection, but not known yet what the server still holds."""
+        """The server is connected, but it is not known yet what it still holds."""
         self._stop_retry()
         if self._waits:
             self._flows = False
@@ -194,12 +202,12 @@ class ServerLine:
             self._send(each)
 
     def lose(self, reason: str, *, gone: bool, own: bool = False) -> None:
-        """The server does not come back, as far as one can tell.
+        """The server is not expected to come back: requests are refused until `resume`.
 
         Args:
             gone: What it held is known to be lost.
-            own: Updates of this very program are kept until their deadline all the
-                same: if they were given up, nobody could say whether to repeat them.
+            own: Pushes of this very program wait until their deadline all the same,
+                because after giving one up nobody could say whether to repeat it.
         """
         self._stop_retry()
         self._flows = self._waits = False
@@ -228,12 +236,12 @@ class ServerLine:
     # ---- private ---------------------------------------------------------------------
 
     def _in_vain(self) -> PeerLostError:
-        """The outcome of what cannot be sent again."""
+        """The error of a request that cannot be sent again."""
         words = "another process has its place, and may have carried the request out"
         return PeerLostError(self._task, words)
 
     def _pause(self) -> None:
-        """Nothing is asked for a while of who says that it is not the server."""
+        """Hold requests for `REFUSED` seconds: the process is not the server now."""
         self._flows = False
         if self._retry is None:
             loop = asyncio.get_running_loop()
@@ -275,7 +283,7 @@ class ServerLine:
         return self._sent_before if held.sent else self._not_sent
 
     def _take(self) -> list[_Held]:
-        """All that wait, in the order of the calls."""
+        """Remove and return all waiting requests, in the order of the calls."""
         held = self._sent_before + self._not_sent
         self._sent_before, self._not_sent = [], []
         return held
@@ -329,13 +337,15 @@ class ServerLine:
 
 
 def _copy(error: PSUnavailableError) -> PSUnavailableError:
-    """An exception that is raised twice collects tracebacks."""
+    """A fresh error for each request: one raised twice would collect tracebacks."""
     return PSUnavailableError(error.task, error.reason, error.lost)
 
 
 def _repeated(message: Message) -> Message | None:
-    """What to send if nobody knows whether the message was carried out; None: nothing
-    would mean the same."""
+    """The message to send when nobody knows whether ``message`` was carried out.
+
+    None: no message would have the same effect.
+    """
     match message:
         case Push(step=step) | PushPart(step=step) | Exchange(step=step):
             return None if step == UNNAMED else message

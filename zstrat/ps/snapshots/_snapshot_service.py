@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 ENTRIES: Final = 1024
 """Tensors that one answer describes: with long names they still fit into a header."""
 
-LARGEST: Final = 64 * 2**20
+MAX_READ_BYTES: Final = 64 * 2**20
 """Bytes of a tensor that one answer brings."""
 
 SnapshotRequest = (
@@ -190,10 +190,10 @@ class SnapshotService:
         self._require(epoch)
         tensor = self._snapshots.tensor(message.snapshot, message.tensor)
         pin, start, size = tensor.pin, message.offset, message.size
-        if start < 0 or not 0 <= size <= LARGEST or start + size > pin.nbytes:
+        if start < 0 or not 0 <= size <= MAX_READ_BYTES or start + size > pin.nbytes:
             raise InvalidArgumentError(
                 f"{self._task}: bytes {start} to {start + size} of a tensor of "
-                f"{pin.nbytes} (at most {LARGEST} at a time)"
+                f"{pin.nbytes} (at most {MAX_READ_BYTES} at a time)"
             )
         part = pin.view(start, start + size)
         if part is None:
