@@ -1,6 +1,8 @@
 """A connection to a cluster whose tables are cut as each test wants them."""
 
 import contextlib
+import logging
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import zstrat.cli
 from zstrat.testing import leak_check
 
 ROWS, DIM = 11, 3
+PATIENCE = 120.0
 
 
 class Partition:
@@ -104,3 +107,25 @@ def leak_check_behind(request):
     if "local" in request.fixturenames:
         request.getfixturevalue("local")
     return leak_check()
+
+
+@contextlib.contextmanager
+def when(words, act=None):
+    """``act`` is called once, on the thread that logs these words; waits at the end of
+    the block until it was."""
+    heard = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if words in record.getMessage() and not heard.is_set():
+                if act is not None:
+                    act()
+                heard.set()
+
+    listener, log = Listener(), logging.getLogger("zstrat.coordinator")
+    log.addHandler(listener)
+    try:
+        yield
+        assert heard.wait(PATIENCE), words
+    finally:
+        log.removeHandler(listener)

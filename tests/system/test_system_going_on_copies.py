@@ -1,13 +1,16 @@
 """Programs that are killed, and parameter servers whose second copies go on."""
 
 import json
+import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 from killed_program import Counting
-from system_worlds import all_running
+from system_worlds import all_running, when
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -89,6 +92,38 @@ def test_a_program_that_is_killed_goes_on_with_both_copies(local):
         trained(work := Counting(strategy), range(10))
         assert counted_once(work, range(10))
         assert not work.counts[0].numpy()[10:].any()
+
+
+def killed_and_started(local, pool, starting, task):
+    """Killed when this returns, and there again some time later."""
+    local.kill(task)
+    starting.append(pool.submit(local.restart, task))
+
+
+def test_a_server_is_killed_while_the_next_program_takes_over(local, caplog):
+    """When all have said what they have; when the first store has two copies again."""
+    caplog.set_level(logging.INFO, "zstrat.coordinator")
+    strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)
+    trained(Counting(strategy, learns=True), range(10))
+    moments = [
+        ("goes on with what was left", "ps:0"),
+        ("goes on with what was left", "ps:1"),
+        ("has a backup, in the process of", "ps:1"),
+    ]
+    for n, (words, task) in enumerate(moments, 1):
+        strategy.session.run(_paired(strategy), "the test")
+        left(strategy)
+        starting = []
+        with ThreadPoolExecutor(1) as pool:
+            act = partial(killed_and_started, local, pool, starting, task)
+            with when(words, act):
+                strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)
+            starting[0].result()
+        assert strategy.resumed
+        trained(work := Counting(strategy, learns=True), range(10 * n, 10 * n + 10))
+        assert counted_once(work, range(10 * n + 10))
+        assert not any(count.numpy()[10 * n + 10 :].any() for count in work.counts)
+    strategy.close()
 
 
 async def _paired(strategy):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from system_worlds import when
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -24,30 +24,7 @@ SLOTS = 600
 LARGE = 2**20 + 1
 """Elements of a variable whose changes are made on the compute thread: above 4 MiB."""
 ONES = np.ones(LARGE, "f4")
-PATIENCE = 120.0
 SETTINGS = Settings(timeouts=Timeouts(reconnect=0.5))
-
-
-@contextlib.contextmanager
-def when(words, act=None):
-    """``act`` is called once, on the thread that logs these words; waits at the end of
-    the block until it was."""
-    heard = threading.Event()
-
-    class Listener(logging.Handler):
-        def emit(self, record):
-            if words in record.getMessage() and not heard.is_set():
-                if act is not None:
-                    act()
-                heard.set()
-
-    listener, log = Listener(), logging.getLogger("zstrat.coordinator")
-    log.addHandler(listener)
-    try:
-        yield
-        assert heard.wait(PATIENCE), words
-    finally:
-        log.removeHandler(listener)
 
 
 class Training:

@@ -147,8 +147,8 @@ class Faults:
         process = self._processes[name]
         if name == "chief0" and process.is_alive:
             self._program.died()
-            noticed = TIMES.patience if silently else 0.0
-            self._ill_until[name] = self._world.now + noticed
+            noticed = self._world.now + (TIMES.patience if silently else 0.0)
+            self._ill_until[name] = max(self._ill_until.get(name, 0.0), noticed)
         elif name.startswith("ps"):
             self._program.hurt()
         process.kill(silently=silently)

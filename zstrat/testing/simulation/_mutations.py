@@ -132,11 +132,6 @@ def _unbegun(original: Callable[..., Any], store: Any, change: Any) -> Any:
     return None if isinstance(change, BeginAnew) else original(store, change)
 
 
-def _anybody(move: Any, self: Any, address: str, **options: Any) -> None:
-    """Whoever answers at an address is taken for who has answered there before."""
-    move(self, address, **{**options, "life": 0})
-
-
 def _no_pair(found: object) -> None:
     """No two copies are known to go on together."""
 
@@ -171,7 +166,6 @@ _FENCES: Final = "zstrat.coordinator._fences"
 _RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
-_MOVE: Final = "zstrat.coordinator.connecting._task_session.TaskSession.move"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
@@ -226,9 +220,6 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         f"{_COPIES}._following.repeat": partial(
             _unbegun, _function(f"{_COPIES}._repeating.repeat")
         )
-    },
-    "a server that begins anew is taken for the one before": {
-        _MOVE: _around(_MOVE, _anybody)
     },
     "two copies part when a program goes on": {
         "zstrat.coordinator.replication._succession._pair": _no_pair
