@@ -47,7 +47,8 @@ def assemble(
     about: Mapping[str, PictureValue],
 ) -> Timeline:
     """The time line from the begin of the ``notes`` until ``ended``: what lies outside
-    is left out, and what reaches over an end is in it whole.
+    by more than the error of its clock is left out, and what reaches over an end is in
+    it whole.
 
     Args:
         about: What the file says of itself beside clocks and what is missing.
@@ -117,7 +118,7 @@ class _Assembly:
         kinds: dict[str, list[TimelineSpan]] = {phase: [] for phase in Phase}
         for step, phase, start, end in spans:
             began, ended = clock.ours(start), clock.ours(end)
-            if ended >= self.began and began <= self.ended:
+            if self._may_meet(began, ended, clock):
                 details: dict[str, PictureValue] = {"step": step} if step >= 0 else {}
                 kinds[phase].append(TimelineSpan(phase, began, ended, details))
         return kinds
@@ -130,10 +131,14 @@ class _Assembly:
         kinds: dict[str, list[TimelineSpan]] = {}
         for row, name, start, end in events:
             began, ended = clock.ours(start), clock.ours(end)
-            if ended >= self.began and began <= self.ended:
+            if self._may_meet(began, ended, clock):
                 span = TimelineSpan(name, began, ended)
                 kinds.setdefault(f"jax {row}", []).append(span)
         return kinds
+
+    def _may_meet(self, began: float, ended: float, clock: ClockLine) -> bool:
+        """Whether it may lie within the time line, as far as the clock is known."""
+        return ended >= self.began - clock.error and began <= self.ended + clock.error
 
     def _traffic(
         self, points: Sequence[TrafficPoint], clock: ClockLine
