@@ -170,6 +170,16 @@ class HastyLoop:
         return asyncio.get_running_loop().call_at(when, come)
 
 
+@pytest.fixture(scope="session")
+def daemons():
+    """Two parameter servers and two workers for one program after another, of all files
+    that this process runs: no test kills or freezes one of them."""
+    import zstrat as zs  # most processes need none
+
+    with zs.LocalCluster(num_ps=2, num_workers=2) as local:
+        yield local
+
+
 @pytest.fixture
 def hasty() -> HastyLoop:
     return HastyLoop()

@@ -204,8 +204,8 @@ def pids(process):
 def test_no_orphans_of_a_program_that_is_killed():
     process = program(
         """
-cluster = LocalCluster(1, 1)
-cluster.stop_task("worker:0")
+cluster = LocalCluster(2, 0)
+cluster.stop_task("ps:1")
 tell(cluster)
 signal.pause()
 """
@@ -266,16 +266,16 @@ cluster.stop()
 
 def test_stopping_ends_who_is_frozen_or_dead(caplog):
     impatient = Settings(timeouts=Timeouts(drain=0.2))
-    cluster = LocalCluster(1, 1, settings=impatient)
+    cluster = LocalCluster(2, 0, settings=impatient)
     cluster.stop_task("ps:0")
-    os.kill(cluster.pid("worker:0"), signal.SIGKILL)
+    os.kill(cluster.pid("ps:1"), signal.SIGKILL)
     pids = [cluster.pid(task) for task in cluster.tasks]
     cluster.stop()
     assert all(wait_gone(pid, 0) for pid in pids)
     # Whom others have killed is looked into afterwards; nobody else is.
     (line,) = [r.getMessage() for r in caplog.records if r.name == "zstrat.launch"]
-    assert line.startswith("worker:0 was ended by SIGKILL; its log is kept: /")
+    assert line.startswith("ps:1 was ended by SIGKILL; its log is kept: /")
     kept = Path(line.rpartition(" ")[2])
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
-    assert [path.name for path in kept.parent.iterdir()] == ["worker-0.log"]
+    assert [path.name for path in kept.parent.iterdir()] == ["ps-1.log"]
     assert not cluster.directory.exists()

@@ -55,12 +55,13 @@ def halves(shape, dtype):
 
 
 @pytest.fixture(scope="module")
-def servers():
-    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
-        with zs.ParameterServerStrategy(
-            cluster.resolver, variable_partitioner=halves
-        ) as strategy:
-            yield strategy, zs.ClusterCoordinator(strategy)
+def servers(daemons):
+    """Of one worker: a second one would only compile all steps again."""
+    jobs = daemons.spec.as_dict()
+    some = zs.ClusterSpec({"ps": jobs["ps"], "worker": jobs["worker"][:1]})
+    resolver = zs.cluster_resolver.SimpleClusterResolver(some)
+    with zs.ParameterServerStrategy(resolver, variable_partitioner=halves) as strategy:
+        yield strategy, zs.ClusterCoordinator(strategy)
 
 
 def assert_close(got, expected):

@@ -115,23 +115,22 @@ def test_deleted_variables_are_gone(strategy):
     assert kept.numpy() == [1.0]
 
 
-def test_a_program_that_knows_only_some_workers():
-    with zs.LocalCluster(num_ps=1, num_workers=2) as cluster:
-        spec = cluster.spec
-        known = {
-            "ps": [spec.task_address("ps", 0)],
-            "worker": {"1": spec.task_address("worker", 1)},
-        }
-        resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(known))
-        with zs.ParameterServerStrategy(resolver) as strategy:
-            coordinator = zs.ClusterCoordinator(strategy)
+def test_a_program_that_knows_only_some_workers(daemons):
+    spec = daemons.spec
+    known = {
+        "ps": [spec.task_address("ps", 0)],
+        "worker": {"1": spec.task_address("worker", 1)},
+    }
+    resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(known))
+    with zs.ParameterServerStrategy(resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
 
-            @zs.function
-            def which():
-                context = zs.get_worker_context()
-                return context.worker_index, context.worker_count
+        @zs.function
+        def which():
+            context = zs.get_worker_context()
+            return context.worker_index, context.worker_count
 
-            assert coordinator.schedule(which).fetch() == (0, 1)
+        assert coordinator.schedule(which).fetch() == (0, 1)
 
 
 # ---- distributed datasets

@@ -1,16 +1,7 @@
-"""A cluster for all tests that break nothing for good, and what is connected to it."""
+"""What is connected to the cluster of all tests that break nothing for good."""
 
 import pytest
 from system_worlds import connected
-
-import zstrat as zs
-
-
-@pytest.fixture(scope="session")
-def daemons():
-    """For one program after another: no test kills or freezes one of them."""
-    with zs.LocalCluster(num_ps=2, num_workers=2) as local:
-        yield local
 
 
 @pytest.fixture(scope="module")
