@@ -109,7 +109,7 @@ class LeftStores:
         Cancellation: nothing has changed.
         """
         told, loop = self._told, asyncio.get_running_loop()
-        until = 0.0
+        until: float | None = None
         while True:
             lives = list(self._owner.lives)
             asked = [
@@ -126,6 +126,8 @@ class LeftStores:
             try:
                 return successors(self._name, session, copies, len(self._owner.servers))
             except PSUnavailableError:
+                if until is None:  # a connection that has broken may come back so long
+                    until = loop.time() + 2 * self._timeouts.reconnect
                 if loop.time() >= until:
                     raise
             await asyncio.sleep(AGAIN)  # who has lost the other one hears it yet
