@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from ps_callers import SESSION, caller
-from ps_copies import JUMP, OPTIMIZERS, create, later, pull, push, turns
+from ps_copies import JUMP, OPTIMIZERS, Copies, create, later, pull, push, turns
 from ps_trees import message, of_values
 
 from zstrat.errors import (
@@ -38,6 +38,62 @@ from zstrat.wire import (
     Update,
     UpdateOp,
 )
+
+
+class ByHand:
+    """A compute thread on which nothing happens by itself."""
+
+    def __init__(self, name):
+        self.jobs = []
+        self.waiting = 0
+
+    def submit(self, job):
+        done = asyncio.get_running_loop().create_future()
+        self.jobs.append((job, done))
+        return done
+
+    async def do(self):
+        await turns()
+        job, done = self.jobs.pop(0)
+        job()
+        done.set_result(None)
+        await turns()
+
+    async def close(self, deadline):
+        return not self.jobs
+
+
+async def test_who_creates_without_end_does_not_put_off_a_copy():
+    """Its moment came when nothing had been created since it was asked for: here the
+    next update is under way each time."""
+    made = []
+
+    class Slow(Copies):
+        def service(self, **options):
+            if "backup_of" in options:
+                return super().service(**options)
+            make = lambda name: made.append(ByHand(name)) or made[-1]  # noqa: E731
+            return super().service(make_thread=make, **options)
+
+    copies, large = Slow(), 2 * 2**20  # elements, of 8 MiB: it goes to the thread
+    thread = made[0]
+    creating = later(copies, create(0, size=large))
+    await thread.do()
+    assert await creating == Done()
+    pushes = [later(copies, push(1, size=large))]
+    await turns()
+    attaching = asyncio.ensure_future(copies.attach())
+    await turns()
+    pushes.append(later(copies, push(2, size=large)))
+    await copies.ask(create(7))
+    await thread.do()
+    assert not attaching.done()  # but all of it is told: the second push waits
+    assert copies.backup.statistics()["variables"] == 2
+    await thread.do()
+    await attaching
+    assert all([(await each).applied for each in pushes])
+    await copies.close()
+
 
 CHANGING = (
     push(1),

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from .store._fold import Fold
     from .store._store import Store
 
+    AreFree = Callable[[Iterable[Hashable]], bool]
+
 T = TypeVar("T")
 
 _APPLIED: Final = (Pushed, Exchanged)
@@ -232,8 +234,9 @@ class Serving:
         return self._store.fold(message, specs)
 
     @contextlib.asynccontextmanager
-    async def turn(self, names: Sequence[Hashable]) -> AsyncIterator[None]:
-        """Has names for itself, behind those who came before."""
+    async def turn(self, names: Sequence[Hashable]) -> AsyncIterator[AreFree]:
+        """Has names for itself, behind those who came before; the body may ask of
+        others whether nobody uses them, or waits for them, at that moment."""
         ticket = self._queue(None, names)
         if not self._turns.is_turn(ticket):
             turn = ticket.request.answer
@@ -244,7 +247,7 @@ class Serving:
                     self._leave(ticket)
                 raise
         try:
-            yield
+            yield self._turns.are_free
         finally:
             self._leave(ticket)
 

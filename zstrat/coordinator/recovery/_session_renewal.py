@@ -150,8 +150,8 @@ class SessionRenewal:
         if found is None:
             await entered
         else:
-            await replication.unless_lost(entered)
-            await replication.unless_lost(replication.open(deadline))
+            await replication.left.unless_lost(entered)
+            await replication.left.unless_lost(replication.open(deadline))
 
     def _keep_origin(self) -> None:
         replication = self._cluster.replication

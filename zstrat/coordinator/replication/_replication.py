@@ -11,23 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
-    PeerLostError,
     PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
 from zstrat.transport import reached_as
 from zstrat.wire import (
-    AskCopies,
     BackupLost,
     CloseSession,
-    CopiesTold,
     DropStore,
     Message,
     OpenSession,
@@ -37,7 +34,8 @@ from zstrat.wire import (
 )
 
 from ._backup_task import BackupTask
-from ._order_asking import AGAIN, OrderAsking
+from ._left_stores import LeftStores
+from ._order_asking import OrderAsking
 from ._orders import (
     Attach,
     CopyPhase,
@@ -50,15 +48,14 @@ from ._orders import (
     Serve,
 )
 from ._placement import StorePlacement
-from ._succession import session_lost, successors
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
     from zstrat.ps import PsClient
-    from zstrat.wire import Hello, LeftCopy, PlainTree, SessionOpened
+    from zstrat.wire import Hello, PlainTree, SessionOpened
 
     from ._orders import Asked, PlacementOrder
     from ._store_places import StorePlace
@@ -100,13 +97,6 @@ class ReplicatedCluster(Protocol):
         ...
 
 
-class _ToldCopies(NamedTuple):
-    """What a process has said in one of its lives."""
-
-    life: int
-    copies: list[LeftCopy]
-
-
 @final
 class Replication:
     """That of one session. On the loop.
@@ -135,8 +125,10 @@ class Replication:
         self._cluster, self._session = cluster, session
         self.addresses: Final = list(addresses)
         self._timeouts, self._make_link = timeouts, make_link
-        self._lives = [0] * len(addresses)
+        self.lives = [0] * len(addresses)
         self._name, self._takes_over = name, False
+        self.left: Final = LeftStores(self, name, timeouts)
+        """What another program has left under the name."""
         self.processes: Final = [
             self._process(number, number, address)
             for number, address in enumerate(addresses)
@@ -195,138 +187,14 @@ class Replication:
         """
         self._is_watching = self._takes_over = True
         await arrive(self.processes, (), deadline)
-        told: dict[int, _ToldCopies] = {}
-        left = await self._left(told, deadline)
-        if not left:
-            await self._keep_origin(self._session, deadline)
-            self._takes_over = False
-            await self.create_stores(deadline)
-            return None
-        origin = left[0].chosen.copy.origin
-        await self._keep_origin(origin, deadline)
-        self._succeed(left, [told[process.place].life for process in self.processes])
-        await self._wait_served(deadline)
-        return origin
-
-    async def _left(
-        self, told: dict[int, _ToldCopies], deadline: float
-    ) -> Mapping[int, Successor]:
-        """What is left of each store, as all processes have ``told``. Who was lost
-        behind its answer has said what it had; the others are asked again then, as they
-        may know by now that they have all."""
-        loop, until = asyncio.get_running_loop(), 0.0
-        while True:
-            lives = list(self._lives)
-            asked = [
-                n for n, at in enumerate(lives) if n not in told or told[n].life == at
-            ]
-            said = await asyncio.gather(*(self._copies_of(n, deadline) for n in asked))
-            told.update(zip(asked, said, strict=True))
-            if lives != self._lives:
-                until = loop.time() + self._timeouts.patience
-                continue
-            copies = {number: each.copies for number, each in told.items()}
-            try:
-                return successors(
-                    self._name, self._session, copies, len(self._cluster.ps)
-                )
-            except PSUnavailableError:
-                if loop.time() >= until:
-                    raise
-            await asyncio.sleep(AGAIN)  # who has lost the other one hears it yet
-
-    async def _copies_of(self, number: int, deadline: float) -> _ToldCopies:
-        """What it says that it has; it is asked again if it was lost before it said
-        so."""
-        process, known = self.processes[number], self.addresses[number]
-        ask = AskCopies(self._session)
-        while True:
-            await process.wait_ready(deadline)
-            life = self._lives[number]
-            try:
-                answer = await process.link.submit(ask, deadline=deadline)
-            except PeerLostError:
-                await asyncio.sleep(AGAIN)  # a link that is not open says so at once
-                continue
-            assert isinstance(answer, CopiesTold), answer
-            copies = [
-                copy._replace(address=reached_as(copy.address or known, known))
-                for copy in answer.copies
-            ]
-            return _ToldCopies(life, copies)
-
-    def _succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
-        """Orders what becomes of the copies, and hears what has become of processes
-        since they said what they had."""
-        self.is_started, self._takes_over = True, False
-        orders = self.placement.succeed(left, lives)
-        for store, successor in left.items():
-            copy = successor.chosen.copy
-            if copy.is_primary:
-                # Who is there by now may be another, with nothing.
-                self._cluster.ps[store].move(copy.address, life=copy.incarnation)
-        self._carry_out(orders)
-        for process, life in zip(self.processes, lives, strict=True):
-            if not process.is_ready:
-                reason = "it was lost while it was taken over"
-                self._carry_out(self.placement.process_lost(process.place, reason))
-            elif self._lives[process.place] != life:
-                self.task_ready(process)
-
-    async def _keep_origin(self, origin: int, deadline: float) -> None:
-        """Those that began empty count from there, too; or from now on, if none has
-        anything."""
-        for process in self.processes:
-            process.keep_origin(origin)
-            if process.opened is not None and process.opened.origin != origin:
-                process.renew(self._session, [CloseSession(self._session, False)])
-        for process in self.processes:
-            await process.wait_ready(deadline)
-
-    async def _wait_served(self, deadline: float) -> None:
-        stores = self.placement.stores
-        waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self.unless_lost(
-                    self.wait_until(lambda: all(s.phase not in waiting for s in stores))
-                )
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"resume={self._name!r}: what is left of it is not served in time: "
-                f"{self._words()}; look at the logs of the parameter servers"
-            ) from None
-
-    async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
-        """Does what waits for stores that another program has left, until nothing is
-        left of one of them.
-
-        Raises:
-            PSUnavailableError: That is so; says which one, and what to do.
-
-        Cancellation: that of the work.
-        """
-        loop, waits = asyncio.get_running_loop(), self.wait_until(self._is_any_lost)
-        doing = loop.create_task(work, name="going on with what was left")
-        looking = loop.create_task(waits, name="looking for what is lost")
-        both = doing, looking
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            self._require_left()
-            await doing
-        finally:
-            for each in both:
-                each.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-
-    def _is_any_lost(self) -> bool:
-        return any(s.phase is CopyPhase.EMPTY for s in self.placement.stores)
-
-    def _require_left(self) -> None:
-        for store in self.placement.stores:
-            if store.phase is CopyPhase.EMPTY:
-                why = f"nothing is left of it: {store.reason}"
-                raise session_lost(self._name, store.number, why)
+        successors = await self.left.find(self._session, deadline)
+        if successors:
+            await self.left.go_on(successors, self._session, deadline)
+            return self.left.origin
+        await self.left.keep_origin(self._session, self._session, deadline)
+        self._takes_over = False
+        await self.create_stores(deadline)
+        return None
 
     async def create_stores(self, deadline: float) -> None:
         """Takes all processes, and has them make the stores that they do not have by
@@ -393,7 +261,7 @@ class Replication:
         except TimeoutError:
             raise DeadlineExceededError(
                 f"replicas=1, but not each parameter server has a backup in time: "
-                f"{self._words()}; look at the logs of the parameter servers"
+                f"{self.words()}; look at the logs of the parameter servers"
             ) from None
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -411,7 +279,7 @@ class Replication:
         """Begins to greet another process, which has no store yet."""
         index = self.placement.enter(address)
         self.addresses.append(address)
-        self._lives.append(0)
+        self.lives.append(0)
         process = self._process(number, index, address)
         self.processes.append(process)
         process.start()
@@ -424,7 +292,7 @@ class Replication:
         Cancellation: it is left all the same, and does not say whether it heard so.
         """
         self.placement.set_leaving(process.place, True)
-        self._carry_out(self.placement.process_lost(process.place, "it was let go"))
+        self.process_lost(process, "it was let go")
         self.placement.abandon(process.place)
         was_ready = process.is_ready
         process.leave()
@@ -571,15 +439,15 @@ class Replication:
     # ---- told by the sessions with the processes -------------------------------------
 
     def task_ready(self, task: TaskSession) -> None:
-        self._carry_out(self.placement.joined(task.place, self._lives[task.place]))
+        self._carry_out(self.placement.joined(task.place, self.lives[task.place]))
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
         if task.is_moved:
             return
         if task.gone:
-            self._lives[task.place] += 1
+            self.lives[task.place] += 1
             asyncio.get_running_loop().call_soon(self._take_back, task)
-        self._carry_out(self.placement.process_lost(task.place, reason))
+        self.process_lost(task, reason)
 
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
@@ -611,6 +479,17 @@ class Replication:
         if place.is_reported_lost and task.place not in self._telling:
             # Its process was lost before, and this way to it was not known to be.
             self._tell(Lose(task.place, reason))
+
+    # ---- told by `LeftStores` --------------------------------------------------------
+
+    def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
+        """Another program has left these copies, when processes had these lives."""
+        self.is_started, self._takes_over = True, False
+        self._carry_out(self.placement.succeed(left, lives))
+
+    def process_lost(self, task: TaskSession, reason: str) -> None:
+        """The process is away."""
+        self._carry_out(self.placement.process_lost(task.place, reason))
 
     # ---- told by `OrderAsking` -------------------------------------------------------
 
@@ -751,7 +630,7 @@ class Replication:
             words = "%s has no backup until another process has taken what it holds"
             log.warning(f"{words} (%s)", name, store.reason)
 
-    def _words(self) -> str:
+    def words(self) -> str:
         return "; ".join(
             f"{self._cluster.ps[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"

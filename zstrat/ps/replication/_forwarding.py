@@ -47,15 +47,16 @@ from ._copying import StoreCopy, optimizer_code
 from ._log import WINDOW, ReplicationLog, nbytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from zstrat.ps.snapshots._snapshot import TensorPart
     from zstrat.ps.store._store import Store
     from zstrat.wire import AttachBackup
 
-    Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[None]]
-    """Names that the body has for itself."""
+    AreFree = Callable[[Iterable[Hashable]], bool]
+    Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[AreFree]]
+    """Names that the body has for itself; and whether others are free now."""
 
 HELD: Final = 256 * 2**20
 """Bytes of changes that wait for the end of a copy, before those wait who make more."""
@@ -437,9 +438,11 @@ class Forwarding:
         """One moment between changes; from then on they are kept."""
         while True:
             names = self._names()
-            async with self._turn(names):
+            async with self._turn(names) as are_free:
                 self._require_wanted()
-                if self._names() == names:  # none came while it waited
+                # Most that came while it waited have been at rest since: who creates
+                # without end does not put it off.
+                if are_free(set(self._names()).difference(names)):
                     copy = StoreCopy(self._store)
                     self._store.log = self
                     return copy

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ._file_thread import DiskThread
 
-    Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[None]]
+    Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[object]]
     """Names that the body has for itself."""
 
 BUFFERS: Final = 3

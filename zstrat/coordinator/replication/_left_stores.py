@@ -1,0 +1,252 @@
+"""What a program before has left on all processes, and how this one goes on with it.
+
+Each process says which copies it has; what follows of each store is decided in
+`successors`, and ordered as any other change of where stores are. The law of this file:
+what a process has said is so of the life that it had then. Who is lost later has said
+what it had, and who comes back has nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+
+from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableError
+from zstrat.transport import reached_as
+from zstrat.wire import AskCopies, CloseSession, CopiesTold
+
+from ._order_asking import AGAIN
+from ._orders import CopyPhase
+from ._succession import session_lost, successors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.wire import LeftCopy
+
+    from ._placement import StorePlacement
+    from ._succession import Successor
+
+
+class SucceedingProgram(Protocol):
+    """Who goes on with the stores (`Replication`)."""
+
+    @property
+    def placement(self) -> StorePlacement: ...
+
+    @property
+    def lives(self) -> Sequence[int]:
+        """By process: it grows when that has lost what it held."""
+        ...
+
+    @property
+    def processes(self) -> Sequence[TaskSession]: ...
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the processes."""
+        ...
+
+    @property
+    def servers(self) -> Sequence[TaskSession]:
+        """The sessions with those that serve the stores, by number."""
+        ...
+
+    def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
+        """These copies were left, when processes had these lives."""
+        ...
+
+    def task_ready(self, task: TaskSession) -> None:
+        """The process is here."""
+        ...
+
+    def process_lost(self, task: TaskSession, reason: str) -> None:
+        """It is away."""
+        ...
+
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for what orders bring about."""
+        ...
+
+    def words(self) -> str:
+        """What becomes of the stores now."""
+        ...
+
+
+class _ToldCopies(NamedTuple):
+    """What a process has said in one of its lives."""
+
+    life: int
+    copies: list[LeftCopy]
+
+
+@final
+class LeftStores:
+    """Those of one program, which has the name. On the loop."""
+
+    def __init__(self, owner: SucceedingProgram, name: str, timeouts: Timeouts) -> None:
+        self._owner, self._name, self._timeouts = owner, name, timeouts
+        self._told: dict[int, _ToldCopies] = {}
+        """By process."""
+        self.origin = 0
+        """What keys are counted from."""
+
+    async def find(self, session: int, deadline: float) -> Mapping[int, Successor]:
+        """What is left of each store, as all processes tell; nothing if nothing is.
+        Who was lost behind its answer has said what it had; the others are asked again
+        then, as they may know by now that they have all.
+
+        Args:
+            session: The number of this program's.
+
+        Raises:
+            PSUnavailableError: Of a store no copy is left that has all.
+            InvalidArgumentError: There are more stores than this program would have.
+            DeadlineExceededError: A process does not answer.
+
+        Cancellation: nothing has changed.
+        """
+        told, loop = self._told, asyncio.get_running_loop()
+        until: float | None = None
+        while True:
+            lives = list(self._owner.lives)
+            asked = [
+                n for n, at in enumerate(lives) if n not in told or told[n].life == at
+            ]
+            said = await asyncio.gather(
+                *(self._copies_of(n, session, deadline) for n in asked)
+            )
+            told.update(zip(asked, said, strict=True))
+            if lives != self._owner.lives:
+                until = loop.time() + self._timeouts.patience
+                continue
+            copies = {number: each.copies for number, each in told.items()}
+            try:
+                return successors(self._name, session, copies, len(self._owner.servers))
+            except PSUnavailableError:
+                if until is None:  # a connection that has broken may come back so long
+                    until = loop.time() + 2 * self._timeouts.reconnect
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(AGAIN)  # who has lost the other one hears it yet
+
+    async def go_on(
+        self, left: Mapping[int, Successor], session: int, deadline: float
+    ) -> None:
+        """Has the copies serve that are to, and waits until they do.
+
+        Raises:
+            PSUnavailableError: Nothing is left of one of them any more.
+            DeadlineExceededError: One does not answer.
+        """
+        self.origin = left[0].chosen.copy.origin
+        await self.keep_origin(self.origin, session, deadline)
+        self._succeed(left)
+        await self._wait_served(deadline)
+
+    async def keep_origin(self, origin: int, session: int, deadline: float) -> None:
+        """All processes count keys from there, also those that have begun empty; or,
+        if none has anything, from the number of this session.
+
+        Raises:
+            DeadlineExceededError: One does not answer.
+        """
+        for process in self._owner.processes:
+            process.keep_origin(origin)
+            if process.opened is not None and process.opened.origin != origin:
+                process.renew(session, [CloseSession(session, False)])
+        for process in self._owner.processes:
+            await process.wait_ready(deadline)
+
+    async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
+        """Does what waits for stores that another program has left, until nothing is
+        left of one of them.
+
+        Raises:
+            PSUnavailableError: That is so; says which one, and what to do.
+
+        Cancellation: that of the work.
+        """
+        loop, waits = (
+            asyncio.get_running_loop(),
+            self._owner.wait_until(self._is_any_lost),
+        )
+        doing = loop.create_task(work, name="going on with what was left")
+        looking = loop.create_task(waits, name="looking for what is lost")
+        both = doing, looking
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            self._require_left()
+            await doing
+        finally:
+            for each in both:
+                each.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    # ---- private ---------------------------------------------------------------------
+
+    async def _copies_of(
+        self, number: int, session: int, deadline: float
+    ) -> _ToldCopies:
+        """What it says that it has; it is asked again if it was lost before it said
+        so."""
+        process, known = self._owner.processes[number], self._owner.addresses[number]
+        ask = AskCopies(session)
+        while True:
+            await process.wait_ready(deadline)
+            life = self._owner.lives[number]
+            try:
+                answer = await process.link.submit(ask, deadline=deadline)
+            except PeerLostError:
+                await asyncio.sleep(AGAIN)  # a link that is not open says so at once
+                continue
+            assert isinstance(answer, CopiesTold), answer
+            copies = [
+                copy._replace(address=reached_as(copy.address or known, known))
+                for copy in answer.copies
+            ]
+            return _ToldCopies(life, copies)
+
+    def _succeed(self, left: Mapping[int, Successor]) -> None:
+        """Orders what becomes of the copies, and tells what has become of processes
+        since they said what they had."""
+        owner = self._owner
+        for store, successor in left.items():
+            copy = successor.chosen.copy
+            if copy.is_primary:
+                # Who is there by now may be another, with nothing.
+                owner.servers[store].move(copy.address, life=copy.incarnation)
+        lives = [self._told[process.place].life for process in owner.processes]
+        owner.succeed(left, lives)
+        for process, life in zip(owner.processes, lives, strict=True):
+            if not process.is_ready:
+                owner.process_lost(process, "it was lost while it was taken over")
+            elif owner.lives[process.place] != life:
+                owner.task_ready(process)
+
+    async def _wait_served(self, deadline: float) -> None:
+        stores = self._owner.placement.stores
+        waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.unless_lost(
+                    self._owner.wait_until(
+                        lambda: all(s.phase not in waiting for s in stores)
+                    )
+                )
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"resume={self._name!r}: what is left of it is not served in time: "
+                f"{self._owner.words()}; look at the logs of the parameter servers"
+            ) from None
+
+    def _is_any_lost(self) -> bool:
+        return any(s.phase is CopyPhase.EMPTY for s in self._owner.placement.stores)
+
+    def _require_left(self) -> None:
+        for store in self._owner.placement.stores:
+            if store.phase is CopyPhase.EMPTY:
+                why = f"nothing is left of it: {store.reason}"
+                raise session_lost(self._name, store.number, why)
