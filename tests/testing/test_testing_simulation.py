@@ -32,6 +32,11 @@ def test_seeds_keep_the_contract(first):
     assert not failed, "python -m zstrat.testing.simulation SEED --tell"
 
 
+def test_a_restore_while_the_end_is_looked_at_is_no_broken_promise():
+    """A server loses its power between a read of the marks and one of the tables."""
+    assert run_seed(51384).failure is None
+
+
 def test_a_seed_replays_to_the_same_event():
     told, again = [], []
     seed = REPLAYED[0]

@@ -502,27 +502,25 @@ class TrainingSession:
         await self._settle()
 
     async def _settle(self) -> None:
-        """All is over: look at everything."""
+        """All is over: look at everything, between two restores."""
         training = self._training
+        tables: Sequence[np.ndarray] = ()
         while True:
             fills = training.fills
             values = await self._steadily(self._read)
+            if self._scenario.by_rows:
+                read = partial(self._coordinator.servers.read, self._tables)
+                tables = await self._steadily(read)
             if training.fills == fills and not training.is_filling:
                 break
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
         training.freeze(marks)
-        if self._scenario.by_rows:
-            await self._check_tables(marks)
-
-    async def _check_tables(self, marks: Sequence[np.ndarray]) -> None:
-        """Rows and marks are pushed together."""
-        tables = await self._coordinator.servers.read(self._tables)
-        for table in tables:
+        # Rows and marks are pushed together.
+        for table, mark in zip(tables, marks if tables else (), strict=True):
             if not np.array_equal(table[:, 0], table[:, 1]):
                 self._training.broken(f"half of a row: {table}")
-        for table, mark in zip(tables, marks, strict=True):
             if not np.array_equal(table[:, 0], mark):
                 self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
 
