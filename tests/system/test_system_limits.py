@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -119,15 +120,31 @@ def test_a_program_that_does_not_schedule_fast_enough_is_named(daemons, coordina
 
 
 def test_a_program_that_waits_in_schedule_is_named(daemons):
-    with zs.ParameterServerStrategy(daemons.resolver) as strategy:
-        coordinator = zs.ClusterCoordinator(strategy, max_queued=2)
-        step = waits(0.1)
-        for _ in range(20):
+    gate = socket.create_server(("127.0.0.1", 0))
+    address = gate.getsockname()
+
+    @zs.function(eager=True)
+    def step():
+        with socket.create_connection(address) as line:
+            line.recv(1)  # until the test closes it
+
+    with gate, zs.ParameterServerStrategy(daemons.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(
+            strategy, max_queued=2, closures_in_flight=1
+        )
+        for _ in range(2):
             coordinator.schedule(step)
-        found = looked_at(daemons)  # before what waits is gone
+        begun = [gate.accept()[0] for _ in range(2)]
+        for _ in range(2):
+            coordinator.schedule(step)  # now it is full
+        begun.pop().close()
+        begun.append(gate.accept()[0])  # was handed out of a full queue
+        found = looked_at(daemons)
+        for line in begun:
+            line.close()
+        gate.accept()[0].close()
         coordinator.join()
     assert named(found, "full queue") == {"program"}
-    assert found.limits[0].what == "compute", "that is why"
 
 
 def test_values_that_are_old_are_named(daemons, monkeypatch):
@@ -169,6 +186,7 @@ class Slow:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
             line.close()
+        Path(f"{self._there}-slow").unlink()
 
     def _accept(self):
         with contextlib.suppress(OSError):
@@ -187,7 +205,10 @@ class Slow:
                 target.sendall(data)
 
 
-def test_the_way_to_one_of_two_parameter_servers_is_named(daemons):
+@contextlib.contextmanager
+def slow_second_server(daemons):
+    """A coordinator, and a variable at each of two servers; the way to the second one
+    is slow."""
     spec = daemons.spec.as_dict()
     with contextlib.closing(Slow(spec["ps"][1])) as slow:
         ways = zs.ClusterSpec({**spec, "ps": [spec["ps"][0], slow.address]})
@@ -197,16 +218,38 @@ def test_the_way_to_one_of_two_parameter_servers_is_named(daemons):
             with strategy.scope():
                 both = [zs.Variable(np.zeros(4, np.float32)) for _ in range(2)]
             assert {v.device.split("/task:")[1][0] for v in both} == {"0", "1"}
+            yield coordinator, both
 
-            @zs.function
-            def step():
-                for v in both:
-                    v.assign_add(v.value() + 1)
 
-            for _ in range(30):
-                coordinator.schedule(step)
-            coordinator.join()
-            found = looked_at(daemons)
+def test_the_way_to_one_of_two_parameter_servers_is_named(daemons):
+    with slow_second_server(daemons) as (coordinator, both):
+
+        @zs.function
+        def step():
+            for v in both:
+                v.assign_add(v.value() + 1)
+
+        for _ in range(30):
+            coordinator.schedule(step)
+        coordinator.join()
+        found = looked_at(daemons)
     assert found.limits[0].what == "pull of ps:1"
     assert found.limits[0].task.startswith("worker:")
     assert "so it is the way that takes" in found.limits[0].words
+
+
+def test_eager_steps_that_wait_for_their_pushes_are_named(daemons):
+    with slow_second_server(daemons) as (coordinator, both):
+
+        @zs.function(eager=True)
+        def step():
+            for v in both:
+                v.assign_add(np.ones(4, np.float32))
+
+        for _ in range(30):
+            coordinator.schedule(step)
+        coordinator.join()
+        found = looked_at(daemons)
+    assert found.limits[0].what == "push"
+    assert found.limits[0].task.startswith("worker:")
+    assert "eager steps" in found.limits[0].words

@@ -87,6 +87,21 @@ def test_a_parameter_server_that_is_busy_applying():
     assert "partitioner" in pull.advice
 
 
+def test_eager_steps_that_wait_for_their_pushes():
+    phases = {"push": {"p50": 0.02, "p90": 0.03, "p99": 0.04}}
+    eager = worker(compute=0.2, phases=phases)
+    eager["time"]["push"] = 0.75
+    found = worst(worker_0=eager, ps_0=server(busy=0.1))
+    assert (found.task, found.what, found.share) == ("worker:0", "push", 0.75)
+    assert "push is 75 % of its time" in found.words
+    assert "eager=True" in found.advice
+    assert found.numbers["push_p50"] == 0.02
+    busy = worst(worker_0=eager, ps_0=server(), ps_1=server(busy=0.7))
+    assert "ps:1 applies updates for 70 %" in busy.words
+    metrics = {"tasks": {"worker:0": eager, "worker:1": worker(compute=0.9)}}
+    assert slowest(metrics) == {"task": "worker:0", "why": found.words}
+
+
 def test_the_dataset_of_one_of_four_workers():
     quick = worker(compute=0.25, pull=0.25)
     found = worst(

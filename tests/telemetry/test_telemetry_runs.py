@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 import time
 
 import numpy as np
@@ -112,6 +121,48 @@ def test_an_observer_sees_the_same(cluster, trained, tmp_path):
     words = CliRunner().invoke(main, ["top", "--cluster", str(file), "--count", "1"])
     assert "task=worker:0 state=open steps/s=" in words.stdout
     assert "task=ps:1 state=open pulls/s=" in words.stdout
+
+
+def in_terminal(arguments, height, width):
+    """What a terminal of that size shows when the command has ended, line by line."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    command = [sys.executable, "-m", "zstrat.cli", *arguments]
+    environment = {**os.environ, "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    written = b""
+    with subprocess.Popen(command, stdout=its, stderr=its, env=environment):
+        os.close(its)
+        with open(ours, "rb", 0) as screen, contextlib.suppress(OSError):  # it ended
+            while some := screen.read(65536):
+                written += some
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+    last = text.rindex(" steps/s, ")  # it is written anew as it ends
+    return text[last:].replace("\r", "").rstrip("\n").splitlines()
+
+
+def test_a_small_terminal_has_whole_names_and_what_holds_the_run_up(
+    cluster, trained, tmp_path
+):
+    absent = [f"ipc://{tmp_path}/{number}" for number in range(30)]
+    jobs = cluster.spec.as_dict()
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f"[cluster]\nps = {json.dumps(jobs['ps'])}\n"
+        f"worker = {json.dumps(jobs['worker'] + absent)}\n"
+    )
+    looks = ["top", "--cluster", str(file), "--count", "1", "--timeout", "2"]
+    lines = in_terminal(looks, 24, 60)
+    assert not [line for line in lines if "…" in line]
+    assert max(map(len, lines)) <= 60
+    assert [line for line in lines if line.startswith("slowest: worker:1 is lost")]
+    assert "lost: worker:1, worker:2, worker:3, worker:4 and 26 more" in lines
+    (more,) = [line for line in lines if line.endswith("not lost and not slower")]
+    shown = [line for line in lines if re.match(r"worker:\d+ +(lost|open)", line)]
+    assert len(shown) + int(more.split()[1]) == 31
+    assert len(lines) <= 24
+    assert [line for line in lines if re.match(r"ps:1 +open", line)]
 
 
 def test_an_error_of_a_step_is_the_last_one_of_its_worker(trained):

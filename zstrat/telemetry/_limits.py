@@ -1,9 +1,10 @@
 """What holds a run up, in words, with the numbers that say so. Decides only.
 
-The thread of a worker that runs steps does one of four things at a time: it prepares
-(draws), computes, waits for values, or has nothing to do; their shares add up to its
-time, whatever overlaps behind its back. The largest share says what limits the worker,
-and what the parameter servers tell of themselves says who is behind it.
+The thread of a worker that runs steps does one thing at a time: it prepares (draws),
+computes, waits for values, waits for its pushes (in eager steps only: others go on), or
+has nothing to do; their shares add up to its time, whatever overlaps behind its back.
+The largest share says what limits the worker, and what the parameter servers tell of
+themselves says who is behind it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class Limit:
 
     task: str
     what: str
-    """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``push``,
-    ``draw``, ``queue``, ``full queue``, ``stale``, ``imbalance``."""
+    """``compute``, ``pull of ps:1`` (``pull``, if nobody knows of whom), ``draw``,
+    ``queue``, ``full queue``, ``stale``, ``imbalance``; ``push``: of a worker, that its
+    eager steps wait for their pushes, of a server, that it applies them."""
     share: float
     words: str
     advice: str
@@ -110,7 +112,7 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _waits(worker: Mapping[str, Any]) -> float:
     time = worker.get("time", {})
-    return float(time.get("draw", 0.0) + time.get("pull", 0.0))
+    return float(sum(time.get(what, 0.0) for what in ("draw", "pull", "push")))
 
 
 def _of_job(tasks: Mapping[str, Any], job: str) -> dict[str, Mapping[str, Any]]:
@@ -131,7 +133,7 @@ def _of_worker(
     time: Mapping[str, float] = worker.get("time", {})
     shares = {
         what: min(1.0, time.get(what, 0.0))
-        for what in ("draw", "compute", "pull", "idle")
+        for what in ("draw", "compute", "pull", "push", "idle")
     }
     found = []
     for what, share in shares.items():
@@ -144,6 +146,8 @@ def _of_worker(
                 found.append(_long(_compute(name, share, worker), worker))
             case "pull":
                 found.append(_long(_pull(name, share, worker, servers), worker))
+            case "push":
+                found.append(_push(name, share, worker, servers))
             case _:
                 found.append(_queue(name, share, worker, queued, full))
     return found
@@ -209,6 +213,29 @@ def _pull(
             "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
         )
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
+
+
+def _push(
+    name: str,
+    share: float,
+    worker: Mapping[str, Any],
+    servers: Mapping[str, Mapping[str, Any]],
+) -> Limit:
+    words = (
+        f"waits in eager steps until their pushes are applied: push is "
+        f"{_percent(share)} of its time"
+    )
+    numbers = _numbers("push", worker)
+    advice = (
+        "leave out eager=True, and the next step computes while updates travel; or "
+        "push all variables of a step in one call"
+    )
+    applying = {each: server.get("busy", 0.0) for each, server in servers.items()}
+    blamed = max(applying, key=lambda each: (applying[each], each), default="")
+    if blamed and applying[blamed] >= BUSY:
+        numbers["busy"] = applying[blamed]
+        words += f" ({blamed} applies updates for {_percent(applying[blamed])} of its)"
+    return Limit(name, "push", share, words, advice, numbers)
 
 
 def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
