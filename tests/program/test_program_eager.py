@@ -56,6 +56,24 @@ def test_eager_steps_see_current_values_under_transformations(home):
         assert got == [10 * start, 10 * start + 10, 13 + 3 * start, start + 1]
 
 
+def test_numpy_in_eager_steps_is_the_value_and_is_refused_where_there_is_none(home):
+    v = home.variable(np.array([1.0, 2.0], np.float32))
+
+    @zs.function(eager=True)
+    def step():
+        before = v.numpy()
+        v.assign_add(before * 2)
+        return before, v.numpy()
+
+    before, after = step()
+    assert (before.tolist(), after.tolist()) == ([1, 2], [3, 6])
+    home_step = zs.function(lambda: v.numpy())
+    jitted = zs.function(lambda: jax.jit(lambda: v.numpy())(), eager=True)
+    for refused in (home_step, jitted):
+        with pytest.raises(RuntimeError, match="numpy\\(\\) inside a step function"):
+            refused()
+
+
 def test_eager_steps_draw_and_update_at_their_top_level_alone(home):
     v = home.variable(np.float32(1))
     it = zs.StepIterator(iter(np.arange(3, dtype=np.float32)))

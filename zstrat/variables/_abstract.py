@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import jax
 import numpy as np
 
 from zstrat.wire import UpdateOp
@@ -26,7 +27,7 @@ from ._operators import ArrayOperators
 from ._rows import read_rows, read_rows_async, row_updates
 from ._table import Table
 from ._tracing import (
-    Creating,
+    RunsWithValues,
     TraceRecorder,
     asked_name,
     recorder,
@@ -163,13 +164,15 @@ class AbstractVariable(ArrayOperators):
         """The value as a read-only numpy array.
 
         Raises:
-            RuntimeError: A step is being traced, so there is no value yet; or jax
-                traces something else, and would keep the value.
+            RuntimeError: A step is being traced, so there is no value yet (an eager
+                one has values); or jax traces something else, and would keep the value.
         """
         current = recorder.get()
         if current is not None:
-            if isinstance(current, Creating) and current.may_create:
-                return np.asarray(self.value())
+            if isinstance(current, RunsWithValues) and current.has_values:
+                value = self.value()
+                if not isinstance(value, jax.core.Tracer):  # of jax.jit and the like
+                    return np.asarray(value)
             raise ValueWanted(
                 f"{self._spec}: numpy() inside a step function, where values are not "
                 "known yet: use value() and jax.numpy"

@@ -23,7 +23,7 @@ from zstrat.initializers import Initializer, Sliced
 from . import _convert
 from ._operators import ArrayOperators
 from ._spec import VariableAggregation, VariableSynchronization
-from ._tracing import Creating, recorder
+from ._tracing import RunsWithValues, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,7 +225,7 @@ def check(request: VariableRequest) -> None:
     """
     current = recorder.get()
     if current is not None and not (
-        isinstance(current, Creating) and current.may_create
+        isinstance(current, RunsWithValues) and current.may_create
     ):
         raise CreatedInStep(
             f"variable {request.name!r} is created inside a step function: create "

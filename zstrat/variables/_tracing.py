@@ -98,10 +98,13 @@ class KeepsCopies(Protocol):
 
 
 @runtime_checkable
-class Creating(Protocol):
-    """A recorder of a function that runs with values, and so may create variables."""
+class RunsWithValues(Protocol):
+    """A recorder of a function that may run with values."""
 
+    has_values: bool
+    """It does, so what it reads can be given to numpy."""
     may_create: bool
+    """And there is a place for new variables."""
 
 
 recorder: Final[ContextVar[TraceRecorder | None]] = ContextVar(

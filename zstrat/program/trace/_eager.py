@@ -56,6 +56,7 @@ class Immediate:
         draw: Callable[[StepIterator], Any] = StepIterator.draw,
     ) -> None:
         self._home, self._draw = home, draw
+        self.has_values = True
         # A worker has no place for new variables.
         self.may_create = home is None
         self._outermost = current_trace()

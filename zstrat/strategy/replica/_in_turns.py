@@ -137,7 +137,7 @@ class ReplicaInTurns(ReplicaRecorder):
         unnoticed: bool,
     ) -> None:
         super().__init__(Immediate() if outer is None else outer, team)
-        self.may_create = self.live
+        self.has_values = self.may_create = self.live
         self._fiber = fiber
         self._is_unnoticed = unnoticed
         """Whether jax traces what runs, and no step does: nobody would hear of it."""
