@@ -66,6 +66,8 @@ PROGRAMS = [
         optax.adamw(0.1, weight_decay=0.1, mask=kernels), 8)),
     _case("MultiSteps(multi_transform by path, 4)", lambda: optax.MultiSteps(
         _of_parts(optax.adam(0.1)), 4)),
+    _case("masked(MultiSteps(sgd, 4)) of one leaf, adam", lambda: optax.chain(
+        optax.masked(optax.MultiSteps(optax.sgd(1.0), 4), tables), optax.adam(0.1))),
     _case("apply_every(4), sgd", lambda: optax.chain(
         optax.apply_every(4), optax.sgd(0.1))),
     _case("adam, keep_params_nonnegative", lambda: optax.chain(

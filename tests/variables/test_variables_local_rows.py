@@ -119,6 +119,51 @@ def test_what_looks_at_several_rows_is_refused(transformation):
     assert not np.array_equal(x.numpy(), VALUE)
 
 
+ACCUMULATING = {
+    "MultiSteps": lambda: optax.MultiSteps(optax.sgd(1.0), 2),
+    "around adam": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+    "within a chain": lambda: optax.chain(
+        optax.clip(1.0), optax.apply_every(2), optax.sgd(1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_rows_are_not_held_back_over_several_updates(name):
+    """A row that the last update does not name would lose what it was given before."""
+    transformation = ACCUMULATING[name]()
+    x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="every two")
+    rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
+    with pytest.raises(
+        ValueError, match=r"'every two' adds up.*\(optax\.\w+\).*to_dense"
+    ):
+        optimizer.apply_gradients(rows, x)
+    np.testing.assert_array_equal(x.numpy(), VALUE)
+    want, state = VALUE, transformation.init(VALUE)
+    for _ in range(2):
+        optimizer.apply_gradients(rows.to_dense(), x)
+        updates, state = transformation.update(rows.to_dense(), state, want)
+        want = optax.apply_updates(want, updates)
+    np.testing.assert_allclose(x.numpy(), want, rtol=1e-6)
+
+
+def test_rows_of_a_table_beside_variables_whose_gradients_are_added_up():
+    table, bias = zv.Variable(VALUE), zv.Variable(np.zeros(3, np.float32))
+    params = {"bias": bias, "table": table}
+    transformation = optax.multi_transform(
+        {"now": optax.sgd(1.0), "every two": optax.MultiSteps(optax.sgd(1.0), 2)},
+        {"bias": "every two", "table": "now"},
+    )
+    optimizer = zv.Optimizer(transformation, params=params)
+    rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
+    want = VALUE.copy()
+    for applied in (0, 1):
+        optimizer.apply_gradients({"bias": np.ones(3), "table": rows}, params)
+        want[2] -= 1
+        np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
+        np.testing.assert_allclose(bias.numpy(), np.full(3, -1.0 * applied))
+
+
 def test_the_norm_of_gradients_is_that_of_summed_rows():
     x = zv.Variable(VALUE)
     clip = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from ._cut import TreeCut
     from ._transformation import Shape, Sizes
     from ._tree import TreeRule
+
+_ACCUMULATORS: Final = {
+    "MultiStepsState": "optax.MultiSteps",
+    "ApplyEvery": "optax.apply_every",
+    "AccumulateAvgUpdatesState": "average_incrementally_updates",
+    "PerElementMeanAndSumSqDiffGradsState": "an average of several gradients",
+}
+"""The states of optax that hold gradients back, by the names of their classes, for
+those that are experimental are not in every version; and what makes them."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +174,19 @@ class LeafRule:
         return _dependence_on_rows(self)
 
     @functools.cached_property
+    def accumulator(self) -> str:
+        """The transformation that adds up its gradients over several updates, which
+        moves a row in the last of them alone; "" if there is none."""
+        state = self.tree.state_of()
+        numbered = state.treedef.unflatten(range(len(state.leaves)))
+        mine = {slot.state for slot in self.slots if slot.rows}
+        nodes = jax.tree.leaves(numbered, is_leaf=lambda x: bool(_accumulated_by(x)))
+        for node in nodes:
+            if (who := _accumulated_by(node)) and mine & {*jax.tree.leaves(node)}:
+                return who
+        return ""
+
+    @functools.cached_property
     def digest(self) -> bytes:
         """Equal for leaves that are moved alike, whatever their number of rows if they
         are moved row by row. For this process alone."""
@@ -237,6 +259,12 @@ class LeafRule:
             return False
         rows = self.kind.shape[0]
         return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
+
+
+def _accumulated_by(node: Any) -> str:
+    kind = type(node)
+    is_optax = kind.__module__.partition(".")[0] == "optax"
+    return _ACCUMULATORS.get(kind.__name__, "") if is_optax else ""
 
 
 def leaf_rule(tree: TreeRule, leaf: int) -> LeafRule:

@@ -6,6 +6,7 @@ makes of it; never by its shape.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def owners_in(
     found = places_in(structure, state)
     if leaves == 1:
         return [found.get(n, StateOwner(0, None)) for n in range(count)]
-    touched = _touched(update())
+    program = update()
+    touched = _touched(program)
     owners: list[StateOwner | None] = []
     for number in range(count):
         owner, (made, used) = found.get(number), touched[number]
@@ -54,7 +56,23 @@ def owners_in(
         if owner is None and number not in found and len(both) == 1:
             owner = StateOwner(next(iter(both)), None)
         owners.append(owner)
+    idle = [n for n, (made, used) in enumerate(touched) if not made | used]
+    _inherit(program, owners, [n for n in idle if owners[n] is None])
     return owners
+
+
+def _inherit(
+    program: TreeProgram, owners: list[StateOwner | None], idle: list[int]
+) -> None:
+    """Gives owners to what is advanced by the state of one leaf alone, as the updates
+    that an accumulator counts are by its count of gradients."""
+    leaves, _, states, _ = program.counts
+    for _, number in itertools.product(idle, idle):  # one may be advanced by another
+        advances = mask_of(program.mask, program.outputs[leaves + number])
+        given = [owners[n] for n in range(states) if advances >> (2 * leaves + n) & 1]
+        found = {owner.leaf for owner in given if owner is not None}
+        if owners[number] is None and len(found) == 1:
+            owners[number] = StateOwner(found.pop(), None)
 
 
 def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:

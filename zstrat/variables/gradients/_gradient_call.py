@@ -326,7 +326,8 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
 
     Raises:
         ValueError: Gradients are left out that others depend on; or there are rows, or
-            parts of a variable, and the optimizer does not treat each row by itself.
+            parts of a variable, and the optimizer does not treat each row by itself; or
+            there are rows, and it adds up gradients over several updates.
     """
     cut = tree.cut()
     missing = sorted(cut.gradients_for(call.given) - {*call.given})
@@ -342,11 +343,14 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
     for leaf, target, sparse, _ in call.leaves():
         if not sparse and len(target.components) == 1:
             continue
-        reason = call.optimizer.leaf_rule(tree, leaf).row_dependence
+        rule = call.optimizer.leaf_rule(tree, leaf)
+        reason = rule.row_dependence
         if not reason and sparse and cut.operands:
             reason = dependence_on_padding(tree, leaf)
         if reason:
             raise _by_rows(call, leaf, sparse, reason)
+        if sparse and rule.accumulator:
+            raise _accumulates(call, leaf, rule.accumulator)
 
 
 def require_servers(call: GradientCall, tree: TreeRule) -> None:
@@ -429,6 +433,17 @@ def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueE
         f"at a time, so it cannot {what} {call.words(leaf)}: {reason}. {cure}, or use "
         "an optimizer that works element by element (sgd, adam, adagrad, rmsprop, "
         "lion, ...)"
+    )
+
+
+def _accumulates(call: GradientCall, leaf: int, who: str) -> ValueError:
+    return ValueError(
+        f"{_line(call)}optimizer {call.optimizer.name!r} adds up gradients over "
+        f"several updates ({who}) and cannot take IndexedSlices of "
+        f"{call.words(leaf)}: rows that the last of these updates does not name would "
+        "not move, and what was added up for them would be lost. Give it the dense "
+        "gradient, slices.to_dense(), leave accumulation out for this variable "
+        "(optax.multi_transform), or add up the losses in the step"
     )
 
 
