@@ -204,6 +204,23 @@ def test_safe_lookups_drop_and_fill():
         np.testing.assert_allclose(rows, [expected[0], TABLE[7], TABLE[4]], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("combiner", "second"), [("sum", 1.0), ("mean", 0.0), ("sqrtn", 0.5**0.5)]
+)
+def test_weights_that_add_up_to_nothing(combiner, second):
+    """TensorFlow divides by no zero: a mean of weights that add up to 0 is 0."""
+    ids, mask = np.array([[1, 2], [1, 2]]), np.ones((2, 2), bool)
+    weights = np.array([[0, 0], [1, -1]], np.float32)
+
+    def total(weights):
+        return zs.embedding_lookup_sparse(TABLE, (ids, mask), weights, combiner)
+
+    want = [np.zeros_like(TABLE[0]), second * (TABLE[1] - TABLE[2])]
+    np.testing.assert_allclose(total(weights), want, rtol=1e-6)
+    slopes = jax.grad(lambda w: jnp.sum(total(w)))(weights)
+    assert np.isfinite(slopes).all()
+
+
 def test_padding_fetches_and_moves_nothing(home):
     table = home.sharded(TABLE, 2, "t")
 

@@ -297,7 +297,7 @@ def embedding_lookup_sparse(
 ) -> jax.Array:
     """One row for each row of ids: the weighted sum, mean, or sum by root of squares.
 
-    A row of no ids gives zeros.
+    A row of no ids, or whose weights add up to 0, gives zeros; ``"sum"`` its sum.
 
     Args:
         params: As of `embedding_lookup`, and so are ``max_norm`` (of each row that is
@@ -430,9 +430,10 @@ class _Bag:
         total = self._summed(rows * weights.reshape(valid.shape))
         if combiner != "sum":
             by = self._summed(weights if combiner == "mean" else weights**2)
-            by = jnp.where(by == 0, jnp.ones_like(by), by)
+            by = by.reshape(*by.shape, *trailing)
+            nothing, by = by == 0, jnp.where(by == 0, jnp.ones_like(by), by)
             by = by if combiner == "mean" else jnp.sqrt(by)
-            total = total / by.reshape(*by.shape, *trailing)
+            total = jnp.where(nothing, jnp.zeros_like(total), total / by)
         return total.astype(dtype)
 
     def _summed(self, x: jax.Array) -> jax.Array:
