@@ -145,7 +145,7 @@ class StoresWorld(World):
 
     @property
     def numbers_of(self):
-        told = self.replication.statistics()
+        told = self.replication.status.statistics()
         return {name: told[name] for name in ("failovers", "stores_without_backup")}
 
     def paired(self):

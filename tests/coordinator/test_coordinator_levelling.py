@@ -49,7 +49,7 @@ def test_what_a_failover_has_brought_together_is_levelled(world):
     assert sorted(served(world)) == ["/job:ps/task:0", "/job:ps/task:1"]
     assert world.paired()
     servers.level()
-    assert world.replication.statistics()["stores_moved"] == 1
+    assert world.replication.status.statistics()["stores_moved"] == 1
 
 
 def test_second_copies_are_elsewhere_before_a_server_goes(world):

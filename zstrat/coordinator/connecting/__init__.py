@@ -22,3 +22,4 @@ from ._task_links import check_replicas as check_replicas
 from ._task_links import links_of as links_of
 from ._task_links import prefetch_of as prefetch_of
 from ._task_session import TaskSession as TaskSession
+from ._task_session import TaskSessionEvents as TaskSessionEvents

@@ -95,7 +95,7 @@ class StoreMoves:
     def metrics(self) -> dict[str, PlainTree]:
         """Which process serves each store, and how often that changed."""
         if (replication := self._cluster.replication) is not None:
-            return replication.statistics()
+            return replication.status.statistics()
         stores: list[PlainTree] = [
             {
                 "store": task.place,

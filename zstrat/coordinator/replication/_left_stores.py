@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import LeftCopy
 
+    from ._copies_status import CopiesStatus
     from ._placement import StorePlacement
     from ._succession import Successor
 
@@ -70,9 +71,8 @@ class SucceedingProgram(Protocol):
         """Waits for what orders bring about."""
         ...
 
-    def words(self) -> str:
-        """What becomes of the stores now."""
-        ...
+    @property
+    def status(self) -> CopiesStatus: ...
 
 
 class _ToldCopies(NamedTuple):
@@ -239,7 +239,7 @@ class LeftStores:
         except TimeoutError:
             raise DeadlineExceededError(
                 f"resume={self._name!r}: what is left of it is not served in time: "
-                f"{self._owner.words()}; look at the logs of the parameter servers"
+                f"{self._owner.status.words()}; look at the logs of the parameter servers"
             ) from None
 
     def _is_any_lost(self) -> bool:

@@ -1,4 +1,5 @@
-"""Asks processes and copies what was decided, one order for a store at a time.
+"""Asks processes and copies for what was decided, one order for a store at a time, and
+has `StorePlacement` hear what becomes of it.
 
 The next order for a store takes the place of the one before, whose answer nobody awaits
 then: it may be carried out all the same. On the loop thread.
@@ -16,7 +17,15 @@ from zstrat.errors import (
     NotPrimaryError,
     PeerLostError,
 )
-from zstrat.wire import AttachBackup, DetachBackup, HostStore, Message, PromoteBackup
+from zstrat.transport import reached_as
+from zstrat.wire import (
+    AttachBackup,
+    DetachBackup,
+    HostStore,
+    Message,
+    PromoteBackup,
+    StoreHosted,
+)
 
 from ._orders import Attach, Detach, Establish, Host, Promote
 
@@ -26,7 +35,8 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import MakeTaskLink, TaskSession
 
-    from ._orders import Asked
+    from ._orders import Asked, PlacementOrder
+    from ._placement import StorePlacement
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -37,7 +47,12 @@ ATTACH_SECONDS: Final = 86400.0
 
 
 class AskedStores(Protocol):
-    """Who gave the order, and hears what becomes of it (`Replication`)."""
+    """Who gives the orders (`Replication`)."""
+
+    @property
+    def placement(self) -> StorePlacement:
+        """Hears what becomes of them."""
+        ...
 
     @property
     def servers(self) -> Sequence[TaskSession]:
@@ -49,16 +64,13 @@ class AskedStores(Protocol):
         """By index."""
         ...
 
-    def answered(self, order: Asked, answer: Message) -> None:
-        """It is carried out."""
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the processes."""
         ...
 
-    def unanswered(self, order: Asked, reason: str) -> None:
-        """It may be carried out, or not."""
-        ...
-
-    def refused(self, order: Asked, reason: str) -> None:
-        """It is not carried out."""
+    def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
+        """Does what follows."""
         ...
 
 
@@ -103,7 +115,8 @@ class OrderAsking:
         await asyncio.gather(*self._ended, return_exceptions=True)
 
     async def _asked(self, order: Asked) -> None:
-        tell, told = self._owner.unanswered, ""
+        placement = self._owner.placement
+        hear, told = placement.unanswered, ""
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
@@ -111,13 +124,13 @@ class OrderAsking:
             told = str(error)
         except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
-            tell, told = self._owner.refused, str(error)
+            hear, told = placement.refused, str(error)
         else:
             del self._asking[order.store]
-            self._owner.answered(order, answer)
+            self._owner.carry_out(self._done(order, answer))
             return
         del self._asking[order.store]
-        tell(order, told)
+        self._owner.carry_out(hear(order, told))
 
     async def _answer(self, order: Asked) -> Message:
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
@@ -175,6 +188,56 @@ class OrderAsking:
             return await link.submit(promote, deadline=deadline)
         finally:
             await link.close()
+
+    def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
+        placement = self._owner.placement
+        match order:
+            case Host():
+                assert isinstance(answer, StoreHosted), answer
+                return self._hosted(order, answer)
+            case Establish():
+                assert isinstance(answer, StoreHosted), answer
+                address = reached_as(
+                    answer.address, self._owner.addresses[order.process]
+                )
+                return placement.created(order, address, answer.incarnation)
+            case Attach():
+                return placement.attached(order)
+            case Detach():
+                return placement.detached(order)
+            case Promote():
+                if placement.stores[order.store].target == order.backup.process:
+                    return self._moved(order)
+                log.warning(
+                    "%s is lost (%s): its backup, in the process of %s, is in its "
+                    "place with all that was acknowledged",
+                    self._owner.servers[order.store].name,
+                    placement.stores[order.store].reason,
+                    self._owner.processes[order.backup.process].name,
+                )
+                return placement.promoted(order)
+
+    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
+        address = self._reached(order, answer)
+        orders = self._owner.placement.hosted(order, address, answer.incarnation)
+        if self._owner.placement.stores[order.store].target == order.process:
+            log.info(
+                "the store of %s is copied to the process of %s, where it moves",
+                self._owner.servers[order.store].name,
+                self._owner.processes[order.process].name,
+            )
+        return orders
+
+    def _reached(self, order: Host | Establish, answer: StoreHosted) -> str:
+        return reached_as(answer.address, self._owner.addresses[order.process])
+
+    def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
+        log.info(
+            "the store of %s is in the process of %s now",
+            self._owner.servers[order.store].name,
+            self._owner.processes[order.backup.process].name,
+        )
+        return self._owner.placement.promoted(order)
 
     def _what(self, order: Asked) -> str:
         name = self._owner.servers[order.store].name

@@ -15,39 +15,34 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from zstrat.coordinator.connecting import TaskSession, arrive
 from zstrat.errors import (
-    AlreadyExistsError,
     DeadlineExceededError,
     PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
-from zstrat.transport import reached_as
 from zstrat.wire import (
     BackupLost,
     CloseSession,
     DropStore,
     Message,
     OpenSession,
-    StoreHosted,
     Telemetry,
     WorkerReported,
 )
 
 from ._backup_task import BackupTask
+from ._copies_status import CopiesStatus
 from ._left_stores import LeftStores
 from ._order_asking import OrderAsking
 from ._orders import (
-    Attach,
     CopyPhase,
-    Detach,
     Drop,
-    Establish,
-    Host,
     Lose,
-    Promote,
     Serve,
 )
 from ._placement import StorePlacement
+from ._store_losses import StoreLosses
+from ._store_processes import StoreProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -55,9 +50,8 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
     from zstrat.ps import PsClient
-    from zstrat.wire import Hello, PlainTree, SessionOpened
 
-    from ._orders import Asked, PlacementOrder
+    from ._orders import PlacementOrder
     from ._store_places import StorePlace
     from ._succession import Successor
 
@@ -123,45 +117,42 @@ class Replication:
         self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
         self._cluster, self._session = cluster, session
-        self.addresses: Final = list(addresses)
         self._timeouts, self._make_link = timeouts, make_link
-        self.lives = [0] * len(addresses)
-        self._name, self._takes_over = name, False
+        self._takes_over = False
+        opening = OpenSession(session, 0, 0, [], name=name, replicas=replicas)
+        self._known: Final = StoreProcesses(self, opening, timeouts, make_link)
+        for number, address in enumerate(addresses):
+            self._known.add(number, number, address)
+        self.status: Final = CopiesStatus(
+            self.placement, replicas, cluster.ps, self.processes
+        )
         self.left: Final = LeftStores(self, name, timeouts)
         """What another program has left under the name."""
-        self.processes: Final = [
-            self._process(number, number, address)
-            for number, address in enumerate(addresses)
-        ]
-        """By index; those that were let go are closed, and stay."""
         self._orders: Final = OrderAsking(self, session, timeouts, make_link)
-        self._telling: dict[int, asyncio.TimerHandle] = {}
         self._forgiving: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
-        bare = len(self.placement.stores) * replicas
-        self._bare = dict.fromkeys(range(bare), logging.INFO)
-        """Stores without a second copy, and the level at which its coming is logged."""
+        self._losses: Final = StoreLosses(
+            cluster, self.processes, timeouts.reconnect, self._news.set
+        )
         self.is_started = self._is_watching = False
         self._is_renewed = False
         """Stores are being filled: `start` follows."""
 
-    def _process(self, number: int, index: int, address: str) -> TaskSession:
-        return TaskSession(
-            "ps",
-            number,
-            index,
-            address,
-            OpenSession(
-                self._session, index, 0, [], name=self._name, replicas=self.replicas
-            ),
-            self._make_link,
-            self,
-            one_life=True,
-            turn=self._timeouts.turn,
-            notice=self._timeouts.notice,
-            moves=True,
-            objection=self._objection,
-        )
+    @property
+    def processes(self) -> list[TaskSession]:
+        """The sessions with the processes, by index; those of processes that were let
+        go are closed, and stay."""
+        return self._known.sessions
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the processes."""
+        return self._known.addresses
+
+    @property
+    def lives(self) -> Sequence[int]:
+        """By process: it grows when that has lost what it held."""
+        return self._known.lives
 
     # ---- life ------------------------------------------------------------------------
 
@@ -171,7 +162,7 @@ class Replication:
         if self.is_started:
             return
         self.is_started, self._is_renewed = True, False
-        self._carry_out(self.placement.start())
+        self.carry_out(self.placement.start())
 
     async def take_over(self, deadline: float) -> int | None:
         """Goes on with the copies that another program has left under the name of the
@@ -206,7 +197,7 @@ class Replication:
         """
         self._is_watching = True
         await arrive(self.processes, (), deadline)
-        self._carry_out(self.placement.create_stores())
+        self.carry_out(self.placement.create_stores())
         try:
             async with asyncio.timeout_at(deadline):
                 await self.wait_until(lambda: not self.placement.is_creating)
@@ -235,11 +226,8 @@ class Replication:
         """
         if not self._is_watching:
             self._is_watching = True
-            for process in self.processes:
-                process.start()
-        for process in self.processes:
-            if not process.is_closed:
-                await process.wait_ready(deadline)
+            self._known.start()
+        await self._known.wait_ready(deadline)
         if self._is_renewed:
             return
         self.start()
@@ -261,7 +249,7 @@ class Replication:
         except TimeoutError:
             raise DeadlineExceededError(
                 f"replicas=1, but not each parameter server has a backup in time: "
-                f"{self.words()}; look at the logs of the parameter servers"
+                f"{self.status.words()}; look at the logs of the parameter servers"
             ) from None
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -278,12 +266,7 @@ class Replication:
     def enter(self, number: int, address: str) -> TaskSession:
         """Begins to greet another process, which has no store yet."""
         index = self.placement.enter(address)
-        self.addresses.append(address)
-        self.lives.append(0)
-        process = self._process(number, index, address)
-        self.processes.append(process)
-        process.start()
-        return process
+        return self._known.enter(number, index, address)
 
     async def dismiss(self, process: TaskSession, patience: float) -> None:
         """Leaves a process that has nothing of any store. Its daemon serves whoever
@@ -294,23 +277,13 @@ class Replication:
         self.placement.set_leaving(process.place, True)
         self.process_lost(process, "it was let go")
         self.placement.abandon(process.place)
-        was_ready = process.is_ready
-        process.leave()
-        try:
-            if was_ready:
-                deadline = asyncio.get_running_loop().time() + patience
-                goodbye = CloseSession(self._session, False)
-                answer = process.link.submit(goodbye, deadline=deadline)
-                answer.add_done_callback(_unheeded)
-                await asyncio.wait([answer])
-        finally:
-            await process.close()
+        await self._known.leave(process, patience)
 
     def spare(self, index: int, is_leaving: bool) -> None:
         """The process gets no copies any more, or may get some again."""
         self.placement.set_leaving(index, is_leaving)
         if not is_leaving:
-            self._carry_out(self.placement.forgive())
+            self.carry_out(self.placement.forgive())
 
     async def move(self, store: int, target: int) -> None:
         """Has another process serve the store, and waits until it does; returns when it
@@ -319,19 +292,19 @@ class Replication:
         Cancellation: it stays there, if that was not said already.
         """
         place = self.placement.stores[store]
-        self._carry_out(self.placement.move(store, target))
+        self.carry_out(self.placement.move(store, target))
         try:
             await self.wait_until(
                 lambda: place.target is None or place.is_reported_lost
             )
         finally:
-            self._carry_out(
+            self.carry_out(
                 self.placement.cancel_move(store, "it is not to move any more")
             )
 
     def evict(self, store: int) -> None:
         """Has the backup of the store be in another process than now."""
-        self._carry_out(self.placement.evict(store))
+        self.carry_out(self.placement.evict(store))
 
     def keeps(self, store: int) -> bool:
         """Whether it decides what becomes of the store if that is lost."""
@@ -346,9 +319,8 @@ class Replication:
         self.placement.enter_session()
         for store in self.placement.stores:
             self._send_home(store)
-        for process in self.processes:
-            process.renew(session, farewells)
-        self._carry_out(self.placement.create_stores())
+        self._known.renew(session, farewells)
+        self.carry_out(self.placement.create_stores())
 
     def _send_home(self, store: StorePlace) -> None:
         """Nothing is left of it, and it is entered behind `TaskSession.renew`."""
@@ -414,38 +386,16 @@ class Replication:
         """How often a backup became primary, whyever."""
         return self.placement.failovers + self.placement.moves
 
-    def statistics(self) -> dict[str, PlainTree]:
-        """How often a backup became primary, how many stores have none now, and where
-        stores are."""
-        placement = self.placement
-        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
-        if self.replicas:
-            counts["failovers"] = placement.failovers
-            counts["stores_without_backup"] = placement.without_backup
-        return {**counts, "stores": [self._told(store) for store in placement.stores]}
-
-    def _told(self, store: StorePlace) -> PlainTree:
-        backup = (
-            "" if store.backup is None else self.processes[store.backup.process].name
-        )
-        return {
-            "store": store.number,
-            "process": self.processes[store.primary.process].name,
-            "address": store.primary.address,
-            "backup": backup,
-            "state": store.phase.value,
-        }
-
     # ---- told by the sessions with the processes -------------------------------------
 
     def task_ready(self, task: TaskSession) -> None:
-        self._carry_out(self.placement.joined(task.place, self.lives[task.place]))
+        self.carry_out(self.placement.joined(task.place, self.lives[task.place]))
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
         if task.is_moved:
             return
         if task.gone:
-            self.lives[task.place] += 1
+            self._known.lives[task.place] += 1
             asyncio.get_running_loop().call_soon(self._take_back, task)
         self.process_lost(task, reason)
 
@@ -454,7 +404,7 @@ class Replication:
         if isinstance(message, BackupLost) and message.session == self._session:
             log.warning("%s has lost its backup: %s", task.name, message.reason)
             store, view = task.place, message.view
-            self._carry_out(self.placement.backup_lost(store, view, message.reason))
+            self.carry_out(self.placement.backup_lost(store, view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.message_received(task, message)
         elif isinstance(message, Telemetry):
@@ -474,22 +424,22 @@ class Replication:
     def store_lost(self, task: TaskSession, reason: str) -> None:
         """Who serves the store does not answer, or not with what it had."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
-        self._carry_out(orders)
+        self.carry_out(orders)
         place = self.placement.stores[task.place]
-        if place.is_reported_lost and task.place not in self._telling:
+        if place.is_reported_lost and not self._losses.is_due(task.place):
             # Its process was lost before, and this way to it was not known to be.
-            self._tell(Lose(task.place, reason))
+            self._losses.report(task.place, reason)
 
     # ---- told by `LeftStores` --------------------------------------------------------
 
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
         """Another program has left these copies, when processes had these lives."""
         self.is_started, self._takes_over = True, False
-        self._carry_out(self.placement.succeed(left, lives))
+        self.carry_out(self.placement.succeed(left, lives))
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
         """The process is away."""
-        self._carry_out(self.placement.process_lost(task.place, reason))
+        self.carry_out(self.placement.process_lost(task.place, reason))
 
     # ---- told by `OrderAsking` -------------------------------------------------------
 
@@ -498,21 +448,8 @@ class Replication:
         """The sessions with those that serve the stores, by number."""
         return self._cluster.ps
 
-    def answered(self, order: Asked, answer: Message) -> None:
-        """An order is carried out."""
-        self._carry_out(self._done(order, answer))
-
-    def unanswered(self, order: Asked, reason: str) -> None:
-        """An order may be carried out, or not."""
-        self._carry_out(self.placement.unanswered(order, reason))
-
-    def refused(self, order: Asked, reason: str) -> None:
-        """An order is not carried out."""
-        self._carry_out(self.placement.refused(order, reason))
-
-    # ---- orders ----------------------------------------------------------------------
-
-    def _carry_out(self, orders: Sequence[PlacementOrder]) -> None:
+    def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
+        """Does what was decided, or asks for it."""
         for order in orders:
             match order:
                 case Drop():
@@ -525,51 +462,6 @@ class Replication:
                     self._orders.ask(order)
         self._look()
 
-    def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
-        placement = self.placement
-        match order:
-            case Host():
-                assert isinstance(answer, StoreHosted), answer
-                return self._hosted(order, answer)
-            case Establish():
-                assert isinstance(answer, StoreHosted), answer
-                address = reached_as(answer.address, self.addresses[order.process])
-                return placement.created(order, address, answer.incarnation)
-            case Attach():
-                return placement.attached(order)
-            case Detach():
-                return placement.detached(order)
-            case Promote():
-                if placement.stores[order.store].target == order.backup.process:
-                    return self._moved(order)
-                log.warning(
-                    "%s is lost (%s): its backup, in the process of %s, is in its "
-                    "place with all that was acknowledged",
-                    self._cluster.ps[order.store].name,
-                    placement.stores[order.store].reason,
-                    self.processes[order.backup.process].name,
-                )
-                return placement.promoted(order)
-
-    def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
-        address = reached_as(answer.address, self.addresses[order.process])
-        orders = self.placement.hosted(order, address, answer.incarnation)
-        if self.placement.stores[order.store].target == order.process:
-            log.info(
-                "the store of %s is copied to the process of %s, where it moves",
-                self._cluster.ps[order.store].name,
-                self.processes[order.process].name,
-            )
-        return orders
-
-    def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
-        log.info(
-            "the store of %s is in the process of %s now",
-            self._cluster.ps[order.store].name,
-            self.processes[order.backup.process].name,
-        )
-        return self.placement.promoted(order)
-
     def _drop(self, order: Drop) -> None:
         process = self.processes[order.process]
         if process.is_ready:  # else it is told when it is back
@@ -577,7 +469,7 @@ class Replication:
             process.link.submit(drop).add_done_callback(_unheeded)
 
     def _serve(self, order: Serve) -> None:
-        self._stop_telling(order.store)
+        self._losses.cancel(order.store)
         address = order.primary.address
         self._cluster.store_directory.publish(order.store, order.view, address)
         task = self._cluster.ps[order.store]
@@ -585,88 +477,31 @@ class Replication:
             task.move(address, life=order.primary.incarnation)
 
     def _lose(self, order: Lose) -> None:
-        self._stop_telling(order.store)
         if order.gone:
             self._send_home(self.placement.stores[order.store])
-            self._tell(order)
+            self._losses.report(order.store, order.reason)
         else:
-            # As for a server without a copy: a line may be cut for so long, and a
-            # process says for how long it is away.
-            loop = asyncio.get_running_loop()
-            asked = (*self.processes, *self._cluster.ps)
-            until = [process.back_by for process in asked]
-            until.append(loop.time() + self._timeouts.reconnect)
-            self._telling[order.store] = loop.call_at(max(until), self._tell, order)
-
-    def _tell(self, order: Lose) -> None:
-        self._telling.pop(order.store, None)
-        task = self._cluster.ps[order.store]
-        if not task.is_ready:
-            task.give_up(order.reason)
-            self._cluster.store_lost(order.store, order.reason)
-        self._news.set()
+            self._losses.report_later(order.store, order.reason)
 
     # ---- private ---------------------------------------------------------------------
 
     def _look(self) -> None:
         """What follows from all orders together."""
-        if self.replicas:
-            for store in self.placement.stores:
-                self._say(store)
+        self.status.log_changes()
         self._news.set()
         if self.placement.is_waiting and self._forgiving is None:
             loop = asyncio.get_running_loop()
             self._forgiving = loop.call_later(FORGIVING, self._forgive)
 
-    def _say(self, store: StorePlace) -> None:
-        name, bare = self._cluster.ps[store.number].name, self._bare
-        if store.phase is CopyPhase.PAIRED and store.number in bare:
-            level = bare.pop(store.number)
-            assert store.backup is not None, store
-            at = self.processes[store.backup.process].name
-            log.log(level, "%s has a backup, in the process of %s", name, at)
-        elif store.phase is not CopyPhase.PAIRED and store.number not in bare:
-            bare[store.number] = logging.WARNING
-            words = "%s has no backup until another process has taken what it holds"
-            log.warning(f"{words} (%s)", name, store.reason)
-
-    def words(self) -> str:
-        return "; ".join(
-            f"{self._cluster.ps[store.number].name}: {store.phase.value}"
-            f"{f' ({store.reason})' if store.reason else ''}"
-            for store in self.placement.stores
-            if store.phase is not CopyPhase.PAIRED
-        )
-
-    def _objection(
-        self, task: TaskSession, hello: Hello, _: SessionOpened | None
-    ) -> ZstratError | None:
-        """Whether the process is here already, by another address."""
-        for other in self.processes:
-            is_other = other is not task and not other.is_closed
-            known = other.hello if is_other and other.is_ready else None
-            if known is not None and known.incarnation == hello.incarnation:
-                return AlreadyExistsError(
-                    f"{task.address} is the process of {other.name}, which the cluster "
-                    f"has at {other.address}"
-                )
-        return None
-
     def _forgive(self) -> None:
         self._forgiving = None
-        self._carry_out(self.placement.forgive())
-
-    def _stop_telling(self, store: int) -> None:
-        telling = self._telling.pop(store, None)
-        if telling is not None:
-            telling.cancel()
+        self.carry_out(self.placement.forgive())
 
     def _stop(self) -> None:
         """What was asked may be carried out; nobody waits for it."""
         self.is_started = False
         self._orders.stop()
-        for store in list(self._telling):
-            self._stop_telling(store)
+        self._losses.stop()
         if self._forgiving is not None:
             self._forgiving.cancel()
             self._forgiving = None

@@ -1,0 +1,92 @@
+"""What is told of stores and their copies: in the log, in errors, and in metrics."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, final
+
+from ._orders import CopyPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.wire import PlainTree
+
+    from ._placement import StorePlacement
+    from ._store_places import StorePlace
+
+log = logging.getLogger("zstrat.coordinator")
+
+
+@final
+class CopiesStatus:
+    """That of all stores of a session.
+
+    Args:
+        replicas: Second copies that each store is to have.
+        servers: The sessions with those that serve the stores, by number.
+        processes: The sessions with the processes, by index.
+    """
+
+    def __init__(
+        self,
+        placement: StorePlacement,
+        replicas: int,
+        servers: Sequence[TaskSession],
+        processes: Sequence[TaskSession],
+    ) -> None:
+        self._placement, self._replicas = placement, replicas
+        self._servers, self._processes = servers, processes
+        bare = len(placement.stores) * replicas
+        self._bare = dict.fromkeys(range(bare), logging.INFO)
+        """Stores without a second copy, and the level at which its coming is logged."""
+
+    def log_changes(self) -> None:
+        """Logs which stores have got a second copy since the last call, or lost it."""
+        if self._replicas:
+            for store in self._placement.stores:
+                self._log_change(store)
+
+    def words(self) -> str:
+        """Of each store without a backup, what becomes of it."""
+        return "; ".join(
+            f"{self._servers[store.number].name}: {store.phase.value}"
+            f"{f' ({store.reason})' if store.reason else ''}"
+            for store in self._placement.stores
+            if store.phase is not CopyPhase.PAIRED
+        )
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """How often a backup became primary, how many stores have none now, and where
+        stores are."""
+        placement = self._placement
+        counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
+        if self._replicas:
+            counts["failovers"] = placement.failovers
+            counts["stores_without_backup"] = placement.without_backup
+        return {**counts, "stores": [self._told(store) for store in placement.stores]}
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _log_change(self, store: StorePlace) -> None:
+        name, bare = self._servers[store.number].name, self._bare
+        if store.phase is CopyPhase.PAIRED and store.number in bare:
+            level = bare.pop(store.number)
+            assert store.backup is not None, store
+            at = self._processes[store.backup.process].name
+            log.log(level, "%s has a backup, in the process of %s", name, at)
+        elif store.phase is not CopyPhase.PAIRED and store.number not in bare:
+            bare[store.number] = logging.WARNING
+            words = "%s has no backup until another process has taken what it holds"
+            log.warning(f"{words} (%s)", name, store.reason)
+
+    def _told(self, store: StorePlace) -> PlainTree:
+        backup = store.backup
+        return {
+            "store": store.number,
+            "process": self._processes[store.primary.process].name,
+            "address": store.primary.address,
+            "backup": "" if backup is None else self._processes[backup.process].name,
+            "state": store.phase.value,
+        }

@@ -1,0 +1,141 @@
+"""The sessions with the processes that hold stores and copies, by index.
+
+A process keeps its index for as long as the program's session lasts: one that was let
+go is closed, and stays in its place. Each has a *life*, which is counted up when what
+the process held is gone. On the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.coordinator.connecting import TaskSession
+from zstrat.errors import AlreadyExistsError, ZstratError
+from zstrat.wire import CloseSession, Message, OpenSession
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.config import Timeouts
+    from zstrat.coordinator.connecting import MakeTaskLink, TaskSessionEvents
+    from zstrat.wire import Hello, SessionOpened
+
+log = logging.getLogger("zstrat.coordinator")
+
+
+@final
+class StoreProcesses:
+    """Those of one program.
+
+    Args:
+        events: Who is told what becomes of them.
+        opening: What opens the program's session on each, but for its index.
+    """
+
+    def __init__(
+        self,
+        events: TaskSessionEvents,
+        opening: OpenSession,
+        timeouts: Timeouts,
+        make_link: MakeTaskLink,
+    ) -> None:
+        self._events, self._opening = events, opening
+        self._timeouts, self._make_link = timeouts, make_link
+        self._session = opening.session
+        self.sessions: Final[list[TaskSession]] = []
+        self.addresses: Final[list[str]] = []
+        self.lives: Final[list[int]] = []
+
+    def add(self, number: int, index: int, address: str) -> TaskSession:
+        """One more, with the next index; it is not greeted yet.
+
+        Args:
+            number: The task's.
+        """
+        session = TaskSession(
+            "ps",
+            number,
+            index,
+            address,
+            replace(self._opening, session=self._session, index=index),
+            self._make_link,
+            self._events,
+            one_life=True,
+            turn=self._timeouts.turn,
+            notice=self._timeouts.notice,
+            moves=True,
+            objection=self._objection,
+        )
+        self.sessions.append(session)
+        self.addresses.append(address)
+        self.lives.append(0)
+        return session
+
+    def enter(self, number: int, index: int, address: str) -> TaskSession:
+        """Begins to greet one more."""
+        session = self.add(number, index, address)
+        session.start()
+        return session
+
+    def start(self) -> None:
+        """Begins to greet all."""
+        for session in self.sessions:
+            session.start()
+
+    async def wait_ready(self, deadline: float) -> None:
+        """Waits until all that were not let go are in the program's session.
+
+        Raises:
+            ZstratError: As `TaskSession.wait_ready`.
+
+        Cancellation: nothing is lost.
+        """
+        for session in self.sessions:
+            if not session.is_closed:
+                await session.wait_ready(deadline)
+
+    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
+        """Has all enter another session of the program."""
+        self._session = session
+        for each in self.sessions:
+            each.renew(session, farewells)
+
+    async def leave(self, process: TaskSession, patience: float) -> None:
+        """Says goodbye to one, and waits so many seconds for its answer.
+
+        Cancellation: it is left all the same, and does not say whether it heard so.
+        """
+        was_ready = process.is_ready
+        process.leave()
+        try:
+            if was_ready:
+                deadline = asyncio.get_running_loop().time() + patience
+                goodbye = CloseSession(self._session, False)
+                answer = process.link.submit(goodbye, deadline=deadline)
+                answer.add_done_callback(_log_unheard)
+                await asyncio.wait([answer])
+        finally:
+            await process.close()
+
+    def _objection(
+        self, task: TaskSession, hello: Hello, _: SessionOpened | None
+    ) -> ZstratError | None:
+        """Whether the process is here already, by another address."""
+        for other in self.sessions:
+            is_other = other is not task and not other.is_closed
+            known = other.hello if is_other and other.is_ready else None
+            if known is not None and known.incarnation == hello.incarnation:
+                return AlreadyExistsError(
+                    f"{task.address} is the process of {other.name}, which the cluster "
+                    f"has at {other.address}"
+                )
+        return None
+
+
+def _log_unheard(answer: asyncio.Future[Message]) -> None:
+    """Its daemon notices by itself that the session is over."""
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("letting a parameter server go: %s", error)
