@@ -227,7 +227,7 @@ class LeftStores:
                 owner.task_ready(process)
 
     async def _wait_served(self, deadline: float) -> None:
-        stores = self._owner.placement.stores
+        stores, status = self._owner.placement.stores, self._owner.status
         waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
         try:
             async with asyncio.timeout_at(deadline):
@@ -239,7 +239,7 @@ class LeftStores:
         except TimeoutError:
             raise DeadlineExceededError(
                 f"resume={self._name!r}: what is left of it is not served in time: "
-                f"{self._owner.status.words()}; look at the logs of the parameter servers"
+                f"{status.words()}; look at the logs of the parameter servers"
             ) from None
 
     def _is_any_lost(self) -> bool:
