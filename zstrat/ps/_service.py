@@ -1,10 +1,10 @@
 """A parameter server as a handler of messages: everything but the sockets.
 
-Runs on the loop. It hands each message to who answers it, and knows whose session is
-open and when the process is to end. Who may ask for what is in `_roles`; requests for
-variables are served by `_serving`, those about snapshots by `snapshots`; the telemetry
-is in `_service_telemetry`; whether this process serves its store at all, or another one
-does, is in `replication._role`.
+Runs on the loop. It hands each message to who answers it, and knows when the process is
+to end. Who may ask for what is in `_roles`; requests for variables are served by
+`_serving`, those about snapshots by `snapshots`; sessions are in `_server_session`, the
+telemetry in `_service_telemetry`; whether this process serves its store at all, or
+another one does, is in `replication._role`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import (
-    InvalidArgumentError,
-    StaleSessionError,
     ZstratError,
 )
 from zstrat.wire import (
@@ -26,7 +25,6 @@ from zstrat.wire import (
     AskClock,
     AskParts,
     AttachBackup,
-    BeginAnew,
     BeginCapture,
     CloseSession,
     CreateOptimizer,
@@ -51,7 +49,6 @@ from zstrat.wire import (
     Push,
     RaiseMark,
     ReportWorker,
-    SessionOpened,
     Statistics,
 )
 
@@ -59,13 +56,14 @@ from ._joining import Joining
 from ._reports import WorkerReports
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
+from ._server_session import ServerParts, ServerSession, tell_coordinator
 from ._service_telemetry import Capturing, ServiceTelemetry
 from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
 from .replication._following import Following
 from .replication._role import ServingState, StoreServingRole
-from .replication._standing import ReplicationRequest, Standing, tell_owner
+from .replication._standing import ReplicationRequest, Standing
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._changes import acknowledged
 from .store._fold import Folded
@@ -139,12 +137,6 @@ class PsService:
         self._settings = settings
         self._task = task
         self._incarnation = incarnation
-        self._on_exit, self._on_cleared = on_exit, on_cleared
-        self._on_new_owner = on_new_owner
-        self.coordinator_lost_at: float | None = None
-        """When the coordinator was lost that has given the last orders; seconds of
-        ``clock``. None: it is there. Who goes on with its session has given none yet,
-        so this stays until that one is lost, too."""
         self._clock, self._started_at = clock, clock()
         if inherited is None or inherited.store is None:
             engine, largest = OptimizerEngine(load_code), settings.limits.body
@@ -156,6 +148,7 @@ class PsService:
         self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
         check = self._ownership.check
+        tell = partial(tell_coordinator, self._ownership)
         self._serving = Serving(
             task,
             self._store,
@@ -177,13 +170,13 @@ class PsService:
             task,
             self._store,
             self._serving.turn,
-            tell=self._tell_owner,
+            tell=tell,
             connect=connect,
             patience=settings.timeouts.connect,
             clock=clock,
         )
         self._joining = Joining(task, self._ownership, self._store)
-        self._reports = WorkerReports(task, self._ownership, self._tell_owner)
+        self._reports = WorkerReports(task, self._ownership, tell)
         timeouts = settings.timeouts
         self._role = StoreServingRole(
             self._store, self._ownership, self._standing, timeouts
@@ -206,8 +199,33 @@ class PsService:
             self._role.inherit(inherited)
         self._draining = False
         self._failed = 0
-        self._tells = tells
         self._telemetry = ServiceTelemetry(self._store, self._serving, clock)
+        self._session = ServerSession(
+            task,
+            self._ownership,
+            ServerParts(
+                self._store,
+                self._serving,
+                self._snapshots,
+                self._standing,
+                self._role,
+                self._joining,
+                self._reports,
+                self._telemetry,
+            ),
+            timeouts,
+            tells=tells,
+            clock=clock,
+            on_exit=on_exit,
+            on_cleared=on_cleared,
+            on_new_owner=on_new_owner,
+        )
+
+    @property
+    def coordinator_lost_at(self) -> float | None:
+        """When the coordinator was lost that has given the last orders, in seconds of
+        ``clock``; None: it is there."""
+        return self._session.coordinator_lost_at
 
     @property
     def session(self) -> int | None:
@@ -255,12 +273,13 @@ class PsService:
                 return self._served(message)
             match message:
                 case OpenSession():
-                    return self._open(message, remote)
+                    self._require_open()
+                    return self._session.open(message, remote)
                 case JoinSession():
                     self._require_open()
                     return self._joining.ask(remote, message)
-                case CloseSession(session=session, exit=leave):
-                    return self._close(session, leave)
+                case CloseSession():
+                    return self._session.close(message)
                 case ReportWorker():
                     self._require_open()
                     return self._reports.ask(remote, message)
@@ -360,22 +379,12 @@ class PsService:
         following = self._role.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
-        self._owner_lost(remote)
-
-    def _owner_lost(self, peer: object) -> None:
-        """The coordinator, if it was that one."""
-        if self._ownership.lost(peer):
-            self.coordinator_lost_at = self._clock()
-            self._snapshots.clear()
+        self._session.lost(remote)
 
     def take_over(self, owner: Owner) -> None:
         """From now on what was inherited is there for the coordinator that had it, and
         nobody else may have it."""
-        timeouts = self._settings.timeouts
-        self._ownership.inherit(owner)
-        # It is waited for as if its connection had broken just now.
-        grace = timeouts.patience + timeouts.reconnect
-        asyncio.get_running_loop().call_later(grace, self._owner_lost, owner.peer)
+        self._session.take_over(owner)
 
     async def drain(self) -> bool:
         """Finishes requests that were accepted, ends the thread. New ones are refused;
@@ -454,96 +463,6 @@ class PsService:
         """An answer had to wait for its way, or for its reader."""
         self._telemetry.waited(began, ended)
 
-    # ---- sessions ----------------------------------------------------------------
-
-    def _open(
-        self, asked: OpenSession, remote: Caller
-    ) -> SessionOpened | Awaitable[SessionOpened]:
-        self._require_open()
-        session, now, ownership = asked.session, time.time(), self._ownership
-        self._require_alone(asked)
-        if ownership.adopt(
-            session, remote, remote.hello, now, asked.name, asked.program
-        ):
-            self._snapshots.clear()
-            self._standing.owner_changed(
-                self.coordinator_lost_at, self._settings.timeouts
-            )
-            self._standing.is_to_have_backup = asked.replicas > 0
-            owner = ownership.owner
-            if self._on_new_owner is not None and owner is not None:
-                self._on_new_owner(owner)
-            return self._go_on_anew(session)
-        self.coordinator_lost_at = None
-        new = ownership.open(
-            session,
-            remote,
-            remote.hello,
-            now,
-            name=asked.name,
-            origin=asked.origin,
-            several=True,  # one to the store, and one to the process (`Replication`)
-            is_shared=asked.is_shared,
-            program=asked.program,
-        )
-        if new:
-            self._clear()
-        self._standing.is_to_have_backup |= asked.replicas > 0
-        self._standing.remind()
-        self._joining.look()
-        return self._opened(resumed=not new)
-
-    def _require_alone(self, asked: OpenSession) -> None:
-        """
-        Raises:
-            InvalidArgumentError: A program would go on that has no second copies, with
-                what was left in two.
-        """
-        owner = self._ownership.owner
-        if owner is None or owner.session == asked.session or asked.replicas:
-            return
-        if asked.name and owner.name == asked.name and self._standing.is_to_have_backup:
-            raise InvalidArgumentError(
-                f"{self._task}: the session {asked.name!r} was left with second copies "
-                "of the parameter servers: give replicas=1 to go on with it, or "
-                "another name as resume= to begin anew"
-            )
-
-    async def _go_on_anew(self, session: int) -> SessionOpened:
-        await self._serving.settled()  # what was computed for the session before
-        self._ownership.check(session)
-        self._store.begin_anew()
-        if self._store.log is not None:  # a second copy that is there goes on, too
-            self._store.log.append(BeginAnew(session))
-        self._joining.look()
-        return self._opened(resumed=True)
-
-    def _opened(self, *, resumed: bool) -> SessionOpened:
-        owner = self._ownership.owner
-        assert owner is not None, "nobody was awaited since it was opened"
-        self._reports.look()
-        if self._tells:
-            self._telemetry.start_notices(self._tell_owner)
-        return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
-
-    def _close(self, session: int, leave: bool) -> Done:
-        if self._ownership.close(session):
-            self._clear()
-            self._joining.look()
-        if leave and self._on_exit is not None:
-            on_exit, self._on_exit = self._on_exit, None
-            on_exit()
-        return Done()
-
-    def _clear(self) -> None:
-        self._standing.end(StaleSessionError(f"{self._task}: the session ended"))
-        self._role.session_over()
-        self._snapshots.clear()
-        self._store.clear()
-        self._telemetry.begin_anew()
-        if self._on_cleared is not None:
-            self._on_cleared()
-
     # ---- replication -------------------------------------------------------------
 
     def give_up(self, view: int) -> None:
@@ -605,19 +524,15 @@ class PsService:
         if following is not None:
             return following.handle(remote, message)
         if isinstance(message, OpenSession) and remote.role is Job.CHIEF:
-            return self._open(message, remote)
+            self._require_open()
+            return self._session.open(message, remote)
         if isinstance(message, CloseSession) and remote.role is Job.CHIEF:
-            return self._close(message.session, message.exit)
+            return self._session.close(message)
         if remote.role is Job.CHIEF and isinstance(
             message, DetachBackup | PromoteBackup
         ):
             return self._replicate(remote, message)
         raise self._standing.parting if self._draining else self._standing.refusal
-
-    def _tell_owner(self, message: Message) -> None:
-        owner = self._ownership.owner
-        if owner is not None and owner.alive:
-            tell_owner(cast("Caller", owner.peer), message)
 
     def _require_place(self, session: int) -> None:
         """For what has waited: the session, or the place, may be another's by now."""

@@ -1,0 +1,208 @@
+"""The session of a coordinator on a parameter server: how it is opened, gone on with by
+another program, and closed.
+
+What a session had stays until another opens, whether its coordinator is there or not;
+what clears it is here alone. On the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast, final
+
+from zstrat.errors import InvalidArgumentError, StaleSessionError
+from zstrat.wire import BeginAnew, Done, SessionOpened
+
+from .replication._standing import tell_owner
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from zstrat.config import Timeouts
+    from zstrat.wire import CloseSession, Message, OpenSession, Owner, Ownership
+
+    from ._joining import Joining
+    from ._reports import WorkerReports
+    from ._roles import Caller
+    from ._service_telemetry import ServiceTelemetry
+    from ._serving import Serving
+    from .replication._role import StoreServingRole
+    from .replication._standing import Standing
+    from .snapshots._snapshot_service import SnapshotService
+    from .store._store import Store
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """What a parameter server is made of, for whom a session begins or ends."""
+
+    store: Store
+    serving: Serving
+    snapshots: SnapshotService
+    standing: Standing
+    role: StoreServingRole
+    joining: Joining
+    reports: WorkerReports
+    telemetry: ServiceTelemetry
+
+
+def tell_coordinator(ownership: Ownership, message: Message) -> None:
+    """Sends a notice to whose session it is, if he is there."""
+    owner = ownership.owner
+    if owner is not None and owner.alive:
+        tell_owner(cast("Caller", owner.peer), message)
+
+
+@final
+class ServerSession:
+    """That of one parameter server, named ``task`` in errors.
+
+    Args:
+        tells: The server tells its coordinator how it is, about once a second.
+        clock: Seconds.
+        on_exit: Called once, when the coordinator ends the process.
+        on_cleared: Called when a session is over, and all that it had.
+        on_new_owner: Called when another program goes on with what is here.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        ownership: Ownership,
+        parts: ServerParts,
+        timeouts: Timeouts,
+        *,
+        tells: bool,
+        clock: Callable[[], float],
+        on_exit: Callable[[], None] | None,
+        on_cleared: Callable[[], None] | None,
+        on_new_owner: Callable[[Owner], None] | None,
+    ) -> None:
+        self._task, self._ownership, self._parts = task, ownership, parts
+        self._timeouts, self._tells, self._clock = timeouts, tells, clock
+        self._on_exit, self._on_cleared = on_exit, on_cleared
+        self._on_new_owner = on_new_owner
+        self.coordinator_lost_at: float | None = None
+        """When the coordinator was lost that has given the last orders; seconds of
+        ``clock``. None: it is there. Who goes on with its session has given none yet,
+        so this stays until that one is lost, too."""
+
+    def open(
+        self, asked: OpenSession, remote: Caller
+    ) -> SessionOpened | Awaitable[SessionOpened]:
+        """The caller takes this server, or goes on with what another one has left.
+
+        Raises:
+            BusyError: It is another one's, who is there.
+            InvalidArgumentError: It asks for less than was left under the name.
+        """
+        session, now, ownership = asked.session, time.time(), self._ownership
+        self._require_alone(asked)
+        if ownership.adopt(
+            session, remote, remote.hello, now, asked.name, asked.program
+        ):
+            return self._adopted(asked)
+        self.coordinator_lost_at = None
+        new = ownership.open(
+            session,
+            remote,
+            remote.hello,
+            now,
+            name=asked.name,
+            origin=asked.origin,
+            several=True,  # one to the store, and one to the process (`Replication`)
+            is_shared=asked.is_shared,
+            program=asked.program,
+        )
+        if new:
+            self._clear()
+        standing = self._parts.standing
+        standing.is_to_have_backup |= asked.replicas > 0
+        standing.remind()
+        self._parts.joining.look()
+        return self._opened(resumed=not new)
+
+    def close(self, asked: CloseSession) -> Done:
+        """It is over, and all that it had, if it is the one that is open."""
+        if self._ownership.close(asked.session):
+            self._clear()
+            self._parts.joining.look()
+        if asked.exit and self._on_exit is not None:
+            on_exit, self._on_exit = self._on_exit, None
+            on_exit()
+        return Done()
+
+    def lost(self, peer: object) -> None:
+        """A connection ended; it may be the coordinator's. What its session has stays
+        until another opens, but for its snapshots: nobody might ever release them."""
+        if self._ownership.lost(peer):
+            self.coordinator_lost_at = self._clock()
+            self._parts.snapshots.clear()
+
+    def take_over(self, owner: Owner) -> None:
+        """What was inherited is there for the coordinator that had it, and for nobody
+        else. It is waited for as if its connection had broken just now."""
+        self._ownership.inherit(owner)
+        grace = self._timeouts.patience + self._timeouts.reconnect
+        asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _require_alone(self, asked: OpenSession) -> None:
+        """
+        Raises:
+            InvalidArgumentError: A program would go on that has no second copies, with
+                what was left in two.
+        """
+        owner, standing = self._ownership.owner, self._parts.standing
+        if owner is None or owner.session == asked.session or asked.replicas:
+            return
+        if asked.name and owner.name == asked.name and standing.is_to_have_backup:
+            raise InvalidArgumentError(
+                f"{self._task}: the session {asked.name!r} was left with second copies "
+                "of the parameter servers: give replicas=1 to go on with it, or "
+                "another name as resume= to begin anew"
+            )
+
+    def _adopted(self, asked: OpenSession) -> Awaitable[SessionOpened]:
+        self._parts.snapshots.clear()
+        standing = self._parts.standing
+        standing.owner_changed(self.coordinator_lost_at, self._timeouts)
+        standing.is_to_have_backup = asked.replicas > 0
+        owner = self._ownership.owner
+        if self._on_new_owner is not None and owner is not None:
+            self._on_new_owner(owner)
+        return self._go_on_anew(asked.session)
+
+    async def _go_on_anew(self, session: int) -> SessionOpened:
+        await self._parts.serving.settled()  # what was computed for the one before
+        self._ownership.check(session)
+        store = self._parts.store
+        store.begin_anew()
+        if store.log is not None:  # a second copy that is there goes on, too
+            store.log.append(BeginAnew(session))
+        self._parts.joining.look()
+        return self._opened(resumed=True)
+
+    def _opened(self, *, resumed: bool) -> SessionOpened:
+        owner = self._ownership.owner
+        assert owner is not None, "nobody was awaited since it was opened"
+        self._parts.reports.look()
+        if self._tells:
+            self._parts.telemetry.start_notices(self._tell)
+        return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
+
+    def _tell(self, message: Message) -> None:
+        tell_coordinator(self._ownership, message)
+
+    def _clear(self) -> None:
+        parts = self._parts
+        parts.standing.end(StaleSessionError(f"{self._task}: the session ended"))
+        parts.role.session_over()
+        parts.snapshots.clear()
+        parts.store.clear()
+        parts.telemetry.begin_anew()
+        if self._on_cleared is not None:
+            self._on_cleared()
