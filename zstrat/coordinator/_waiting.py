@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from zstrat.errors import DeadlineExceededError
 from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
@@ -20,6 +21,7 @@ from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
 from ._values import RemoteValueStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from threading import Lock
 
     import numpy as np
@@ -32,6 +34,8 @@ Ready = Callable[[], bool]
 """A quick look, under the lock, whether an attempt is worth repeating."""
 Attempt = Callable[[], Ready | None]
 """Done if it returns None; else what to wait for before the next attempt."""
+
+B = TypeVar("B", bound=Bell)
 
 _NOT_READY = RemoteValueStatus.NOT_READY
 
@@ -130,48 +134,44 @@ class Waiters:
         Raises:
             DeadlineExceededError: That took more than ``timeout`` seconds.
         """
-        guarded = self._guarded
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with guarded.lock:
-                ready = attempt()
-                if ready is None:
-                    return
-                # A call that Ctrl-C struck may have queued a closure and told nobody.
-                guarded.remind()
-                bell = ThreadBell()
-                self.watchers[bell] = ready
-            self.echo.place = copy_context()
-            try:
+        while (bell := self._attempted(attempt, ThreadBell)) is not None:
+            with self._watched(bell):
                 rest = None if deadline is None else deadline - time.monotonic()
                 if not bell.wait(rest):
-                    with guarded.lock:
-                        left = guarded.unfinished()
+                    with self._guarded.lock:
+                        left = self._guarded.unfinished()
                     late = f"{what} did not end within {timeout} s"
                     raise DeadlineExceededError(f"{late}: {left}; they go on")
-            finally:
-                with guarded.lock:
-                    self.watchers.pop(bell, None)
-                self.echo.place = None
 
     async def wait(self, attempt: Attempt) -> None:
         """`block`, awaited. Cancellation: the attempt is not repeated any more."""
-        guarded = self._guarded
-        while True:
-            with guarded.lock:
-                ready = attempt()
-                if ready is None:
-                    return
-                guarded.remind()
-                bell = LoopBell()
-                self.watchers[bell] = ready
-            self.echo.place = copy_context()
-            try:
+        while (bell := self._attempted(attempt, LoopBell)) is not None:
+            with self._watched(bell):
                 await bell.future
-            finally:
-                with guarded.lock:
-                    self.watchers.pop(bell, None)
-                self.echo.place = None
+
+    def _attempted(self, attempt: Attempt, make_bell: Callable[[], B]) -> B | None:
+        """The bell that rings when it may succeed; None if it has."""
+        with self._guarded.lock:
+            ready = attempt()
+            if ready is None:
+                return None
+            # A call that Ctrl-C struck may have queued a closure and told nobody.
+            self._guarded.remind()
+            bell = make_bell()
+            self.watchers[bell] = ready
+            return bell
+
+    @contextmanager
+    def _watched(self, bell: Bell) -> Iterator[None]:
+        """While the call waits, what workers print is shown in its context."""
+        self.echo.place = copy_context()
+        try:
+            yield
+        finally:
+            with self._guarded.lock:
+                self.watchers.pop(bell, None)
+            self.echo.place = None
 
     # ---- until a value is settled ----------------------------------------------------
 
