@@ -154,7 +154,7 @@ class ServerCall(Generic[T]):
             answer = part.answer(reply)
         except BaseException as error:  # goes to the caller
             gave_up = self.outcome.done()
-            later = None if gave_up else line.again(part.message, deadline, reply)
+            later = None if gave_up else line.resubmit(part.message, deadline, reply)
             if later is None:
                 self.fail(error)
             else:

@@ -19,6 +19,7 @@ requests that a process refused because it is not the primary (`NotPrimaryError`
 from __future__ import annotations
 
 import asyncio
+import enum
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
@@ -69,6 +70,20 @@ MAX_WAITING_REQUESTS: Final = 16384
 """Requests that may wait at a time: as many as one peer may have open."""
 
 
+class LineState(enum.Enum):
+    """What becomes of requests, as the owner of the connection has said last."""
+
+    UNTOLD = "nothing was said: they go to the link, and end with its connection"
+    OPEN = "they go to the link, and are sent again behind the next connection"
+    HELD = "they wait until it is known where the server is, and what it holds"
+    LOST = "they are refused"
+
+
+_FLOWING: Final = (LineState.UNTOLD, LineState.OPEN)
+_KEEPING: Final = (LineState.OPEN, LineState.HELD)
+"""States in which requests wait for the next connection if theirs breaks."""
+
+
 class LineLink(Protocol):
     """What a line needs of `zstrat.transport.Link`."""
 
@@ -99,15 +114,14 @@ class ServerLine:
     """To the parameter server ``task``, over ``link``. On the loop of the link."""
 
     __slots__ = (
-        "_flows",
         "_link",
         "_loss",
         "_not_sent",
         "_retry",
         "_sent_before",
+        "_state",
         "_task",
         "_timeout",
-        "_waits",
         "repeats",
     )  # fmt: skip
 
@@ -117,11 +131,9 @@ class ServerLine:
         """How often a request was sent again, or had to wait to be sent at all."""
         self._sent_before: list[_Held] = []
         self._not_sent: list[_Held] = []
-        self._flows = True
-        """Requests go to the link."""
-        self._waits = False
-        """Those that fail with their connection wait for the next one."""
+        self._state = LineState.UNTOLD
         self._loss: PSUnavailableError | None = None
+        """Why requests are refused, while the state is `LineState.LOST`."""
         self._retry: asyncio.TimerHandle | None = None
 
     @property
@@ -132,18 +144,18 @@ class ServerLine:
     @property
     def is_held(self) -> bool:
         """Whether requests wait here, or are refused, instead of going to the link."""
-        return not self._flows
+        return self._state not in _FLOWING
 
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
         """`LineLink.submit`, or later if the server is away."""
-        if self._flows:
+        if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
                 return reply
             # Nothing is connected. The request waits, so that no later one overtakes.
-            return self.again(message, deadline, reply, sent=False) or reply
+            return self.resubmit(message, deadline, reply, sent=False) or reply
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
@@ -151,7 +163,7 @@ class ServerLine:
             self._keep(message, deadline, outcome, sent=False)
         return outcome
 
-    def again(
+    def resubmit(
         self,
         message: Message,
         deadline: float | None,
@@ -168,7 +180,7 @@ class ServerLine:
             sent: The server may have carried the request out.
         """
         error = None if lost.cancelled() else lost.exception()
-        if not isinstance(error, LOSS_ERRORS) or not (self._waits or self._loss):
+        if not isinstance(error, LOSS_ERRORS) or self._state is LineState.UNTOLD:
             return None
         repeated = _repeated(message) if sent else message
         if isinstance(error, NotPrimaryError):
@@ -190,14 +202,13 @@ class ServerLine:
     def hold(self) -> None:
         """The server is connected, but it is not known yet what it still holds."""
         self._stop_retry()
-        if self._waits:
-            self._flows = False
+        if self._state is LineState.OPEN:
+            self._state = LineState.HELD
 
     def resume(self) -> None:
         """The server is there, with all that it ever held of this session."""
         self._stop_retry()
-        self._flows = self._waits = True
-        self._loss = None
+        self._state, self._loss = LineState.OPEN, None
         for each in self._take():
             self._send(each)
 
@@ -210,7 +221,7 @@ class ServerLine:
                 because after giving one up nobody could say whether to repeat it.
         """
         self._stop_retry()
-        self._flows = self._waits = False
+        self._state = LineState.LOST
         self._loss = PSUnavailableError(self._task, reason, gone)
         for each in self._take():
             if own and not gone and isinstance(each.message, Push):
@@ -223,13 +234,14 @@ class ServerLine:
         be. What waits, and what ends with the link of before, is sent there when that
         is known (`resume`); so that one has to be closed before this one opens."""
         self._stop_retry()
-        self._link, self._flows = link, False
-        self._waits = self._loss is None
+        self._link = link
+        if self._state is not LineState.LOST:
+            self._state = LineState.HELD
 
     def close(self, error: Exception) -> None:
         """Nobody waits any more; the error says why."""
         self._stop_retry()
-        self._flows, self._waits, self._loss = True, False, None  # as the link says
+        self._state, self._loss = LineState.UNTOLD, None  # the link says what is wrong
         for each in self._take():
             self._end(each, type(error)(*error.args))
 
@@ -242,14 +254,15 @@ class ServerLine:
 
     def _pause(self) -> None:
         """Hold requests for `REFUSED` seconds: the process is not the server now."""
-        self._flows = False
+        if self._state is LineState.OPEN:
+            self._state = LineState.HELD
         if self._retry is None:
             loop = asyncio.get_running_loop()
             self._retry = loop.call_later(REFUSED, self._ask_again)
 
     def _ask_again(self) -> None:
         self._retry = None
-        if self._waits and self._link.peer is not None:
+        if self._state in _KEEPING and self._link.peer is not None:
             self.resume()
 
     def _stop_retry(self) -> None:
@@ -273,7 +286,9 @@ class ServerLine:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._timeout if deadline is None else deadline
         held = _Held(message, until, outcome, sent)
-        if self._flows and self._link.peer is not None:  # the server is back already
+        if (
+            self._state in _FLOWING and self._link.peer is not None
+        ):  # the server is back already
             self._send(held)
             return
         held.timer = loop.call_at(until, self._late, held)
@@ -308,7 +323,7 @@ class ServerLine:
             outcome.cancel()
         elif (error := reply.exception()) is None:
             outcome.set_result(reply.result())
-        elif isinstance(error, LOSS_ERRORS) and self._waits:
+        elif isinstance(error, LOSS_ERRORS) and self._state in _KEEPING:
             if isinstance(error, NotPrimaryError):
                 self._pause()
             repeated = _repeated(held.message)

@@ -207,7 +207,7 @@ class _Both:
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the callers
-            later = line.again(part.message, self._deadline, reply)
+            later = line.resubmit(part.message, self._deadline, reply)
             if later is None:
                 self._fail(error)
             else:
