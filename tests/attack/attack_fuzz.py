@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 
 from zstrat.wire import Message, encode
-from zstrat.wire._codec import LONGEST as ITEMS
-from zstrat.wire._codec import LONGEST_MAP
+from zstrat.wire._codec import MAX_LIST_ITEMS as ITEMS
+from zstrat.wire._codec import MAX_MAP_ITEMS
 from zstrat.wire._schema import BRANCHES, is_record, most_records
 
 if TYPE_CHECKING:
@@ -145,12 +145,12 @@ def _long(chance: random.Random, hint: Any, nbytes: int) -> list[Any]:
     if hint is str:
         return ["x" * nbytes]
     if isinstance(hint, types.UnionType):
-        few = {str(n): n for n in range(min(LONGEST_MAP, nbytes // 9))}
+        few = {str(n): n for n in range(min(MAX_MAP_ITEMS, nbytes // 9))}
         return [ITEMS * [1], few, 8 * [BRANCHES // 9 * [[]]]]
     if get_origin(hint) is dict:
         item = _value(chance, get_args(hint)[1])
         size = 8 + len(msgpack.packb(item))
-        return [{str(n): item for n in range(min(LONGEST_MAP, nbytes // size))}]
+        return [{str(n): item for n in range(min(MAX_MAP_ITEMS, nbytes // size))}]
     if get_origin(hint) is list:
         kind = get_args(hint)[0]
         item = _value(chance, kind)

@@ -66,7 +66,7 @@ class RetraceWarning(UserWarning):
 
 
 @dataclass(slots=True)
-class Signature:
+class ProgramsOfCall:
     """The programs of calls with the same arguments. ``draws`` is what the last traced
     one drew, ``captured`` the iterators that any drew from and that are no arguments;
     ``asks_context`` is true once any of them asked."""
@@ -106,7 +106,7 @@ class SharedTrace:
 
     key: Hashable
     given: GivenVariables
-    signature: Signature
+    programs: ProgramsOfCall
 
 
 _UNEQUAL: Final = "an argument compares unequal"
@@ -128,7 +128,7 @@ class CompiledPrograms:
         self._has_created = False
         self._step = step
         self._fn = fn
-        self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
+        self._calls: OrderedDict[Hashable, ProgramsOfCall] = OrderedDict()
         self._words: dict[str, str] = {}
         self._around: Hashable = None
         self._shared: dict[Hashable, list[SharedTrace]] = {}
@@ -171,7 +171,7 @@ class CompiledPrograms:
                 given = given_variables(call)
                 program = self._known(call, draws) or self._alike(call, given, draws)
                 if program is None:
-                    program = self._traced(call, args, kwargs, draws, given)
+                    program = self._trace(call, args, kwargs, draws, given)
         return program, draws
 
     def _alike(
@@ -184,23 +184,23 @@ class CompiledPrograms:
         for shared in found:
             program = _for_others(shared, call, given, draws)
             if program is not None:
-                signature = self._signatures.setdefault(call.key, Signature())
-                signature.asks_context = shared.signature.asks_context
-                signature.add(draws.elements, program)
-                self._signatures.move_to_end(shared.key)  # it is in use
+                known = self._calls.setdefault(call.key, ProgramsOfCall())
+                known.asks_context = shared.programs.asks_context
+                known.add(draws.elements, program)
+                self._calls.move_to_end(shared.key)  # it is in use
                 self._forget_oldest()
                 return program
         return None
 
     def _known(self, call: CutCall, draws: Draws) -> AnyProgram | None:
-        signature = self._signatures.get(call.key)
-        if signature is None:
+        known = self._calls.get(call.key)
+        if known is None:
             return None
-        if signature.captured:
-            draws.iterators = [*call.iterators, *signature.captured]
-        return signature.find(draws.match(signature.draws))
+        if known.captured:
+            draws.iterators = [*call.iterators, *known.captured]
+        return known.find(draws.match(known.draws))
 
-    def _traced(
+    def _trace(
         self,
         call: CutCall,
         args: tuple[Any, ...],
@@ -208,7 +208,7 @@ class CompiledPrograms:
         draws: Draws,
         given: GivenVariables | None,
     ) -> AnyProgram:
-        known = self._signatures.get(call.key)
+        known = self._calls.get(call.key)
         stand_ins = None
         if given is not None and not has_captured(self._fn, call, given):
             stand_ins = StandIns(given)
@@ -227,18 +227,18 @@ class CompiledPrograms:
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise
-        signature = self._signatures.setdefault(call.key, Signature())
-        signature.add(draws.elements, program)
+        known = self._calls.setdefault(call.key, ProgramsOfCall())
+        known.add(draws.elements, program)
         if given and stand_ins and stand_ins.is_general and is_plain(program.plan):
             known_so = self._shared.setdefault(given.likeness, [])
-            known_so.insert(0, SharedTrace(call.key, given, signature))
+            known_so.insert(0, SharedTrace(call.key, given, known))
             del known_so[MAX_SHARED:]
         self._forget_oldest()
         words = describe(args, kwargs, draws.elements)
-        if signature.asks_context:
+        if known.asks_context:
             words["the worker"] = str(worker_context.get())
         otherwise = _GIVEN if given else _UNEQUAL
-        self._count(words, plain_numbers(args, kwargs), is_stale, otherwise)
+        self._note_trace(words, plain_numbers(args, kwargs), is_stale, otherwise)
         return program
 
     def _discovered(
@@ -264,24 +264,24 @@ class CompiledPrograms:
         return StagedProgram(plan, body)
 
     def _forget_oldest(self) -> None:
-        while self._counted() > MAX_PROGRAMS:
-            oldest = next(iter(self._signatures.values()))
+        while self._count_programs() > MAX_PROGRAMS:
+            oldest = next(iter(self._calls.values()))
             oldest.programs.pop(next(iter(oldest.programs)))
             if not oldest.programs:
-                self._signatures.popitem(last=False)
+                self._calls.popitem(last=False)
                 self._forget_shared(oldest)
 
-    def _counted(self) -> int:
-        self.kept = sum(len(each.programs) for each in self._signatures.values())
+    def _count_programs(self) -> int:
+        self.kept = sum(len(each.programs) for each in self._calls.values())
         return self.kept
 
-    def _forget_shared(self, oldest: Signature) -> None:
+    def _forget_shared(self, oldest: ProgramsOfCall) -> None:
         for likeness, found in [*self._shared.items()]:
-            found[:] = [each for each in found if each.signature is not oldest]
+            found[:] = [each for each in found if each.programs is not oldest]
             if not found:
                 del self._shared[likeness]
 
-    def _count(
+    def _note_trace(
         self,
         words: dict[str, str],
         plain: Mapping[str, type],
@@ -326,7 +326,7 @@ def _for_others(
     shared: SharedTrace, call: CutCall, given: GivenVariables, draws: Draws
 ) -> AnyProgram | None:
     """A program for other variables; None: it cannot be shared with this call."""
-    origin = shared.signature
+    origin = shared.programs
     if given.keys == shared.given.keys:
         return None
     draws.iterators = [*call.iterators, *origin.captured]

@@ -27,7 +27,7 @@ SMALL: Final = 64 * 1024
 """Bytes of an answer that is over sooner than its way there and back."""
 OLD: Final = 2.0
 """Median staleness, as times what so many workers make by themselves."""
-LONG: Final = 10.0
+LONG_PHASE_SECONDS: Final = 10.0
 """Seconds after which it is said of a step that it has not ended."""
 SLOWER: Final = 0.8
 """A worker that does less than so many times what the median does is slow."""
@@ -242,7 +242,7 @@ def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
     """With what has not ended for long, if it is of that kind."""
     now: Mapping[str, Any] = worker.get("now") or {}
     seconds = now.get("seconds", 0.0)
-    if seconds < LONG or now.get("phase") != limit.what.partition(" ")[0]:
+    if seconds < LONG_PHASE_SECONDS or now.get("phase") != limit.what.partition(" ")[0]:
         return limit
     words = f"{limit.words}; step {now['step']} has been at it for {seconds:.0f} s"
     numbers = {**limit.numbers, "so_far": seconds}

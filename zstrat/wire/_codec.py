@@ -54,15 +54,15 @@ class _Packer(threading.local):
 
 _packer: Final = _Packer()
 _SMALL_HEADER: Final = 2048
-LONGEST: Final = 2**15
+MAX_LIST_ITEMS: Final = 2**15
 """Items of one list: unpacking so many small lists takes four milliseconds."""
-LONGEST_MAP: Final = 2**13
+MAX_MAP_ITEMS: Final = 2**13
 _unpackb: Final = partial(
     msgpack.unpackb,
     raw=False,
     strict_map_key=True,
-    max_array_len=LONGEST,
-    max_map_len=LONGEST_MAP,
+    max_array_len=MAX_LIST_ITEMS,
+    max_map_len=MAX_MAP_ITEMS,
 )
 _BYTE: Final = DTYPES["uint8"]
 
@@ -232,7 +232,7 @@ def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
         if not isinstance(value, list | dict) or len(value) <= FEW:
             continue
         first = next(iter(value))
-        most = LONGEST if isinstance(value, list) else LONGEST_MAP
+        most = MAX_LIST_ITEMS if isinstance(value, list) else MAX_MAP_ITEMS
         if isinstance(first, tuple):
             most = most_records(type(first))
         if len(value) > most:

@@ -44,7 +44,7 @@ Token = TypeVar("Token")
 WAITING: Final = 4096
 """Requests that may wait for one group: more ranks than any group has."""
 
-LONGEST: Final = 7 * 86400.0
+MAX_WAIT_SECONDS: Final = 7 * 86400.0
 """Seconds that a rank may wait."""
 
 _NAMED: Final = 8
@@ -156,7 +156,8 @@ class MembershipState(Generic[Token]):
             if (applicant.request.rank, applicant.request.member.incarnation)
             != (rank, incarnation)
         ]
-        patience = min(max(0.0, request.patience), LONGEST)  # whatever somebody says
+        # Whatever somebody says.
+        patience = min(max(0.0, request.patience), MAX_WAIT_SECONDS)
         self._applicants.append(_Applicant(request, token, now + patience))
         return self._settle()
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
-LONGEST: Final = 4.0
+MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""
 
 
@@ -232,7 +232,7 @@ class _Fate:
 
     def _absence(self) -> Fault:
         """A worker that the program gives up, and that does not know."""
-        length = self._chance.uniform(2.0, LONGEST)
+        length = self._chance.uniform(2.0, MAX_FAULT_SECONDS)
         worker = self._chance.choice(self._workers)
         kind = self._chance.choice(["freeze", "freeze", "cut"])
         return Fault(self._begin(), kind, worker, "chief0", length)
@@ -253,7 +253,7 @@ class _Fate:
         """A server is lost while the next program takes over, when it is sure that the
         one before cannot have acted unheard."""
         server = self._chance.choice(self._servers)
-        length = self._chance.uniform(2.6, LONGEST)
+        length = self._chance.uniform(2.6, MAX_FAULT_SECONDS)
         return Fault(0.3 + self._begin(), "succeed", "chief0", server, length)
 
     def _restart(self) -> Fault:
@@ -279,7 +279,8 @@ class _Fate:
             kind in ("freeze", "isolate", "apart", "cut")
             and self._chance.random() < 0.5
         ):
-            length = self._chance.uniform(2.0, LONGEST)  # it is replaced meanwhile
+            # It is replaced meanwhile.
+            length = self._chance.uniform(2.0, MAX_FAULT_SECONDS)
             return Fault(at, kind, server, other, length)
         return Fault(at, kind, server, other, self._length())
 
@@ -313,7 +314,7 @@ class _Fate:
         return self._chance.uniform(0.0, self._until)
 
     def _length(self) -> float:
-        longest = self._chance.choice([0.01, 0.1, 0.7, 2.0, LONGEST])
+        longest = self._chance.choice([0.01, 0.1, 0.7, 2.0, MAX_FAULT_SECONDS])
         return longest * self._chance.uniform(0.5, 1.0)
 
 

@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from zstrat.wire._arrays import ArraySpec
     from zstrat.wire._messages import Hello, Offer
 
-LEAST: Final = 64 * 1024
+MIN_LANE_BYTES: Final = 64 * 1024
 """A smaller body costs less to copy twice than to place and release."""
 
 PLACE: Final = 64
-"""A frame as short as this stands for a body above `LEAST`: it says where that lies."""
+"""A frame as short as this stands for a body above `MIN_LANE_BYTES`: it says where that
+lies."""
 
-MOST: Final = 64 * 2**20
+MAX_LANE_BYTES: Final = 64 * 2**20
 """A larger body is copied bit by bit: in one go that would hold up the loop."""
 
 
 def is_placeable(specs: Sequence[ArraySpec]) -> bool:
     """Whether the body of these arrays may lie in shared memory."""
-    return sum([spec.nbytes for spec in specs]) > LEAST
+    return sum([spec.nbytes for spec in specs]) > MIN_LANE_BYTES
 
 
 class SharedMemoryLane(Protocol):

@@ -16,7 +16,7 @@ from zstrat.wire._codec import encode
 from zstrat.wire._messages import Chunk, Message, Placed
 
 from ._body import Frame, aligned, cut
-from ._lane import LEAST, MOST
+from ._lane import MAX_LANE_BYTES, MIN_LANE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -130,7 +130,7 @@ class Outbox:
                 f"{type(message).__name__}: {total} bytes of arrays, at most "
                 f"{self._limits.body} may be sent: split the message"
             )
-        if total > LEAST and self._lane is not None:
+        if total > MIN_LANE_BYTES and self._lane is not None:
             if self._put_placed(self._lane, header, number, raws, total):
                 return False
             self.wants_lane = True
@@ -154,7 +154,7 @@ class Outbox:
         """Queues a message whose body lies in our memory; False if it is full."""
         nbytes = sum([aligned(raw.nbytes) for raw in raws])
         offset, copying = None, None
-        if total <= MOST:
+        if total <= MAX_LANE_BYTES:
             offset = lane.place(raws, nbytes)
         elif begun := lane.begin(raws, nbytes):
             offset, copying = begun
