@@ -83,3 +83,21 @@ def test_who_only_looks_may_not_send_a_message_without_an_end(folder):
                         peer.send(frame(bytes(2**21), MORE))
                 peer.hung_up()
         assert "a message without an end" in ps.words
+
+
+def test_nor_may_a_worker(folder):
+    """Its silence would be noticed much later."""
+    with (
+        target(Job.PS, folder, ZSTRAT_PATIENCE="60") as ps,
+        raw(ps.address, claim(Job.WORKER)) as peer,
+    ):
+        peer.answer()
+        peer.line.settimeout(0.1)
+        with suppress(OSError):  # hung up on in the midst of it
+            for _ in range(40):
+                for _ in range(4):
+                    peer.send(frame(bytes(2**21), MORE))
+                with suppress(TimeoutError):
+                    peer.hung_up()
+                    break
+        assert "a message without an end" in ps.words

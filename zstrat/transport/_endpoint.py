@@ -241,6 +241,8 @@ class Endpoint:
         outlet = connection.outlet
         if outlet.peer.incoming is self._brief:
             connection.heard()
+        else:
+            connection.has_spoken = True
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
         outlet.flush()
@@ -352,17 +354,16 @@ class Endpoint:
                 connection.outlet.peer.disconnected("", now)
 
     def _endless(self) -> list[Accepted]:
-        """Connections of those who have nothing long to say, and are in the midst of
-        it: libzmq keeps the parts of a message until the last one is there."""
-        brief = [
-            connection
-            for connection in self._connections.values()
-            if connection.outlet.peer.incoming is self._brief
-        ]
-        return [
-            *(line for line in self._newcomers.lines if line.received > UNFINISHED),
-            *(each.accepted for each in brief if each.unfinished > UNFINISHED),
-        ]
+        """Connections in the midst of what is longer than any message: libzmq keeps the
+        parts of a message until the last one is there."""
+        limits, brief = self._settings.limits, self._brief
+        usual = _BODIES_UNREAD * limits.window * limits.chunk
+        found = [line for line in self._newcomers.lines if line.received > UNFINISHED]
+        for connection in self._connections.values():
+            is_brief = connection.outlet.peer.incoming is brief
+            if connection.unfinished() > (UNFINISHED if is_brief else usual):
+                found.append(connection.accepted)
+        return found
 
     # ---- what Peer decided --------------------------------------------------------
 
@@ -398,8 +399,13 @@ header takes a loop tens of milliseconds, a body takes memory, and these have no
 long to say."""
 
 UNFINISHED: Final = 16 * 2**20
-"""Bytes of a message of theirs that is not whole: many times what they may say, as the
-next ones may have come by now, which have not been read yet."""
+"""Bytes of a message that is not whole, of who has not greeted or only looks: many
+times what they may say, as the next ones may have come by now, which have not been read
+yet."""
+
+_BODIES_UNREAD: Final = 16
+"""The same of other peers, in windows of chunks: no message is longer than a chunk, but
+while the loop is busy so many bodies may be on their way."""
 
 _FREED: Final = 1.0
 """Seconds after which libzmq has dropped what a connection had sent."""

@@ -96,6 +96,7 @@ class Connection:
         "_whole",
         "accepted",
         "catches_up",
+        "has_spoken",
         "outlet",
         "remote",
         "routing",
@@ -110,16 +111,25 @@ class Connection:
         self.remote: Remote | None = None
         self.catches_up = False
         """What was held back is gone on with in the next turn of the loop."""
-        self._whole = 0
+        self.has_spoken = False
+        """A whole message has come since `unfinished` was asked for."""
+        self._whole: int | None = 0
+        """Bytes that had come with the last whole message; None: more than that."""
 
     def heard(self) -> None:
-        """A message has come, and is whole."""
+        """A message has come, and is whole. Asks the system: not for each chunk."""
         self._whole = self.accepted.received
 
-    @property
     def unfinished(self) -> int:
-        """Bytes that have come since: of a message that is not whole."""
-        return self.accepted.received - self._whole
+        """Bytes that have come since, at least: of a message that is not whole. Asked
+        at every tick."""
+        if self.has_spoken:
+            self.has_spoken, self._whole = False, None
+            return 0
+        received = self.accepted.received
+        if self._whole is None:
+            self._whole = received
+        return received - self._whole
 
     def hang_up(self) -> None:
         """Sends what may be sent, and ends the connection a little later: the peer
