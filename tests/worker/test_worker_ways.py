@@ -72,6 +72,19 @@ async def test_who_was_started_again_has_lost_all_for_good(told_of_the_loss):
     assert line.said == ["resume", gone, gone]
 
 
+async def test_who_was_started_again_before_any_work_had_nothing_to_lose():
+    way, line = way_of(3600.0)
+    way.is_used = False
+    way.opened(FIRST)
+    way.opened(SECOND)
+    assert line.said == ["resume", "resume"]
+    way.is_used = True
+    way.opened(SECOND)
+    assert line.said == ["resume"] * 3
+    way.opened(FIRST)
+    assert line.said[3:] == [("gone", "it was started again, and what it held is gone")]
+
+
 async def test_who_stays_away_is_not_waited_for_and_may_come_back():
     way, line = way_of(0.0)
     way.opened(FIRST)

@@ -46,7 +46,11 @@ class ServerPresence:
     lost for as long as the session lasts, or until it is elsewhere. One that is only
     away has a while to come back. The line is set before the link is started.
 
+    Workers and the program connect to servers in any order: until the program has sent
+    work, a server may hold nothing of its session, and be another process each time.
+
     Args:
+        is_used: The program has sent work.
         grace: Seconds that a server whose link has lost it has to come back, if it has
             not said that it takes longer.
         moves: What it held may be elsewhere, and it has as long to be found there.
@@ -54,8 +58,10 @@ class ServerPresence:
 
     line: ServerLine
 
-    def __init__(self, grace: float, *, moves: bool = False) -> None:
-        self._grace, self._moves = grace, moves
+    def __init__(
+        self, grace: float, *, moves: bool = False, is_used: bool = True
+    ) -> None:
+        self._grace, self._moves, self.is_used = grace, moves, is_used
         self._life: int | None = None
         """The incarnation that holds what is the session's."""
         self._absence: asyncio.TimerHandle | None = None
@@ -65,7 +71,7 @@ class ServerPresence:
         """The link says that the server has greeted."""
         if self._is_closed:
             return
-        if self._life in (None, hello.incarnation):
+        if not self.is_used or self._life in (None, hello.incarnation):
             self._stop_absence()
             self._life = hello.incarnation
             self.line.resume()
@@ -132,7 +138,7 @@ class ServerLinks:
         self._grace = timeouts.reconnect + (2 * timeouts.patience if replicas else 0.0)
         self._presences: list[ServerPresence] = []
         self._lines: Sequence[ServerLine] = ()
-        self._is_closed = False
+        self._is_closed = self._is_used = False
         self.links = [self._new(index, at) for index, at in enumerate(addresses)]
 
     def attach(self, lines: Sequence[ServerLine]) -> None:
@@ -140,6 +146,14 @@ class ServerLinks:
         self._lines = lines
         for presence, line in zip(self._presences, lines, strict=True):
             presence.line = line
+
+    def use(self) -> None:
+        """The program sends work: it has its session on all servers, and one that is
+        started again from now on has lost what it held."""
+        if not self._is_used:
+            self._is_used = True
+            for presence in self._presences:
+                presence.is_used = True
 
     def start(self) -> None:
         """Begins to connect."""
@@ -201,7 +215,9 @@ class ServerLinks:
             link.start()
 
     def _new(self, index: int, address: str) -> Link:
-        there = ServerPresence(self._grace, moves=bool(self._replicas))
+        there = ServerPresence(
+            self._grace, moves=bool(self._replicas), is_used=self._is_used
+        )
         if index < len(self._presences):
             self._presences[index] = there
         else:

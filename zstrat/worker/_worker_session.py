@@ -205,6 +205,7 @@ class WorkerSession:
             case MoveServer():
                 return self._servers.move(message)
             case BuildResource():
+                self._servers.use()
                 return executor.submit(partial(_build, self.runner, message))
             case AskClock() | BeginCapture() | EndCapture():
                 return self._capture.serve(message)
@@ -214,6 +215,7 @@ class WorkerSession:
 
     def dispatch(self, message: Dispatch) -> None:
         """Takes closures; those that are here already are ignored."""
+        self._servers.use()
         batches = []
         for batch, inputs in _with_inputs(message):
             taken = self._reports.opened(batch)
