@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from coordinator_fakes import FakePs, World
 
@@ -19,6 +20,7 @@ from zstrat.wire import (
     HostStore,
     Inspect,
     MoveServer,
+    OpenSession,
     PromoteBackup,
     Push,
     Statistics,
@@ -35,6 +37,7 @@ class StorePs(FakePs):
         super().__init__(world, index)
         self.host = host or self
         self.links, self.orders, self.copies = [], [], []
+        self.openings = []
         self.serves, self.is_whole = host is None, False
         self.refuses, self.refusal = (), UnavailableError("no memory")
         """Kinds of orders, and what is said to them."""
@@ -69,6 +72,8 @@ class StorePs(FakePs):
                 return Done()
             case AskCopies():
                 return CopiesTold([])
+            case OpenSession():
+                self.openings.append(replace(message, views=[*message.views]))
             case Inspect():
                 return Statistics({})
             case Push() if not self.serves:

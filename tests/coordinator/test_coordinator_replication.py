@@ -97,8 +97,11 @@ def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(wo
         world.on_loop(process.kill)
         world.until(lambda other=other: _serves_all(other))
         process.orders.clear()
+        process.openings.clear()
+        served = world.replication.placement.stores[lost].view
         world.on_loop(process.come_back)
         world.until(world.paired)
+        assert [opening.views for opening in process.openings] == [[served]]
         kinds = [type(order) for order in process.orders]
         assert set(kinds) == {DropStore, HostStore}
         assert kinds.index(DropStore) < kinds.index(HostStore)

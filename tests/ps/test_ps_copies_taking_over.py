@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,25 @@ async def test_a_replaced_primary_acknowledges_nothing(copies):
     with pytest.raises(NotPrimaryError):
         await copies.ask(pull())
     assert not (await copies.ask(pull(), copies.backup)).arrays[0].any()
+
+
+async def test_who_is_taken_with_nothing_while_its_store_is_elsewhere_serves_nobody(
+    copies,
+):
+    """It would answer that it has no such variable, and the step would fail."""
+    empty, chief, worker = copies.service(), caller(), caller(Job.WORKER, 3)
+    opening = OpenSession(SESSION, 0, 1, [], views=[4])
+    assert not (await copies.ask(opening, empty, chief)).resumed
+    for asked in (pull(), push(0)):
+        with pytest.raises(NotPrimaryError):
+            await copies.ask(asked, empty, worker)
+    empty.give_up(4)  # it is told so once more
+    with pytest.raises(StaleSessionError):
+        empty.give_up(3)
+    await copies.ask(CloseSession(SESSION, False), empty, chief)
+    anew = OpenSession(SESSION + 1, 0, 1, [])
+    assert not (await copies.ask(anew, empty, chief)).resumed
+    assert await copies.ask(replace(create(9), session=SESSION + 1), empty, chief)
 
 
 async def test_one_that_slept_hears_it_when_it_is_back(copies):

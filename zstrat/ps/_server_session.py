@@ -116,9 +116,11 @@ class ServerSession:
             is_shared=asked.is_shared,
             program=asked.program,
         )
+        standing = self._parts.standing
         if new:
             self._clear()
-        standing = self._parts.standing
+            if asked.views:  # before anybody asks for what another process has
+                standing.give_up(asked.views[0])
         standing.is_to_have_backup |= asked.replicas > 0
         standing.remind()
         self._parts.joining.look()

@@ -65,10 +65,11 @@ class OpenSession:
 
     A ps heeds the session and what it is called: under a ``name`` it keeps the session
     of a coordinator that is lost for the next one that opens it by that name, with the
-    variables, their slots and their keys. ``origin`` is the number that those keys
-    are counted from; 0: the session's own. ``is_shared``: workers that are programs of
-    their own may join it (`JoinSession`). ``program``: what runs there, for words to a
-    person ("train.py").
+    variables, their slots and their keys. ``views``, to a ps: the one since which
+    another process serves its store, if one does. ``origin`` is the number that those
+    keys are counted from; 0: the session's own. ``is_shared``: workers that are
+    programs of their own may join it (`JoinSession`). ``program``: what runs there, for
+    words to a person ("train.py").
     """
 
     kind: ClassVar = 16

@@ -415,9 +415,12 @@ class Replication:
                     self._cluster.message_received(served, message)
 
     def _take_back(self, task: TaskSession) -> None:
-        """What it held is gone, and it is as good as any for a new copy."""
         if self.is_started or self._takes_over:
-            task.renew(self._session, ())
+            number, placement = task.place, self.placement
+            # Of one whose stores are still looked for, nobody serves them elsewhere.
+            is_served = self.is_started and placement.is_own(number)
+            view = placement.stores[number].view if is_served else None
+            self._known.take_back(task, view)
 
     # ---- told by the cluster ---------------------------------------------------------
 

@@ -48,6 +48,9 @@ class StoreProcesses:
         self.sessions: Final[list[TaskSession]] = []
         self.addresses: Final[list[str]] = []
         self.lives: Final[list[int]] = []
+        self._served_elsewhere: Final[list[list[int]]] = []
+        """By index, as opening a session says it: since which view another process
+        serves what this one has by itself; nothing if none does."""
 
     def add(self, number: int, index: int, address: str) -> TaskSession:
         """One more, with the next index; it is not greeted yet.
@@ -55,12 +58,16 @@ class StoreProcesses:
         Args:
             number: The task's.
         """
+        views: list[int] = []
+        opening = replace(
+            self._opening, session=self._session, index=index, views=views
+        )
         session = TaskSession(
             "ps",
             number,
             index,
             address,
-            replace(self._opening, session=self._session, index=index),
+            opening,
             self._make_link,
             self._events,
             one_life=True,
@@ -72,6 +79,7 @@ class StoreProcesses:
         self.sessions.append(session)
         self.addresses.append(address)
         self.lives.append(0)
+        self._served_elsewhere.append(views)
         return session
 
     def enter(self, number: int, index: int, address: str) -> TaskSession:
@@ -97,9 +105,22 @@ class StoreProcesses:
             if not session.is_closed:
                 await session.wait_ready(deadline)
 
+    def take_back(self, process: TaskSession, view: int | None) -> None:
+        """What it held is gone, and it is as good as any for a new copy.
+
+        Args:
+            view: The store that it has by itself is not its own since then; None: it
+                has none. Said as it is taken, it has nothing to answer for a moment to
+                who asks it for that store.
+        """
+        self._served_elsewhere[process.place][:] = [] if view is None else [view]
+        process.renew(self._session, ())
+
     def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
-        """Has all enter another session of the program."""
+        """Has all enter another session of the program, where each has its own."""
         self._session = session
+        for views in self._served_elsewhere:
+            views.clear()
         for each in self.sessions:
             each.renew(session, farewells)
 
