@@ -29,14 +29,16 @@ if TYPE_CHECKING:
     from ._transformation import Shape, Sizes
     from ._tree import TreeRule
 
-_ACCUMULATORS: Final = {
+_OF_SEVERAL_UPDATES: Final = {
     "MultiStepsState": "optax.MultiSteps",
     "ApplyEvery": "optax.apply_every",
+    "SAMState": "optax.contrib.sam",
+    "LookaheadState": "optax.lookahead",
     "AccumulateAvgUpdatesState": "average_incrementally_updates",
     "PerElementMeanAndSumSqDiffGradsState": "an average of several gradients",
 }
-"""The states of optax that hold gradients back, by the names of their classes, for
-those that are experimental are not in every version; and what makes them."""
+"""The states of optax that make one move of several updates, by the names of their
+classes, for those that are experimental are not in every version; and what has them."""
 
 
 @dataclass(frozen=True)
@@ -174,15 +176,15 @@ class LeafRule:
         return _dependence_on_rows(self)
 
     @functools.cached_property
-    def accumulator(self) -> str:
-        """The transformation that adds up its gradients over several updates, which
-        moves a row in the last of them alone; "" if there is none."""
+    def several_updates(self) -> str:
+        """The transformation that makes one move of several updates: a row that one of
+        them does not name would be moved by a part of that. "" if there is none."""
         state = self.tree.state_of()
         numbered = state.treedef.unflatten(range(len(state.leaves)))
         mine = {slot.state for slot in self.slots if slot.rows}
-        nodes = jax.tree.leaves(numbered, is_leaf=lambda x: bool(_accumulated_by(x)))
+        nodes = jax.tree.leaves(numbered, is_leaf=lambda node: bool(_maker_of(node)))
         for node in nodes:
-            if (who := _accumulated_by(node)) and mine & {*jax.tree.leaves(node)}:
+            if (who := _maker_of(node)) and mine & {*jax.tree.leaves(node)}:
                 return who
         return ""
 
@@ -261,10 +263,10 @@ class LeafRule:
         return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
 
 
-def _accumulated_by(node: Any) -> str:
+def _maker_of(node: Any) -> str:
     kind = type(node)
     is_optax = kind.__module__.partition(".")[0] == "optax"
-    return _ACCUMULATORS.get(kind.__name__, "") if is_optax else ""
+    return _OF_SEVERAL_UPDATES.get(kind.__name__, "") if is_optax else ""
 
 
 def leaf_rule(tree: TreeRule, leaf: int) -> LeafRule:

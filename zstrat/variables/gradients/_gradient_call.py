@@ -327,7 +327,7 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
     Raises:
         ValueError: Gradients are left out that others depend on; or there are rows, or
             parts of a variable, and the optimizer does not treat each row by itself; or
-            there are rows, and it adds up gradients over several updates.
+            there are rows, and it makes one move of several updates.
     """
     cut = tree.cut()
     missing = sorted(cut.gradients_for(call.given) - {*call.given})
@@ -349,8 +349,8 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
             reason = dependence_on_padding(tree, leaf)
         if reason:
             raise _by_rows(call, leaf, sparse, reason)
-        if sparse and rule.accumulator:
-            raise _accumulates(call, leaf, rule.accumulator)
+        if sparse and rule.several_updates:
+            raise _of_several_updates(call, leaf, rule.several_updates)
 
 
 def require_servers(call: GradientCall, tree: TreeRule) -> None:
@@ -436,14 +436,14 @@ def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueE
     )
 
 
-def _accumulates(call: GradientCall, leaf: int, who: str) -> ValueError:
+def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
     return ValueError(
-        f"{_line(call)}optimizer {call.optimizer.name!r} adds up gradients over "
-        f"several updates ({who}) and cannot take IndexedSlices of "
-        f"{call.words(leaf)}: rows that the last of these updates does not name would "
-        "not move, and what was added up for them would be lost. Give it the dense "
-        "gradient, slices.to_dense(), leave accumulation out for this variable "
-        "(optax.multi_transform), or add up the losses in the step"
+        f"{_line(call)}optimizer {call.optimizer.name!r} makes one move of several "
+        f"updates ({who}) and cannot take IndexedSlices of {call.words(leaf)}: a row "
+        "that the last of these updates does not name would lose what it was given "
+        "before, or keep what was to be taken back. Give it the dense gradient, "
+        "slices.to_dense(), leave that out for this variable (optax.multi_transform), "
+        "or add up the losses in the step"
     )
 
 
