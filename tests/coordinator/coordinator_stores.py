@@ -13,6 +13,7 @@ from zstrat.errors import NotPrimaryError, UnavailableError
 from zstrat.wire import (
     AskCopies,
     AttachBackup,
+    CloseSession,
     CopiesTold,
     DetachBackup,
     Done,
@@ -37,7 +38,8 @@ class StorePs(FakePs):
         super().__init__(world, index)
         self.host = host or self
         self.links, self.orders, self.copies = [], [], []
-        self.openings = []
+        self.former = 0
+        """What keys are counted from, of a program before that has left its name."""
         self.serves, self.is_whole = host is None, False
         self.refuses, self.refusal = (), UnavailableError("no memory")
         """Kinds of orders, and what is said to them."""
@@ -73,7 +75,10 @@ class StorePs(FakePs):
             case AskCopies():
                 return CopiesTold([])
             case OpenSession():
-                self.openings.append(replace(message, views=[*message.views]))
+                origin = self.former or message.origin or message.session
+                return replace(super().handle(message), origin=origin)
+            case CloseSession():
+                self.former = 0
             case Inspect():
                 return Statistics({})
             case Push() if not self.serves:

@@ -97,11 +97,11 @@ def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(wo
         world.on_loop(process.kill)
         world.until(lambda other=other: _serves_all(other))
         process.orders.clear()
-        process.openings.clear()
+        process.sessions.clear()
         served = world.replication.placement.stores[lost].view
         world.on_loop(process.come_back)
         world.until(world.paired)
-        assert [opening.views for opening in process.openings] == [[served]]
+        assert [opening.views for opening in process.sessions] == [[served]]
         kinds = [type(order) for order in process.orders]
         assert set(kinds) == {DropStore, HostStore}
         assert kinds.index(DropStore) < kinds.index(HostStore)
@@ -229,6 +229,23 @@ def test_the_end_of_a_session_is_told_to_processes_and_copies(world):
     world.close()
     assert ends.count(world.ps[1]) == 2
     assert ends.count(world.ps[1].copies[0]) == 1
+
+
+def test_a_process_is_told_once_to_forget_what_was_left_under_the_name(world):
+    """Told so again when it is back from a cut, it would forget what it has by then."""
+    for process in world.ps:
+        process.former = 5
+    ends = []
+    for process in world.ps:
+        process.handle = _noting(process, ends)
+    world.connect(replicas=0, resume="run")
+    assert ends == world.ps
+    first = world.ps[0]
+    world.on_loop(first.kill)
+    world.until(lambda: not world.replication.processes[0].is_ready)
+    world.on_loop(lambda: first.come_back(same=True))
+    world.until(lambda: world.replication.processes[0].is_ready)
+    assert ends == world.ps
 
 
 def _noting(task, ends):

@@ -143,8 +143,11 @@ class SessionRequest:
         return now - self._held_since >= max(self._turn, doubt)
 
     def opened(self) -> None:
-        """The task is in the session: no other coordinator holds it."""
+        """The task is in the session: no other coordinator holds it, and it has been
+        told what comes before. Told once more it would lose what the session has there
+        by then, which may have the number of the one before."""
         self._held_since = None
+        self._farewells = ()
 
     def stop(self) -> None:
         """Asks nothing any more, and heeds no answer to what was asked."""
