@@ -109,9 +109,9 @@ class StoreProcesses:
         """What it held is gone, and it is as good as any for a new copy.
 
         Args:
-            view: The store that it has by itself is not its own since then; None: it
-                has none. Said as it is taken, it has nothing to answer for a moment to
-                who asks it for that store.
+            view: Since when another process serves the store that this one has by
+                itself; None: none does. It is told so as it is taken: told later, it
+                would answer for a moment that it has none of the store's variables.
         """
         self._served_elsewhere[process.place][:] = [] if view is None else [view]
         process.renew(self._session, ())
