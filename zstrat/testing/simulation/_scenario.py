@@ -253,7 +253,9 @@ class _Fate:
         """A server is lost while the next program takes over, when it is sure that the
         one before cannot have acted unheard."""
         server = self._chance.choice(self._servers)
-        length = self._chance.uniform(2.6, MAX_FAULT_SECONDS)
+        # Patience and reconnect behind the moment in which servers notice its end: when
+        # its connections have not come back for so long, at the next look.
+        length = self._chance.uniform(3.4, MAX_FAULT_SECONDS)
         return Fault(0.3 + self._begin(), "succeed", "chief0", server, length)
 
     def _restart(self) -> Fault:
