@@ -9,13 +9,12 @@ what it had, and who comes back has nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, final
 
 from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableError
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesTold
 
-from ._order_asking import AGAIN
 from ._orders import CopyPhase
 from ._succession import session_lost, successors
 
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
     from ._copies_status import CopiesStatus
     from ._placement import StorePlacement
     from ._succession import Successor
+
+_ASKED_AGAIN: Final = 0.1
+"""Seconds until all are asked once more what they have, as long as one may hear yet that
+another is lost: nobody tells a program that has not taken them over."""
 
 
 class SucceedingProgram(Protocol):
@@ -130,7 +133,7 @@ class LeftStores:
                     until = loop.time() + 2 * self._timeouts.reconnect
                 if loop.time() >= until:
                     raise
-            await asyncio.sleep(AGAIN)  # who has lost the other one hears it yet
+            await asyncio.sleep(_ASKED_AGAIN)  # who has lost the other one hears it yet
 
     async def go_on(
         self, left: Mapping[int, Successor], session: int, deadline: float
@@ -200,8 +203,7 @@ class LeftStores:
             try:
                 answer = await process.link.submit(ask, deadline=deadline)
             except PeerLostError:
-                await asyncio.sleep(AGAIN)  # a link that is not open says so at once
-                continue
+                continue  # `wait_ready` waits until the link is open again
             assert isinstance(answer, CopiesTold), answer
             copies = [
                 copy._replace(address=reached_as(copy.address or known, known))

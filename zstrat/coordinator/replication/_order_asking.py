@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-AGAIN: Final = 0.1
-"""Seconds until an order is given again whose answer did not come."""
 ATTACH_SECONDS: Final = 86400.0
 """Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
 
@@ -120,7 +118,6 @@ class OrderAsking:
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
-            await asyncio.sleep(AGAIN)  # a link that is not open says so at once
             told = str(error)
         except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
