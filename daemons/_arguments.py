@@ -72,9 +72,10 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     if job == "worker":
         add(
             "--join",
-            metavar="HOST:PORT",
-            help="a parameter server of a cluster that does not know this worker, "
-            "which reports itself there; with --bind, and --index N if it has a number",
+            metavar="HOST:PORT,...",
+            help="parameter servers of a cluster that does not know this worker, which "
+            "reports itself at the first that answers; with --bind, and --index N if "
+            "it has a number",
         )
     if job == "ps":
         add(
@@ -124,8 +125,8 @@ def order(parsed: argparse.Namespace, job: str) -> Order:
 
 def _join(parsed: argparse.Namespace) -> JoinPlace | None:
     """Where a worker reports itself that no cluster names."""
-    server = vars(parsed).get("join")
-    if server is None:
+    servers = vars(parsed).get("join")
+    if servers is None:
         return None
     if parsed.cluster is not None or parsed.resolver is not None:
         raise ValueError("--join: expected without --cluster and --resolver")
@@ -134,7 +135,7 @@ def _join(parsed: argparse.Namespace) -> JoinPlace | None:
             "--join: expected together with --bind HOST:PORT, the address at which "
             "the program and other workers reach this one"
         )
-    return JoinPlace(server, parsed.bind)
+    return JoinPlace(tuple(servers.split(",")), parsed.bind)
 
 
 def _unknown(parsed: argparse.Namespace, join: JoinPlace) -> TaskPlace:

@@ -202,8 +202,10 @@ def test_devices_are_numbers():
 
 def test_a_worker_that_no_cluster_names():
     asked = told("--join", "ps:1", "--bind", "late:2", job="worker")
-    assert (asked.join.server, asked.join.address) == ("ps:1", "late:2")
+    assert (asked.join.servers, asked.join.address) == (("ps:1",), "late:2")
     assert (asked.place.index, asked.place.bind) == (-1, "late:2")
+    several = told("--join", "ps:1,ps:2", "--bind", "late:2", job="worker")
+    assert several.join.servers == ("ps:1", "ps:2")
     numbered = told("--join", "h:1", "--bind", "late:2", "--index", "7", job="worker")
     assert numbered.place.index == 7
     for wrong, words in {
@@ -211,6 +213,7 @@ def test_a_worker_that_no_cluster_names():
         ("--join", "h:1", "--bind", "0.0.0.0:2"): "others reach it at",
         ("--join", "h:1", "--bind", "late:0"): "a port above 0",
         ("--join", "h", "--bind", "late:2"): "'h'",
+        ("--join", "h:1,", "--bind", "late:2"): "''",
         ("--join", "h:1", "--cluster", "x.toml"): "without --cluster",
     }.items():
         with pytest.raises(ValueError, match=words):

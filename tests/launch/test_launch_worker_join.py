@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -39,7 +40,7 @@ def server():
 
 @pytest.fixture
 def join(server):
-    return WorkerJoin(JoinPlace(server, "127.0.0.1:1"), SETTINGS, 3)
+    return WorkerJoin(JoinPlace((server,), "127.0.0.1:1"), SETTINGS, 3)
 
 
 async def test_a_worker_that_no_program_takes_ends(join):
@@ -64,3 +65,15 @@ async def test_whose_a_number_is_the_program_decides(server, join):
     with pytest.raises(DeadlineExceededError, match="no program has opened a session"):
         await join.stay(0, Worker(comes=0))
     await other.close()
+
+
+async def test_where_one_server_is_away_the_next_is_asked(server):
+    settings = Settings(timeouts=Timeouts(connect=2.0, patience=0.1))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"127.0.0.1:{nobody.getsockname()[1]}"
+        join = WorkerJoin(JoinPlace((away, server), "127.0.0.1:1"), settings, 3)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await join.number()
+    assert f"{away} did not answer" in str(caught.value)
+    assert "no program has opened a session" in str(caught.value)

@@ -1,13 +1,15 @@
 """Brings a worker that no program knows into the session of the one that trains.
 
-It reports itself at a parameter server, whose address is the only one it has to know,
-and whose program decides. It does so again whenever its session is over, for the next
+It reports itself at a parameter server, whose program decides, and whose address is the
+only one that it has to know. Who knows those of several servers asks at one after the
+other until it is answered. It does so again whenever its session is over, for the next
 program.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
@@ -29,24 +31,28 @@ UNNUMBERED: Final = -1
 
 _PROGRAM_WAIT: Final = 86400.0
 """Seconds that a worker waits for the next program before it asks once more."""
+_TURN: Final = 30.0
+"""Seconds that it waits at one of several servers, which may serve no program any more
+while the others do, before it asks at the next."""
 _SLACK: Final = 5.0
 """Seconds for the server to say that the patience is over, beyond that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinPlace:
-    """``server``: the address of a parameter server; ``address``: where others reach
-    the worker.
+    """``servers``: the addresses of parameter servers, one at least; ``address``: where
+    others reach the worker.
 
     Raises:
         ValueError: One of them is none.
     """
 
-    server: str
+    servers: tuple[str, ...]
     address: str
 
     def __post_init__(self) -> None:
-        check_address(self.server)
+        for server in self.servers:
+            check_address(server)
         check_told(self.address)
 
 
@@ -94,26 +100,47 @@ class WorkerJoin:
             patience = _PROGRAM_WAIT
 
     async def _report(self, index: int, patience: float) -> int:
+        """Reports at one server after the other; the number that the program says."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience
-        link = self._link(index)
+        servers = self._place.servers
+        failures: dict[str, str] = {}
+        for server in itertools.cycle(servers):
+            greeted = until = deadline
+            if len(servers) > 1:
+                greeted = min(until, loop.time() + self._settings.timeouts.patience)
+                until = min(until, loop.time() + _TURN)
+            try:
+                return await self._report_at(server, index, greeted, until)
+            except PeerLostError:
+                continue  # the next report waits until a server is there
+            except DeadlineExceededError as error:
+                failures[server] = str(error)
+                if loop.time() >= deadline:
+                    break
+                log.info("asks at the next server: %s", error)
+        raise DeadlineExceededError("; ".join(failures.values()))
+
+    async def _report_at(
+        self, server: str, index: int, greeted: float, until: float
+    ) -> int:
+        """Reports at this server, which has to greet in time, and waits there for its
+        program. Both deadlines are loop times."""
+        loop = asyncio.get_running_loop()
+        link = self._link(server, index)
         link.start()
         try:
-            while True:
-                await link.wait_open(deadline)
-                left = deadline - loop.time()
-                report = ReportWorker(self._place.address, index, max(0.0, left))
-                log.info("reported at %s: waits for its program", self._place.server)
-                try:
-                    answer = await link.request(report, deadline=deadline + _SLACK)
-                except PeerLostError:  # it is told to the server that comes back
-                    continue
-                assert isinstance(answer, AnswerReport), answer
-                return answer.index
+            await link.wait_open(greeted)
+            left = max(0.0, until - loop.time())
+            report = ReportWorker(self._place.address, index, left)
+            log.info("reported at %s: waits for its program", server)
+            answer = await link.request(report, deadline=until + _SLACK)
+            assert isinstance(answer, AnswerReport), answer
+            return answer.index
         finally:
             await link.close()
 
-    def _link(self, index: int) -> Link:
+    def _link(self, server: str, index: int) -> Link:
         """For each report its own: keys may have changed since the last one. It is that
         of a worker without a number, unless its key has one: whose the number is, the
         program decides, and not the server by who is connected to it."""
@@ -121,7 +148,7 @@ class WorkerJoin:
         if security is None or security.index is None:
             index = UNNUMBERED
         return Link(
-            self._place.server,
+            server,
             hello(Job.WORKER, index, self._incarnation),
             name="the parameter server",
             settings=self._settings,

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger("zstrat.transport")
 
 HANDSHAKE_FAILED: Final = (
-    "the handshake failed: one side may use keys and the other none, or they have keys "
-    "of different clusters"
+    "the handshake failed: one side may use keys and the other none, they may have "
+    "keys of different clusters, or a task of another job answers there, which has "
+    "another key"
 )
 NOTHING: Final = "nothing answers there"
 NOTHING_AT_IPV4: Final = (

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ._succession import Successor
 
 _ASKED_AGAIN: Final = 0.1
-"""Seconds until all are asked once more what they have, as long as one may hear yet that
-another is lost: nobody tells a program that has not taken them over."""
+"""Seconds until all are asked once more what they have, as long as one may hear yet
+that another is lost: nobody tells that to a program that has not taken them over."""
 
 
 class SucceedingProgram(Protocol):
