@@ -28,6 +28,8 @@ class TrainingProgram:
     """All sessions of one run.
 
     Args:
+        kill: Kills the server at an address, and starts it again so many seconds later.
+        is_calm: Whether no server has trouble that somebody may not know of yet.
         over: Called when all is done that was to be done.
         healed_at: When no fault will be left, as far as is known.
     """
@@ -40,6 +42,8 @@ class TrainingProgram:
         readers: Readers,
         addresses: tuple[Sequence[str], Sequence[str]],
         *,
+        kill: Callable[[str, float], object],
+        is_calm: Callable[[], bool],
         over: Callable[[], object],
         healed_at: Callable[[], float],
     ) -> None:
@@ -47,8 +51,10 @@ class TrainingProgram:
         self._scripts, self._readers = scripts, readers
         self._ps, self._workers = addresses
         self._over, self.healed_at = over, healed_at
+        self.kill, self.is_calm = kill, is_calm
         self.trainings: list[Training] = []
         self._coordinator: LoopCoordinator | None = None
+        self._session: TrainingSession | None = None
         self._is_open = False
         self._left: list[str] | None = None
         """A program has the servers; else what was left of copies, as `copies` says."""
@@ -68,13 +74,14 @@ class TrainingProgram:
                 link(number),
                 prefetch=self._scenario.prefetch,
                 replicas=self._scenario.replicas,
+                stores_per_ps=self._scenario.stores_per_ps,
                 draw=self._around.draw,
                 name=self._name(),
             )
             self._coordinator = coordinator
             training = self._training()
             self._readers.training = training
-            session = TrainingSession(self, coordinator, training)
+            self._session = session = TrainingSession(self, coordinator, training)
             try:
                 await session.run()
             except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
@@ -106,8 +113,8 @@ class TrainingProgram:
         training = Training(
             len(self.trainings) + 1,
             self._around.world,
-            len(self._ps),
-            has_copies=bool(self._scenario.replicas),
+            len(self._ps) * self._scenario.stores_per_ps,
+            has_copies=bool(self._scenario.replicas) or self._scenario.moves,
         )
         self.trainings.append(training)
         if self._scenario.resumes:
@@ -136,9 +143,18 @@ class TrainingProgram:
         """A server is in trouble."""
         self._left = None
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether servers come or go: the store that moves has one copy meanwhile."""
+        return (
+            self._is_open and self._session is not None and self._session.is_changing
+        )
+
     def copies(self) -> list[str] | None:
         """The processes that have copies of stores, if each store has two, and there is
         something that nobody may lose."""
+        if self.is_changing:
+            return None
         if self._chain and not any(each.has_created for each in self._chain):
             return None
         if not self._is_open:
@@ -151,11 +167,18 @@ class TrainingProgram:
         if placement.without_backup:
             return None
         copies = [(each.primary, each.backup) for each in placement.stores]
-        return [f"ps{copy.process}" for pair in copies for copy in pair if copy]
+        at = {address: f"ps{index}" for index, address in enumerate(self._ps)}
+        names = [at[process.address] for process in replication.processes]
+        return [names[copy.process] for pair in copies for copy in pair if copy]
 
     @property
     def scenario(self) -> Scenario:
         return self._scenario
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """Addresses of all that there are."""
+        return self._ps
 
     @property
     def scripts(self) -> Scripts:
