@@ -10,7 +10,7 @@ from ._coordinator import ClusterCoordinator as ClusterCoordinator
 from ._core import CoordinatedStrategy as CoordinatedStrategy
 from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
-from ._seen import log_scalar as log_scalar
+from ._run_status import log_scalar as log_scalar
 from ._session import ClusterSession as ClusterSession
 from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues

@@ -187,7 +187,7 @@ class CoordinatorCore:
         recovery = self.session.cluster.recovery
         cluster = self.session.cluster
         return {
-            **cluster.seen.metrics(
+            **cluster.run_status.metrics(
                 tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
             ),
             "queued_closures": queue.queued,

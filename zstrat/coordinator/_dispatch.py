@@ -34,7 +34,7 @@ from ._members import Grant, Members
 from ._outcomes import Outcomes
 from ._queue import QueueLeft
 from ._resources import Builder
-from ._seen import short
+from ._run_status import short
 from ._shipping import ClosureShipping
 from ._worker_channel import WorkerChannel
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zstrat.ps import PsClient
     from zstrat.wire import PlainTree
 
-    from ._rest import Cut
+    from ._session_pause import Cut
     from .connecting import ClaimedTask, MakeTaskLink
     from .recovery import RestorePoint
 
@@ -322,13 +322,13 @@ class ClusterSession:
         if self.cluster.options.is_shared:
             yield None
             return
-        rest, holder = self.cluster.rest, object()
+        pause, holder = self.cluster.pause, object()
         before = self.restores
         try:
-            yield await self.run_async(rest.begin(holder), "waiting for steps to end")
+            yield await self.run_async(pause.begin(holder), "waiting for steps to end")
             self.require_unrestored(before)
         finally:
-            self.portal.call_soon(rest.end, holder)
+            self.portal.call_soon(pause.end, holder)
 
     # ---- parameter servers that are filled again -------------------------------------
 
@@ -457,15 +457,15 @@ class ClusterSession:
         core = self.coordinators.get("core")
         return {} if core is None else {"coordinator": core.metrics()}
 
-    async def _rests(self) -> bool:
-        return self.cluster.rest.is_held and self.cluster.outage_error is None
+    async def _is_paused(self) -> bool:
+        return self.cluster.pause.is_held and self.cluster.outage_error is None
 
     def _unfinished(self, words: str) -> str | None:
         """What keeps the cluster, in words; else the coordinator, if there is one, is
         closed with the ``words``."""
         # The loop is asked, as `at_rest` only posts the end of a rest to it.
         with contextlib.suppress(ClosedError):
-            if self.run(self._rests(), "looking whether a checkpoint is saved"):
+            if self.run(self._is_paused(), "looking whether a checkpoint is saved"):
                 return "a checkpoint is saved or restored"
         with self.lock:
             core = self.coordinators.get("core")

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from zstrat.wire import CloseSession, Message, OpenSession, Owner, Ownership
 
     from ._joining import Joining
-    from ._reports import WorkerReports
     from ._roles import Caller
     from ._service_telemetry import ServiceTelemetry
     from ._serving import Serving
+    from ._waiting_workers import WaitingWorkers
     from .replication._role import StoreServingRole
     from .replication._standing import Standing
     from .snapshots._snapshot_service import SnapshotService
@@ -44,7 +44,7 @@ class ServerParts:
     standing: Standing
     role: StoreServingRole
     joining: Joining
-    reports: WorkerReports
+    waiting_workers: WaitingWorkers
     telemetry: ServiceTelemetry
 
 
@@ -191,7 +191,7 @@ class ServerSession:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
-        self._parts.reports.look()
+        self._parts.waiting_workers.look()
         if self._tells:
             self._parts.telemetry.start_notices(self._tell)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)

@@ -53,13 +53,13 @@ from zstrat.wire import (
 )
 
 from ._joining import Joining
-from ._reports import WorkerReports
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
 from ._server_session import ServerParts, ServerSession, tell_coordinator
 from ._service_telemetry import Capturing, ServiceTelemetry
 from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
+from ._waiting_workers import WaitingWorkers
 from .engine._engine import OptimizerEngine
 from .replication._following import Following
 from .replication._role import ServingState, StoreServingRole
@@ -176,7 +176,7 @@ class PsService:
             clock=clock,
         )
         self._joining = Joining(task, self._ownership, self._store)
-        self._reports = WorkerReports(task, self._ownership, tell)
+        self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
         timeouts = settings.timeouts
         self._role = StoreServingRole(
             self._store, self._ownership, self._standing, timeouts
@@ -210,7 +210,7 @@ class PsService:
                 self._standing,
                 self._role,
                 self._joining,
-                self._reports,
+                self._waiting_workers,
                 self._telemetry,
             ),
             timeouts,
@@ -282,10 +282,10 @@ class PsService:
                     return self._session.close(message)
                 case ReportWorker():
                     self._require_open()
-                    return self._reports.ask(remote, message)
+                    return self._waiting_workers.ask(remote, message)
                 case AnswerReport():
                     self._ownership.check(message.session)
-                    self._reports.answered(message)
+                    self._waiting_workers.answered(message)
                     return Done()
                 case AskParts():
                     self._ownership.check(message.session)
@@ -375,7 +375,7 @@ class PsService:
         """A connection ended. What its session has here stays until another opens, but
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
-        self._reports.lost(remote)
+        self._waiting_workers.lost(remote)
         following = self._role.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
@@ -423,7 +423,7 @@ class PsService:
         self._role.give_way()
         if not quietly:
             self._joining.close(self._standing.parting)
-            self._reports.close(self._standing.parting)
+            self._waiting_workers.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):

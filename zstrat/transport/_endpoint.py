@@ -40,7 +40,7 @@ from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Handler, Handling, Parting, Remote
-from ._shared import lane_of
+from ._shared_memory import lane_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from ._dial import Dial
 from ._opening import Continuity, Opening, again
 from ._pool import POOL
 from ._pump import Outlet, parts_of
-from ._shared import lane_of
+from ._shared_memory import lane_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:

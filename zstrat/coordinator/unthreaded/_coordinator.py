@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._rest import Cut
+    from zstrat.coordinator._session_pause import Cut
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
     from zstrat.coordinator._waiting import Cancelling
     from zstrat.coordinator.connecting import MakeTaskLink
@@ -131,11 +131,11 @@ class LoopCoordinator:
 
     async def at_rest(self, holder: object) -> Cut:
         """Holds the session between two steps, until `go_on`."""
-        return await self.cluster.rest.begin(holder)
+        return await self.cluster.pause.begin(holder)
 
     def go_on(self, holder: object) -> None:
         """Lets the session go."""
-        self.cluster.rest.end(holder)
+        self.cluster.pause.end(holder)
 
     async def close(self) -> None:
         """Leaves all tasks."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ._outbox import Outbox
 
 
-class Sharing:
+class MemoryOffers:
     """Of one connection. ``unread`` are bodies of the peer that nothing reads any more:
     where there are any, call `release_many` before a message."""
 

@@ -41,7 +41,7 @@ class _WaitingReport:
 
 
 @final
-class WorkerReports:
+class WaitingWorkers:
     """Those that wait at one parameter server, named ``task`` in errors.
 
     Args:
