@@ -35,7 +35,7 @@ from zstrat.strategy.input._unbuilt import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
 
 from ._server_variables import ServerVariables
-from ._variable_plan import PlacementRule
+from ._variable_placement import PlacementRule
 from ._worker_strategy import ParameterServerExtended, worker_strategy
 
 if TYPE_CHECKING:
