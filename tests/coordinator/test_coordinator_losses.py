@@ -151,14 +151,14 @@ def test_a_worker_that_shuts_down_gets_nothing_more(world):
     world.until(lambda: world.running == 4)
     leaving, staying = world.workers
 
-    def drain():
+    def shut_down():
         queue, leaving.queue = leaving.queue, []
         why = WorkerLostError("/job:worker/task:0", "it is shutting down")
         leaving.tell([(step, Outcome.CANCELLED, why) for *_, step in queue])
         staying.held = False
         staying.work()
 
-    world.on_loop(drain)
+    world.on_loop(shut_down)
     coordinator.join()
     assert [value.fetch() for value in values] == [1] * 4
     assert leaving.ran == []

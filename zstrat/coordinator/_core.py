@@ -246,8 +246,8 @@ class _LoopCalls:
     def wake(self) -> None:
         self._portal.call_soon(self.dispatcher.turn_soon)
 
-    def drain(self, wish: Cancelling | None = None) -> None:
-        self._portal.call_soon(self.dispatcher.drain, wish)
+    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
+        self._portal.call_soon(self.dispatcher.cancel_waiting, wish)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)

@@ -147,9 +147,9 @@ class LoopCoordinator:
         """As of `LoopSide`."""
         self._dispatcher.turn_soon()
 
-    def drain(self, wish: Cancelling | None = None) -> None:
+    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
         """As of `LoopSide`."""
-        asyncio.get_running_loop().call_soon(self._dispatcher.drain, wish)
+        asyncio.get_running_loop().call_soon(self._dispatcher.cancel_waiting, wish)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         """As of `LoopSide`."""
