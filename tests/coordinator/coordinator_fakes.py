@@ -16,7 +16,11 @@ import numpy as np
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import Settings, Timeouts
-from zstrat.coordinator import ClusterCoordinator, ClusterSession, CoordinatedStrategy
+from zstrat.coordinator import (
+    ClusterCoordinator,
+    CoordinatedStrategy,
+    connect_session,
+)
 from zstrat.errors import (
     BusyError,
     HeldError,
@@ -374,9 +378,7 @@ class World:
             patience=patience,
         )
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
-        self.session = ClusterSession.connect(
-            self.spec, settings, make_link=self.make_link
-        )
+        self.session = connect_session(self.spec, settings, make_link=self.make_link)
         return self.session
 
     def coordinator(self, **options):

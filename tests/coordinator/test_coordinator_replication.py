@@ -9,7 +9,7 @@ from coordinator_stores import StoresWorld
 
 import zstrat.program as zs
 from zstrat.config import Settings, Timeouts
-from zstrat.coordinator import ClusterSession
+from zstrat.coordinator import connect_session
 from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
@@ -175,7 +175,7 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog, kind):
     world.ps[1].refuses, world.ps[1].refusal = (HostStore,), kind("no memory")
     timeouts = Timeouts(connect=1.0, request=20.0)
     with pytest.raises(TimeoutError, match=r"task:0: alone \(no memory\)"):
-        ClusterSession.connect(
+        connect_session(
             world.spec,
             Settings(timeouts=timeouts),
             replicas=1,

@@ -16,6 +16,9 @@ from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
+from .connecting._session_opening import connect_session as connect_session
+from .connecting._session_opening import hold_session as hold_session
+from .connecting._session_opening import join_session as join_session
 from .membership._workers import Workers as Workers
 from .moving._store_servers import StoreServers as StoreServers
 from .profiling._profile import Profile as Profile
