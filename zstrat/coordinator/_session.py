@@ -1,8 +1,8 @@
 """A program's hold on its cluster: one session, from connect to close.
 
 The handle that the strategy owns; `connecting._session_opening` makes it. It lives on
-the user's side; what runs on the loop (`Cluster`) does not know it, so that dropping the
-strategy drops the session.
+the user's side; what runs on the loop (`Cluster`) does not know it, so that dropping
+the strategy drops the session.
 """
 
 from __future__ import annotations
