@@ -89,7 +89,7 @@ class LeftCopy(NamedTuple):
 
 @message
 class CopiesTold:
-    """Those of one process."""
+    """The copies that one process has, in answer to `AskCopies`."""
 
     kind: ClassVar = 99
     copies: list[LeftCopy]

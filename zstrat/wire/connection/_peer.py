@@ -171,7 +171,8 @@ class Peer(Generic[Token]):
         return bool(self.held) and self.outbox.nbytes <= self._most_unread
 
     def resume(self) -> Sequence[Order[Token]]:
-        """The next of the messages that were held back."""
+        """Takes the next message that was held back, as `received` would have. Call it
+        only if `may_resume`."""
         frames = self._backlog.take()
         try:
             announced = decode_header(frames[0], self.incoming)
@@ -190,7 +191,8 @@ class Peer(Generic[Token]):
         return ()
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
-        """Time has passed. To be called at `due` at the latest."""
+        """Looks whether the peer is lost and which requests are late, and says what is
+        due. To be called at `due` at the latest."""
         if self.state is OrderState.CLOSED:
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
@@ -222,7 +224,7 @@ class Peer(Generic[Token]):
 
     @property
     def is_heard(self) -> bool:
-        """Whether it greeted, and lives, by `Liveness.is_heard`."""
+        """Whether the connection is open, and the peer was heard just now."""
         return self.state is _OPEN and self._life.is_heard
 
     # ---- what this side wants -----------------------------------------------------
@@ -254,7 +256,9 @@ class Peer(Generic[Token]):
         self._sent += 1
 
     def promise(self, number: int, nbytes: int) -> None:
-        """The outcome of a request will have so many bytes: it waits already."""
+        """Counts the outcome of a request, which will have so many bytes, as one that
+        waits already: so a peer that asks for much with short messages is held back
+        before the answers take memory."""
         if number in self._serving and number not in self._promised:
             self._promised[number] = nbytes
             self.outbox.nbytes += nbytes
