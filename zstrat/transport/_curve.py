@@ -154,7 +154,8 @@ class Security:
 
     @property
     def index(self) -> int | None:
-        """That of the only task with this secret; None: all of its role have it."""
+        """The index of the only task that has this secret; None: all of its role have
+        it."""
         return self.index_of(self._keys.public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:

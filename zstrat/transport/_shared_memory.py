@@ -120,6 +120,7 @@ class Quota:
         self._left, self._lock = most, threading.Lock()
 
     def take(self, nbytes: int) -> bool:
+        """Takes so many bytes; False, and nothing is taken, if fewer are left."""
         with self._lock:
             if nbytes > self._left:
                 return False
@@ -172,7 +173,8 @@ class Arena:
     def begin(
         self, raws: Sequence[np.ndarray], nbytes: int
     ) -> tuple[int, Iterator[None]] | None:
-        """The same, with an iterator that copies so much with each step."""
+        """Begins to copy a body: its offset, and an iterator that copies `_STEP` bytes
+        with each step, so that a large body does not hold up the loop."""
         start = self._reserve(nbytes)
         return None if start is None else (start, self._copy(raws, start, _STEP))
 
@@ -262,7 +264,11 @@ def _check(file: int, capacity: int) -> None:
 
 class SharedLane:
     """The arenas of one connection: ours, made when there is a use for it, and the
-    peer's. Implements `zstrat.wire.connection._lane.SharedMemoryLane`."""
+    peer's.
+
+    Implements `zstrat.wire.connection._lane.SharedMemoryLane`, where the methods are
+    explained. Arenas that cannot be had are no error: bodies go by socket then.
+    """
 
     def __init__(self, me: Hello) -> None:
         self._host = me.host

@@ -190,7 +190,7 @@ HISTOGRAMS: Final = (
         Unit.COUNTS,
     ),
 )
-"""Of workers and parameter servers, since their session began."""
+"""Histograms of workers and parameter servers, since their session began."""
 
 METRICS: Final[Mapping[str, Sequence[Metric]]] = {
     "ps": (*_OF_ALL, *_OF_A_PS),
@@ -205,7 +205,7 @@ _MEMBERS: Final = (
     _counter("completed", "coordinator_worker_completed", "Closures it did."),
     _counter("losses", "coordinator_worker_losses", "How often it was lost."),
 )
-"""Of one worker, as the program sees it."""
+"""Metrics of one worker, as the program sees it."""
 
 
 def number_at(values: Mapping[str, PlainTree], path: Sequence[str]) -> float | None:

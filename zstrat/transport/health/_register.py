@@ -76,7 +76,8 @@ class SharedAnswer(Generic[T]):
 
 
 class RegisterEntry:
-    """One of them, with the way to ask it. Does not keep it alive."""
+    """Something that can say how it is, with the way to ask it. Does not keep it
+    alive."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class RegisterEntry:
 
 
 class Register:
-    """All of this process. From any thread."""
+    """All that is registered in this process. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +135,7 @@ class Register:
             self._all = [each for each in self._all if not each.is_of(owner)]
 
     def present(self) -> list[RegisterEntry]:
-        """Those whose loop is there."""
+        """The entries whose loop is not closed and whose owner still lives."""
         with self._lock:
             self._all = [each for each in self._all if not each.is_over]
             return list(self._all)
@@ -166,7 +167,8 @@ def register(
 
 
 def unregister(owner: Reporting) -> None:
-    """It has ended. What is collected, or has its loop closed, is forgotten anyway."""
+    """Forgets an owner that has ended. Owners that are collected, or whose loop is
+    closed, are forgotten by themselves."""
     REGISTER.remove(owner)
 
 
