@@ -102,14 +102,14 @@ class Joining:
                     self._end(waiting, answer)
 
     def lost(self, peer: object) -> None:
-        """Nobody is there to be answered."""
+        """Forgets what a peer has asked whose connection has ended."""
         gone = [w for w, asked in self._waiting.items() if asked.peer is peer]
         for waiting in gone:
             self._waiting.pop(waiting).timer.cancel()
             waiting.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Tells all who wait that they do so in vain."""
+        """Ends all waits with the error, as nothing will be answered any more."""
         for waiting in list(self._waiting):
             self._end(waiting, error)
 
@@ -159,7 +159,7 @@ class Joining:
     def _there(
         self, wish: Awaited | AwaitedOptimizer
     ) -> Awaited | AwaitedOptimizer | None:
-        """What has the number of a wish."""
+        """What was created under the number of a wish; None if nothing was."""
         store = self._store
         if isinstance(wish, AwaitedOptimizer):
             if wish.optimizer not in store.engine:
@@ -172,11 +172,11 @@ class Joining:
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
     def _late(self, waiting: asyncio.Future[Message]) -> None:
-        """The patience of the asker is over.
+        """Answers a worker whose patience is over, with an error or the old session.
 
-        Who waits for a session whose program is alive gets the one that is there: a
-        program that has ended left its variables to those that come later. It is not
-        given at once, as in a run that is started anew the chief may come last.
+        A worker that waits for the session of a living program gets the session of the
+        program that has ended, if one left its variables. It does not get that at once:
+        when a whole run is started anew, the chief may be the last to come.
         """
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner

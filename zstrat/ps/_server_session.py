@@ -57,7 +57,7 @@ def tell_coordinator(ownership: Ownership, message: Message) -> None:
 
 @final
 class ServerSession:
-    """That of one parameter server, named ``task`` in errors.
+    """The session of one parameter server, named ``task`` in errors.
 
     Args:
         tells: The server tells its coordinator how it is, about once a second.
@@ -127,7 +127,12 @@ class ServerSession:
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
-        """It is over, and all that it had, if it is the one that is open."""
+        """Ends the session, and drops all that it had here. Not an error if none is
+        open.
+
+        Raises:
+            StaleSessionError: Another session is open.
+        """
         if self._ownership.close(asked.session):
             self._clear()
             self._parts.joining.look()
@@ -144,8 +149,8 @@ class ServerSession:
             self._parts.snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
-        """What was inherited is there for the coordinator that had it, and for nobody
-        else. It is waited for as if its connection had broken just now."""
+        """Keeps what was inherited for the coordinator that had it, and for nobody
+        else, as long as for one whose connection has broken just now."""
         self._ownership.inherit(owner)
         grace = self._timeouts.patience + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)

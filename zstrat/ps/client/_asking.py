@@ -181,7 +181,7 @@ class CallPart(Generic[M]):
         self._want = want
 
     def answer(self, reply: asyncio.Future[Message]) -> M:
-        """Of the right kind.
+        """The answer, if it is of the class that was asked for.
 
         Raises:
             PSUnavailableError: The server is gone.
@@ -197,6 +197,7 @@ class CallPart(Generic[M]):
         raise self.misunderstood(ValueError(type(answer).__name__))
 
     def misunderstood(self, error: Exception) -> ProtocolError:
+        """The error for an answer that does not fit the question, as ``error`` says."""
         wrong = ProtocolError(
             f"{self._task} answered {type(self.message).__name__} with something else "
             f"than was asked for: {error}"
@@ -218,4 +219,4 @@ def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
 
 
 def nothing(answer: object = None) -> None:
-    """The result of a call whose answers say no more than that it is done."""
+    """What a call returns whose answers say no more than that it is done."""

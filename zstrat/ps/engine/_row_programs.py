@@ -123,10 +123,10 @@ class RowProgram:
 
 @dataclass(slots=True)
 class RowKind:
-    """All updates whose rows look alike.
+    """The updates whose rows look alike, and the programs that make them.
 
-    ``_is_apart``: the slots without rows are computed without looking at any row.
-    ``most``: how many rows a call takes.
+    ``is_apart``: the slots without rows are computed without looking at any row.
+    ``most``: the largest number of rows that one call takes.
     """
 
     layout: RowLayout
@@ -136,7 +136,7 @@ class RowKind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """The programs of the calls that so many rows need, in order."""
+        """How many rows the program of each call has that so many rows need."""
         return sizes(rows, self.most)
 
 
@@ -162,7 +162,8 @@ class RowKinds:
         return self._kinds.get((layout, gradient))
 
     def kind(self, number: int, gradient: np.dtype, cell: Cell) -> RowKind:
-        """The same; slots of this layout keep their dtypes (`steady`)."""
+        """The kind of updates of variables whose slots have the layout ``number``,
+        which must be one that updates keep (`steady`); it is made if it is new."""
         key = (number, gradient)
         kind = self._kinds.get(key)
         if kind is None:
@@ -322,7 +323,7 @@ def _flat(update: Any, layout: RowLayout, size: int) -> Any:
 
 
 def _vector(rows: Shape) -> Shape:
-    """The same elements in one row."""
+    """The elements of an array in one row, as a view."""
     return shape((math.prod(rows.shape),), rows.dtype)
 
 

@@ -96,7 +96,7 @@ class Inherited:
 
 @final
 class Handover:
-    """That of one parameter server.
+    """Hands over what one parameter server holds.
 
     Args:
         folder: Its state folder, which others may not write to.
@@ -195,7 +195,7 @@ class Handover:
         return None
 
     def took(self) -> None:
-        """The state is used: nobody else may.
+        """Removes the state, as it is used now and nobody may use it again.
 
         Raises:
             OSError: It cannot be removed, so nothing may be answered.
@@ -238,7 +238,7 @@ def _told(left: LeftStore, stores: StoreWriting) -> dict[str, Any]:
 
 
 def _words(left: Inherited) -> str:
-    """All stores by their roles, and how many variables they have."""
+    """The stores by their roles, with how many variables they have, for the log."""
     own = left.own
     held = 0 if own.store is None else len(own.store)
     if own.role is StoreRole.ALONE:
@@ -251,7 +251,7 @@ def _words(left: Inherited) -> str:
 
 
 def _no_turn(names: object) -> contextlib.AbstractAsyncContextManager[None]:
-    """Nobody else uses what is left."""
+    """A turn that has not to be waited for: nobody else uses what is left."""
     return contextlib.nullcontext()
 
 

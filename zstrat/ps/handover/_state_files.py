@@ -47,7 +47,7 @@ class StateReader:
         self._reader, self._digests = reader, digests
 
     def read(self, number: int) -> bytes:
-        """All of an array.
+        """The bytes of a whole array.
 
         Raises:
             NotFoundError: There is none of the number.
@@ -56,8 +56,8 @@ class StateReader:
         return b"".join(map(bytes, self.parts(number)))
 
     def parts(self, number: int) -> Iterator[memoryview]:
-        """The same, a few MiB at a time; each part is overwritten by the next one, and
-        whether they are what was written is known behind the last.
+        """The bytes of an array, a few MiB at a time. Each part is overwritten by the
+        next one, and only behind the last is it known that the array is intact.
 
         Raises: As `read`.
         """
@@ -66,7 +66,7 @@ class StateReader:
 
 @final
 class StateFiles:
-    """Those of the parameter server ``index`` in ``folder``, which is made.
+    """The state files of the parameter server ``index`` in ``folder``, which is made.
 
     Raises:
         PermissionDeniedError: Others may write there.

@@ -240,7 +240,8 @@ class HostedStores:
             )
 
     def _require_role_key(self) -> None:
-        """Whoever connects to a copy expects the key of the task whose store it is."""
+        """Refuses to host where this process has a key of its own: whoever connects to
+        a copy expects the key of the task whose store it is."""
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "

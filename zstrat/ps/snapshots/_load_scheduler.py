@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Loads:
-    """Those of one parameter server.
+    """Carries out the requests of one parameter server to load.
 
     Args:
         turn: Holds off others from names: keys of variables, optimizers.

@@ -44,7 +44,8 @@ _ENDS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 @dataclass(slots=True)
 class _Runs:
-    """Of one step. ``attempt``: the newest run that is known."""
+    """The runs of one eager step: ``attempt`` is the number of the newest one that is
+    known, ``names`` says what each part does."""
 
     attempt: int = 0
     names: dict[int, Sequence[str]] = field(default_factory=dict)
@@ -129,8 +130,8 @@ class Parts:
         return AppliedParts(entries, 0)
 
     def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
-        """All that is remembered: step, attempt, part, names; a step without parts has
-        the part -1."""
+        """What is remembered, as (step, attempt, part, names). Each step comes first
+        with the part -1, which has no names, so that one without parts is told, too."""
         for step, runs in self._steps.items():
             yield step, runs.attempt, -1, ()
             for part, names in runs.names.items():

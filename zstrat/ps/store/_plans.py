@@ -39,14 +39,16 @@ _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 
 @dataclass(frozen=True, slots=True)
 class ServerUpdate:
+    """One update of one variable, validated."""
+
     held: HeldVariable
     op: UpdateOp
     operands: Sequence[np.ndarray]
     checked: Checked | None = None
-    """If an optimizer makes it."""
+    """What the optimizer needs, if one makes the update."""
 
     def compute(self) -> None:
-        """A plain update; those of an optimizer go through its programs."""
+        """Makes a plain update. Updates of an optimizer go through its programs."""
         cell = self.held.cell
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
