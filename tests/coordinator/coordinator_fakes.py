@@ -12,8 +12,10 @@ import itertools
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import (
@@ -68,6 +70,12 @@ from zstrat.wire import (
 
 INLINE = 1024
 """Larger results stay on the fake worker."""
+
+
+@zs.function
+def good():
+    """A step that succeeds at once."""
+    return jnp.float32(1)
 
 
 class FakeTask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from coordinator_fakes import FakePs, World
 
 from zstrat.config import Settings, Timeouts
@@ -197,3 +198,11 @@ def drops(task):
 def served(world):
     """The process that serves each store."""
     return [store["process"] for store in world.session.cluster.moves.metrics["stores"]]
+
+
+@pytest.fixture
+def world():
+    """In place of the `world` of ``conftest.py``, where a test file imports this."""
+    made = StoresWorld()
+    yield made
+    made.close()

@@ -5,17 +5,12 @@ import signal
 import threading
 from typing import ClassVar
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.errors import BusyError, CancelledError, OutOfRangeError
 from zstrat.wire import Outcome
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)

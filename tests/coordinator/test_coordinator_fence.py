@@ -1,15 +1,10 @@
 """When an error is raised, every step has had its effect or never will."""
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.errors import CancelledError, ResultLostError
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)

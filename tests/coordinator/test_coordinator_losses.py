@@ -4,16 +4,12 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.coordinator import _dispatch, _shipping
 from zstrat.errors import BusyError, UnavailableError, WorkerLostError
 from zstrat.wire import Dispatch, Outcome
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function

@@ -3,19 +3,14 @@
 import asyncio
 import threading
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import UpdateOp
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)

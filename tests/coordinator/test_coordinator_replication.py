@@ -2,12 +2,12 @@
 
 import asyncio
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from coordinator_fakes import good
 from coordinator_stores import StoresWorld
+from coordinator_stores import world as world
 
-import zstrat.program as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.coordinator import connect_session
 from zstrat.errors import PSUnavailableError, UnavailableError
@@ -24,18 +24,6 @@ from zstrat.wire import (
     Telemetry,
     UpdateOp,
 )
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
-
-
-@pytest.fixture
-def world():
-    made = StoresWorld()
-    yield made
-    made.close()
 
 
 def _spec(ps):

@@ -2,20 +2,14 @@
 
 import threading
 
-import jax.numpy as jnp
 import pytest
-from coordinator_fakes import FakePs, FakeWorker
+from coordinator_fakes import FakePs, FakeWorker, good
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
 from zstrat.coordinator import ClusterCoordinator, hold_session
 from zstrat.errors import BusyError, ClosedError, DeadlineExceededError
 from zstrat.transport import Portal
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)
