@@ -144,7 +144,8 @@ class Joining:
         ]
 
     def _compare(self, wish: Awaited | AwaitedOptimizer) -> None:
-        """
+        """Refuses a wish under whose number something else was created.
+
         Raises:
             InvalidArgumentError: What is there under its number is not what was meant.
         """
@@ -201,7 +202,8 @@ class Joining:
         )
 
     def _require_shared(self, owner: Owner) -> None:
-        """
+        """Refuses to let a worker into a session that is one program's alone.
+
         Raises:
             InvalidArgumentError: The program that has opened the session takes its
                 variables for its own: its checkpoints would be no cut, and it would

@@ -158,7 +158,8 @@ class ServerSession:
     # ---- private ---------------------------------------------------------------------
 
     def _require_alone(self, asked: OpenSession) -> None:
-        """
+        """Refuses to go on without second copies with what was left in two.
+
         Raises:
             InvalidArgumentError: A program would go on that has no second copies, with
                 what was left in two.

@@ -170,6 +170,7 @@ class Roster:
             )
         is_single = hello.job in _SINGLE and hello.index >= 0
         replaced = self._rivals(hello) if is_single else ()
+        # Two rounds: a newcomer that is refused must not have replaced anybody.
         for rival in replaced:
             if answers(rival):
                 return Verdict(_taken(self._present[rival], hello))

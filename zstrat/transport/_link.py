@@ -396,7 +396,7 @@ class Link:
             self._arm(outlet.peer.due)
 
     def _look_after(self) -> None:
-        """Is the task lost, now that its connection has been away for a while?"""
+        """Says that the task is lost, if its connection has been away for too long."""
         self._watch = None
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:

@@ -76,7 +76,7 @@ class BoundSocket:
         self._bind()
 
     def tick(self) -> None:
-        """Looks at the keys; to be called again and again."""
+        """Binds anew if the keys have changed. To be called at every tick."""
         if self._state is _State.FREE:
             self.freed()
         elif self._state is _State.LEAVING:

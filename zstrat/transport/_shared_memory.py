@@ -144,7 +144,11 @@ class Arena:
     """
 
     def __init__(self, capacity: int = CAPACITY, quota: Quota = QUOTA) -> None:
-        """Raises: OSError: the kernel has no anonymous memory files, or no memory."""
+        """Makes an arena of ``capacity`` bytes.
+
+        Raises:
+            OSError: The kernel has no anonymous memory files, or no memory.
+        """
         self._quota, self._touched = quota, _PAGE
         self.descriptor = os.memfd_create(
             "zstrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -225,9 +229,14 @@ class Mapping:
     """The arena of a peer, as this process sees it: ``memory`` is read-only."""
 
     def __init__(self, pid: int, descriptor: int, capacity: int, word: bytes) -> None:
-        """Raises: OSError: it cannot be opened, or is not what the peer says it is."""
+        """Maps the arena behind a descriptor of the process ``pid``.
+
+        Raises:
+            OSError: It cannot be opened, or is not what the peer says that it is.
+        """
         if not _PAGE < capacity <= CAPACITY:
             raise OSError(f"an arena of {capacity} bytes: at most {CAPACITY}")
+        # O_NONBLOCK: the peer names the file, and opening a pipe would block the loop.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         file = os.open(f"/proc/{pid}/fd/{descriptor}", flags)
         try:
@@ -249,6 +258,7 @@ class Mapping:
         Raises:
             ValueError: It does not lie within the arena.
         """
+        # The first page has the word and the proof.
         if offset < _PAGE or offset % _PAGE or offset + nbytes > self.memory.size:
             raise ValueError(f"{nbytes} bytes at {offset} are outside of the arena")
         return lend(self.memory[offset : offset + nbytes], released, offset)

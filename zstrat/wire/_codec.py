@@ -155,7 +155,7 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
             f"header: expected [kind, request, ...], got {describe(values)}"
         )
     kind, request, *fields = values
-    if type(kind) is not int:
+    if type(kind) is not int:  # not isinstance: True would pass for the kind 1
         raise _no_kind(kind)
     form = _BY_KIND[kind]
     if type(request) is not int or request < 0:

@@ -242,7 +242,8 @@ def check_tree(value: Any) -> Any:
 
 
 def _check_branches(tree: Any) -> None:
-    """Level by level, as there may be many on each."""
+    """Goes through the tree level by level, and not by recursion: a hostile one may be
+    as deep as Python's stack, and may have thousands of branches on each level."""
     branches, seen = [tree], 0
     for _ in range(MAX_DEPTH):
         seen += len(branches)

@@ -35,7 +35,8 @@ class AbsentPeer:
     is_heard = False
 
     def notify(self, message: object) -> None:
-        """
+        """Refuses, as nobody would hear it.
+
         Raises:
             PeerLostError: In any case.
         """

@@ -189,7 +189,8 @@ def digest_of(data: bytes) -> bytes:
 def _require_fit(
     rule: LeafRule, here: Sequence[HeldVariable], *, is_part: bool
 ) -> None:
-    """
+    """Refuses variables that are not what the tree says of a leaf of theirs.
+
     Raises:
         InvalidArgumentError: A leaf does not look like the variable that it is.
     """

@@ -124,7 +124,8 @@ class OptimizerEngine:
         return Registered(optimizer, name, code, digest, bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
-        """
+        """The optimizer of this id.
+
         Raises:
             NotFoundError: The optimizer does not exist.
         """

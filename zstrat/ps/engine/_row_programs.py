@@ -335,7 +335,8 @@ def _arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
 
 
 def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
-    """
+    """What rows look like of variables that have these slots and such gradients.
+
     Raises:
         TypeError: Rows are not moved one by one.
     """

@@ -215,7 +215,8 @@ class Unbound(Slots):
         self.filled[name].append((start, stop))
 
     def require_filled(self, who: str) -> None:
-        """
+        """Refuses slots of which some rows have no value.
+
         Raises:
             InvalidArgumentError: Some rows were not loaded.
         """

@@ -155,7 +155,8 @@ class Following:
         )
 
     def require(self, session: int, view: int) -> None:
-        """
+        """Refuses what is said of an older view, or of another session.
+
         Raises:
             StaleSessionError: The view, or the session, is over.
         """

@@ -184,7 +184,8 @@ class Standing:
         return values
 
     def require(self, view: int) -> None:
-        """
+        """Refuses what is said of an older view than the newest known.
+
         Raises:
             StaleSessionError: The view is over.
         """

@@ -106,7 +106,8 @@ class Snapshots:
         return snapshot
 
     def get(self, number: int) -> ServerSnapshot:
-        """
+        """The snapshot of this number.
+
         Raises:
             NotFoundError: It was released, or its coordinator was lost meanwhile.
         """
@@ -119,7 +120,8 @@ class Snapshots:
         return snapshot
 
     def tensor(self, number: int, place: int) -> SnapshotTensor:
-        """
+        """The tensor at this place of a snapshot.
+
         Raises:
             NotFoundError: There is no such snapshot, or it has no such tensor.
         """

@@ -463,7 +463,9 @@ class Store:
         self.counts.updates += updates
 
     def _ledger_of(self, push: Push) -> Ledger:
-        """
+        """The ledger that knows whether a push was applied: the session's, or that of
+        its writer.
+
         Raises:
             InvalidArgumentError: The mark of its writer is above the step.
         """

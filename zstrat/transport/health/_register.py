@@ -54,7 +54,9 @@ class SharedAnswer(Generic[T]):
         self._coming: Future[T] | None = None
 
     async def ask(self, patience: float) -> T:
-        """
+        """The answer, from a call that the loop comes round to within ``patience``
+        seconds. Whoever asks meanwhile shares that call.
+
         Raises:
             TimeoutError: The loop has not come round to it in so many seconds.
             RuntimeError: The loop is closed.

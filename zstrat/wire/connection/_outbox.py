@@ -188,6 +188,7 @@ class Outbox:
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""
+        # No more than a window, whatever it returns: that bounds what is under way.
         self._credit = min(self._limits.window, self._credit + chunks)
 
     def take(self) -> Frames | None:
