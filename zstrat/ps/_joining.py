@@ -47,7 +47,7 @@ _ORDER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _WaitingJoin:
-    """Who asked for what, and what ends it if that does not come."""
+    """What a worker waits for, and the timer that ends its wait."""
 
     peer: object
     message: JoinSession
@@ -55,7 +55,8 @@ class _WaitingJoin:
 
 
 class Joining:
-    """Who waits at one parameter server, named ``task`` in errors."""
+    """The workers that wait at one parameter server, named ``task`` in errors, for what
+    another program creates."""
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store

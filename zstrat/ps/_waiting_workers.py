@@ -33,7 +33,7 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class _WaitingReport:
-    """Who has reported what, and what ends it if nobody answers."""
+    """What a worker has reported, and the timer that ends its wait."""
 
     peer: object
     message: ReportWorker

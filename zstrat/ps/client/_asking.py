@@ -70,7 +70,7 @@ class AskedServers:
 
         Raises:
             PSUnavailableError: A parameter server is gone.
-            ProtocolError: An answer is none of ``want``.
+            ProtocolError: An answer is of another class than ``want``.
             Exception: The first that a server answers with.
 
         Cancellation: what was sent is carried out.
@@ -124,7 +124,8 @@ class ServerCall(Generic[T]):
             reply.add_done_callback(partial(self._replied, line, part, deadline))
 
     def take(self, take: Callable[[M], object], answer: M, part: CallPart[Any]) -> None:
-        """An answer came. The call fails if ``take`` finds that it is none."""
+        """Gives an answer to ``take``. The call fails if that finds that it does not
+        fit the question."""
         try:
             take(answer)
         except (ValueError, StopIteration) as error:

@@ -323,7 +323,7 @@ def _flat(update: Any, layout: RowLayout, size: int) -> Any:
 
 
 def _vector(rows: Shape) -> Shape:
-    """The elements of an array in one row, as a view."""
+    """The shape of the same elements in one row."""
     return shape((math.prod(rows.shape),), rows.dtype)
 
 
@@ -371,7 +371,7 @@ def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
 
 
 def _rows_of(size: int, row: Shape) -> Shape:
-    """So many of these rows."""
+    """The shape of ``size`` such rows."""
     return shape((size, *row.shape), row.dtype)
 
 

@@ -72,7 +72,7 @@ class StoreServingRole:
 
     @property
     def following(self) -> Following | None:
-        """What a backup does; None: this is none."""
+        """The part of a backup; None if this process is not one."""
         return self._standing.following
 
     @property

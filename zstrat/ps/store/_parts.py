@@ -66,7 +66,7 @@ class Parts:
         return self._count
 
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
-        """From now on no run before this one has an effect.
+        """Notes that a run begins: no run of the step before it has an effect any more.
 
         Raises:
             StaleSessionError: A later run has begun.
@@ -144,7 +144,7 @@ class Parts:
         )
 
     def _forget(self, low_water: int) -> None:
-        """What is over does not run again."""
+        """Forgets steps below the mark, as they are over and do not run again."""
         if low_water <= self._low_water:
             return
         self._low_water = low_water
@@ -153,7 +153,7 @@ class Parts:
 
 
 def require_same(step: int, before: Sequence[str], now: Sequence[str]) -> None:
-    """Two runs of a part have to do the same.
+    """Refuses a run of a part that does something else than an earlier run did.
 
     Raises:
         RetryDiffersError: Names the first updates that differ.

@@ -293,7 +293,7 @@ class BindPlan:
     tree: Tree | None = None
 
     def compute(self) -> None:
-        """Raises what `Bindings.trace` does."""
+        """Traces the transformation for the tree. Raises as `Bindings.trace`."""
         with self.optimizer.programs.here():
             self.tree = self.optimizer.bindings.trace(self.data, self.find)
 

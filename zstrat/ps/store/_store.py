@@ -187,8 +187,8 @@ class Store:
             self.log.append(DeleteVariables(0, list(keys)))
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Drops what is there of a creation that failed elsewhere, but for what was
-        there before it."""
+        """Drops what a creation that failed elsewhere has left here. What an earlier
+        program had created under the same keys stays."""
         mine = [key for key in keys if key in self.variables and key not in self.kept]
         self._delete(mine)
         for number in optimizers:

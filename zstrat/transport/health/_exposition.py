@@ -198,7 +198,8 @@ METRICS: Final[Mapping[str, Sequence[Metric]]] = {
     "chief": _OF_A_PROGRAM,
     "program": _OF_A_PROGRAM,
 }
-"""By job; a program that shares the parameter servers of a chief is none of them."""
+"""The metrics of a task by its job. A program that shares the parameter servers of a
+chief has none of the cluster's jobs, and is called "program"."""
 
 _MEMBERS: Final = (
     _gauge("in_flight", "coordinator_worker_in_flight", "Closures there."),

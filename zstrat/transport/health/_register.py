@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class Reporting(Protocol):
-    """Something of this process that is asked on its own loop, but for what it was
-    registered as telling from ``anywhere``."""
+    """Something of this process that can say how it is. It is asked on its own loop,
+    unless it was registered as one that may be asked from ``anywhere``."""
 
     def readiness(self) -> str:
         """Why it could not be used now; "" if it can be."""
