@@ -273,8 +273,8 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def _waited(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
-        """Runs a block that waits for the other side, ``arrival`` seconds at most. It is
-        known meanwhile who waits, so that the one that waits longest can be dropped.
+        """Runs a block that waits for the other side, ``arrival`` seconds at most.
+        Meanwhile it is known who waits, so that whoever does longest can be dropped.
 
         Raises:
             ConnectionResetError: The other side has gone.
