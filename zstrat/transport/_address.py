@@ -170,7 +170,11 @@ def _is_number(host: str) -> bool:
 
 
 async def is_local(address: Address) -> bool:
-    """Whether nothing outside this machine can reach a socket bound there."""
+    """Whether nothing outside this machine can reach a socket bound there. A name that
+    nobody knows counts as reachable.
+
+    Cancellation: nothing has happened.
+    """
     if address.scheme == "ipc":
         return True
     if address.host == "*":

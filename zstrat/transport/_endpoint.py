@@ -126,6 +126,9 @@ class Endpoint:
             OSError: The address is taken or not one of this machine's, or nobody knows
                 its name (EADDRNOTAVAIL: that may change), or others than the owner may
                 enter the directory of an ipc address.
+            ClosedError: It was bound before, or is closed.
+
+        Cancellation: nothing is bound.
         """
         if self._closed or self._pump is not None:
             raise ClosedError(f"{task_name(self._me)}: bind an endpoint once")

@@ -154,7 +154,7 @@ class ServerCall(Generic[T]):
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the caller
-            gave_up = self.outcome.done()
+            gave_up = self.outcome.done()  # nobody waits: it is not sent again
             later = None if gave_up else line.resubmit(part.message, deadline, reply)
             if later is None:
                 self.fail(error)

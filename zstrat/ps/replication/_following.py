@@ -320,8 +320,11 @@ class Following:
         self.session = session
 
     async def finish(self, deadline: float) -> None:
-        """Makes all that was taken, behind which nothing more may come; is not whole if
-        that is not done at the deadline (loop time)."""
+        """Waits until all changes are made that were taken. Nothing more may come. If
+        that is not so at the deadline (loop time), the copy is given up.
+
+        Cancellation: they are made all the same.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 await self._made_all.wait()

@@ -210,6 +210,8 @@ class HostedStores:
 
         Raises:
             OSError: The address of one is taken; none is kept.
+
+        Cancellation: some may be hosted already; `close` ends them.
         """
         self._is_taken_over.clear()
         try:

@@ -265,6 +265,8 @@ class Standing:
         Args:
             quietly: Nobody is told anything, as another process goes on with this; and
                 a backup makes all that it has taken.
+
+        Cancellation: what waits is neither answered nor refused.
         """
         forwarding = self._forwarding
         if self.following is not None and quietly:

@@ -60,6 +60,8 @@ class SharedAnswer(Generic[T]):
         Raises:
             TimeoutError: The loop has not come round to it in so many seconds.
             RuntimeError: The loop is closed.
+
+        Cancellation: the others who ask get their answer all the same.
         """
         if self._coming is None or self._coming.done():
             coming: Future[T] = Future()
