@@ -8,7 +8,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.config import Settings
-from zstrat.coordinator import ClusterSession
+from zstrat.coordinator import hold_session, join_session
 from zstrat.testing import Relay
 from zstrat.variables import VariableSpec
 from zstrat.wire import UpdateOp
@@ -29,11 +29,11 @@ def test_updates_of_all_programs_are_applied_once_each(elements, each, lane):
         spec = zs.ClusterSpec({"ps": [relay.address]})
         shape = (elements,)
         specs = [VariableSpec(key, f"v{key}", shape, "float32", 0) for key in range(3)]
-        holder = ClusterSession.hold(spec, settings)
+        holder = hold_session(spec, settings)
         made = [(spec, 0 * one) for spec in specs]
         holder.run(holder.servers.create_variables(made), "creating")
         programs = [holder]
-        programs += [ClusterSession.join(spec, settings, index) for index in (1, 2)]
+        programs += [join_session(spec, settings, index) for index in (1, 2)]
         try:
             assert under_cuts(relay, programs, specs, each, one) == []
             for value in holder.run(holder.servers.read(specs), "reading"):

@@ -12,11 +12,17 @@ import itertools
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
 from zstrat.config import Settings, Timeouts
-from zstrat.coordinator import ClusterCoordinator, ClusterSession, CoordinatedStrategy
+from zstrat.coordinator import (
+    ClusterCoordinator,
+    CoordinatedStrategy,
+    connect_session,
+)
 from zstrat.errors import (
     BusyError,
     HeldError,
@@ -64,6 +70,12 @@ from zstrat.wire import (
 
 INLINE = 1024
 """Larger results stay on the fake worker."""
+
+
+@zs.function
+def good():
+    """A step that succeeds at once."""
+    return jnp.float32(1)
 
 
 class FakeTask:
@@ -374,9 +386,7 @@ class World:
             patience=patience,
         )
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
-        self.session = ClusterSession.connect(
-            self.spec, settings, make_link=self.make_link
-        )
+        self.session = connect_session(self.spec, settings, make_link=self.make_link)
         return self.session
 
     def coordinator(self, **options):

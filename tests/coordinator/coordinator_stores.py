@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from coordinator_fakes import FakePs, World
 
 from zstrat.config import Settings, Timeouts
-from zstrat.coordinator import ClusterSession, StoreServers
+from zstrat.coordinator import StoreServers, connect_session
 from zstrat.errors import NotPrimaryError, UnavailableError
 from zstrat.wire import (
     AskCopies,
@@ -125,7 +126,7 @@ class StoresWorld(World):
 
     def connect(self, *, replicas=1, stores_per_ps=1, resume="", **options):
         timeouts = Timeouts(connect=30.0, request=20.0, reconnect=0.0, turn=0.1)
-        self.session = ClusterSession.connect(
+        self.session = connect_session(
             self.spec,
             Settings(timeouts=timeouts, **options),
             replicas=replicas,
@@ -197,3 +198,11 @@ def drops(task):
 def served(world):
     """The process that serves each store."""
     return [store["process"] for store in world.session.cluster.moves.metrics["stores"]]
+
+
+@pytest.fixture
+def world():
+    """In place of the `world` of ``conftest.py``, where a test file imports this."""
+    made = StoresWorld()
+    yield made
+    made.close()

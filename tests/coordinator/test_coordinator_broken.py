@@ -2,18 +2,12 @@
 
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
-import zstrat.program as zs
 from zstrat.coordinator import _outcomes
 from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
 from zstrat.wire import Outcome
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):

@@ -3,8 +3,8 @@
 import signal
 import threading
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.coordinator import (
@@ -16,11 +16,6 @@ from zstrat.coordinator import (
 from zstrat.coordinator._values import Result
 from zstrat.errors import CancelledError, ClosedError, DeadlineExceededError
 from zstrat.transport import ThreadBell
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)

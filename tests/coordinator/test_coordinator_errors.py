@@ -5,17 +5,12 @@ import signal
 import threading
 from typing import ClassVar
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.errors import BusyError, CancelledError, OutOfRangeError
 from zstrat.wire import Outcome
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)
@@ -141,7 +136,7 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
 
     thread = threading.Thread(target=join)
     thread.start()
-    world.until(lambda: coordinator._core.engine.queue.phase.value == "draining")
+    world.until(lambda: coordinator._core.engine.queue.phase.value == "cancelling")
     assert not joined.is_set()
 
     def finish():
@@ -197,7 +192,7 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
     assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
 
 
-def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
+def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(world):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
@@ -211,7 +206,7 @@ def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
 
     def interrupt():
         world.until(
-            lambda: engine.queue.phase.value == "draining" and engine.waiters.watchers
+            lambda: engine.queue.phase.value == "cancelling" and engine.waiters.watchers
         )
         signal.pthread_kill(main, signal.SIGINT)
 

@@ -1,15 +1,10 @@
 """When an error is raised, every step has had its effect or never will."""
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.errors import CancelledError, ResultLostError
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)
@@ -53,7 +48,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(failing):
     assert coordinator.done()
 
 
-@pytest.mark.parametrize("when", ["before the error", "while it is drained"])
+@pytest.mark.parametrize("when", ["before the error", "while all is cancelled"])
 def test_one_that_was_applied_nowhere_may_be_scheduled_again(failing, when):
     world, coordinator, (lost, *_), bad_one, other = failing
     engine = coordinator._core.engine
@@ -73,14 +68,14 @@ def test_one_that_was_applied_nowhere_may_be_scheduled_again(failing, when):
 
 
 def _when(world, engine, act):
-    """Acts when the error is being drained; on the loop."""
-    before = engine.loop.drain
+    """Acts while all is cancelled after the error; on the loop."""
+    before = engine.loop.cancel_waiting
 
     def cancel():
         before()
         world.session.portal.call_soon(act)
 
-    engine.loop.drain = cancel
+    engine.loop.cancel_waiting = cancel
 
 
 def test_the_error_waits_for_the_servers(failing):

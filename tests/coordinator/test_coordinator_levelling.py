@@ -1,27 +1,15 @@
 """Stores that are dealt out to parameter servers, and levelled among them."""
 
-import jax.numpy as jnp
 import pytest
-from coordinator_stores import StoresWorld, connected, kinds, served
+from coordinator_fakes import good
+from coordinator_stores import connected, kinds, served
+from coordinator_stores import world as world
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zstrat.program as zs
 from zstrat.coordinator.moving import leaving, levelled
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import DetachBackup
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
-
-
-@pytest.fixture
-def world():
-    made = StoresWorld()
-    yield made
-    made.close()
 
 
 def test_stores_are_dealt_out_and_levelled(world):

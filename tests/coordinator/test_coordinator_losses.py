@@ -4,16 +4,12 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.coordinator import _dispatch, _shipping
 from zstrat.errors import BusyError, UnavailableError, WorkerLostError
 from zstrat.wire import Dispatch, Outcome
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function
@@ -151,14 +147,14 @@ def test_a_worker_that_shuts_down_gets_nothing_more(world):
     world.until(lambda: world.running == 4)
     leaving, staying = world.workers
 
-    def drain():
+    def shut_down():
         queue, leaving.queue = leaving.queue, []
         why = WorkerLostError("/job:worker/task:0", "it is shutting down")
         leaving.tell([(step, Outcome.CANCELLED, why) for *_, step in queue])
         staying.held = False
         staying.work()
 
-    world.on_loop(drain)
+    world.on_loop(shut_down)
     coordinator.join()
     assert [value.fetch() for value in values] == [1] * 4
     assert leaving.ran == []

@@ -3,11 +3,11 @@
 import asyncio
 from functools import partial
 
-import jax.numpy as jnp
 import pytest
-from coordinator_stores import StoresWorld, connected, drops, kinds, served
+from coordinator_fakes import good
+from coordinator_stores import connected, drops, kinds, served
+from coordinator_stores import world as world
 
-import zstrat.program as zs
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,
@@ -27,18 +27,6 @@ from zstrat.wire import (
     OpenSession,
     PromoteBackup,
 )
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
-
-
-@pytest.fixture
-def world():
-    made = StoresWorld()
-    yield made
-    made.close()
 
 
 def test_all_of_a_server_moves_to_a_newcomer_and_it_is_let_go(world):

@@ -12,6 +12,7 @@ import threading
 
 import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat as zs
 from zstrat.telemetry import Phase, PhaseSpan
@@ -31,11 +32,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (  # noqa: 
 
 LONG = 1e6
 """Seconds: whatever ends, this does not end it."""
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 class Collector:

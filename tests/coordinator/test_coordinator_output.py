@@ -6,7 +6,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.config import Settings
-from zstrat.coordinator import AsyncClusterCoordinator, ClusterSession
+from zstrat.coordinator import AsyncClusterCoordinator, connect_session
 from zstrat.wire import Printed, PrintedText
 
 
@@ -61,7 +61,7 @@ def test_what_is_of_another_session_is_not_shown(world, capsys):
 @pytest.mark.parametrize("output", ["program", "files"])
 def test_workers_are_told_whether_anybody_listens(world, output):
     settings = Settings(output=output)
-    session = ClusterSession.connect(world.spec, settings, make_link=world.make_link)
+    session = connect_session(world.spec, settings, make_link=world.make_link)
     session.close()
     listens = {worker.sessions[-1].listens for worker in world.workers}
     assert listens == {output == "program"}

@@ -6,16 +6,12 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
 import zstrat as zs
 from zstrat.coordinator import AsyncClusterCoordinator
 from zstrat.telemetry import Phase, PhaseSpan
 from zstrat.wire import AskClock, EndCapture
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.queue.runs)
     @rule()
-    def drain_or_cancel(self):
-        self._settle(self.queue.drain())
+    def cancel_waiting(self):
+        self._settle(self.queue.cancel_waiting())
         assert self.queue.queued == 0
         self.doubtful = self.open.keys() - {c.step for c in self.running}
         assert self.doubtful <= self.begun, "what never began is cancelled at once"
@@ -93,7 +93,7 @@ class QueueMachine(RuleBasedStateMachine):
     def hold(self, held):
         self.queue.held = held
 
-    @precondition(lambda self: self.queue.is_drained)
+    @precondition(lambda self: self.queue.is_fenced)
     @rule()
     def raise_error(self):
         assert not self.running, "nothing runs when the error is raised"
@@ -286,11 +286,11 @@ def test_later_errors_are_listed_but_the_first_is_raised():
     errors = [ValueError("one"), ValueError("two")]
     for closure, error in zip(closures, errors, strict=False):
         queue.end(closure, error)
-    queue.drain()
+    queue.cancel_waiting()
     assert not queue.is_quiet, "one still runs"
     queue.end(closures[2], ValueError("provoked by cancelling"))
     assert queue.fence() == []
-    assert not queue.is_drained, "zombies may have an effect"
+    assert not queue.is_fenced, "zombies may have an effect"
     assert queue.fenced({}) == []
     assert queue.reopen().error is errors[0]
     assert list(queue.errors) == errors

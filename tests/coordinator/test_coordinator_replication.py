@@ -2,14 +2,14 @@
 
 import asyncio
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from coordinator_fakes import good
 from coordinator_stores import StoresWorld
+from coordinator_stores import world as world
 
-import zstrat.program as zs
 from zstrat.config import Settings, Timeouts
-from zstrat.coordinator import ClusterSession
+from zstrat.coordinator import connect_session
 from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import (
@@ -24,18 +24,6 @@ from zstrat.wire import (
     Telemetry,
     UpdateOp,
 )
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
-
-
-@pytest.fixture
-def world():
-    made = StoresWorld()
-    yield made
-    made.close()
 
 
 def _spec(ps):
@@ -175,7 +163,7 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog, kind):
     world.ps[1].refuses, world.ps[1].refusal = (HostStore,), kind("no memory")
     timeouts = Timeouts(connect=1.0, request=20.0)
     with pytest.raises(TimeoutError, match=r"task:0: alone \(no memory\)"):
-        ClusterSession.connect(
+        connect_session(
             world.spec,
             Settings(timeouts=timeouts),
             replicas=1,

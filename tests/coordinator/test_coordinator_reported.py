@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import pytest
+from coordinator_fakes import good
 
-import zstrat.program as zs
 from zstrat.coordinator import Workers
 from zstrat.coordinator.membership import AdmitWorker, Membership
 from zstrat.errors import (
@@ -16,11 +15,6 @@ from zstrat.errors import (
     from_wire,
 )
 from zstrat.wire import OpenSession, WorkerReported
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @pytest.fixture

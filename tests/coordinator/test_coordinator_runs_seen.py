@@ -2,15 +2,8 @@
 
 import logging
 
-import jax.numpy as jnp
 import pytest
-
-import zstrat as zs
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
+from coordinator_fakes import good
 
 
 def logs_of(coordinator):

@@ -4,7 +4,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
-from zstrat.coordinator import ClusterSession
+from zstrat.coordinator import connect_session
 
 
 @zs.function
@@ -42,4 +42,4 @@ def test_parameter_servers_have_no_gaps(make_world):
     world = make_world()
     spec = ClusterSpec({"ps": {1: "ps0:1"}, "worker": ["worker0:1"]})
     with pytest.raises(ValueError, match=r"servers \[1\]: number ps from 0 without"):
-        ClusterSession.connect(spec, world.connect().settings, make_link=None)
+        connect_session(spec, world.connect().settings, make_link=None)

@@ -2,20 +2,14 @@
 
 import threading
 
-import jax.numpy as jnp
 import pytest
-from coordinator_fakes import FakePs, FakeWorker
+from coordinator_fakes import FakePs, FakeWorker, good
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
-from zstrat.coordinator import ClusterCoordinator, ClusterSession
+from zstrat.coordinator import ClusterCoordinator, hold_session
 from zstrat.errors import BusyError, ClosedError, DeadlineExceededError
 from zstrat.transport import Portal
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)
@@ -177,7 +171,7 @@ def test_one_that_cannot_connect_does_not_stay_in_the_way(world):
 
 def test_programs_that_share_parameter_servers_do_not_replace_each_other(world):
     def hold():
-        return ClusterSession.hold(world.spec, settings, make_link=world.make_link)
+        return hold_session(world.spec, settings, make_link=world.make_link)
 
     settings = world.connect().settings
     world.session.close()

@@ -6,6 +6,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.cluster import ClusterSpec
@@ -19,11 +20,6 @@ from zstrat.errors import (
     NotFoundError,
     UnavailableError,
 )
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function

@@ -10,7 +10,7 @@ from hypothesis import given
 
 import zstrat.variables as zv
 from zstrat.errors import DeadlineExceededError, InvalidArgumentError
-from zstrat.strategy.server import Numbers, Placement, PlacementRule, draft
+from zstrat.strategy.server import Numbers, PlacementRule, VariablePlacement, draft
 from zstrat.variables import (
     VariableAggregation,
     VariableRequest,
@@ -32,7 +32,7 @@ class Fails(Exception):
 
 def keys_and_places(batches, rule):
     """Of those that do not fail: each batch is rows of its variables, and its fate."""
-    numbers = Numbers(5, Placement(3, rule))
+    numbers = Numbers(5, VariablePlacement(3, rule))
     made = []
     for rows, parts, fails in batches:
         partitioner = None if parts is None else lambda parts=parts, **_: [parts]
@@ -66,7 +66,7 @@ def test_failures_do_not_count(batches, rule):
 
 
 def test_what_failed_is_doubtful_until_it_is_settled():
-    numbers = Numbers(5, Placement(2))
+    numbers = Numbers(5, VariablePlacement(2))
     with contextlib.suppress(Fails), numbers.taking():
         specs = numbers.components(draft(request(2), None), None)
         number = numbers.optimizer()

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 import zstrat.variables as zv
 from zstrat import initializers
 from zstrat.program import load
-from zstrat.strategy.server import Placement, PlacementRule, _variable_plan, draft
+from zstrat.strategy.server import (
+    PlacementRule,
+    VariablePlacement,
+    _variable_plan,
+    draft,
+)
 from zstrat.variables import partitioners
 from zstrat.wire import UpdateOp
 
@@ -119,7 +124,7 @@ def test_colocation_is_with_a_component(make_cluster):
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 5))
 def test_by_bytes_the_next_goes_where_there_are_fewest(sizes, ps_count):
-    placement = Placement(ps_count, PlacementRule.BYTES)
+    placement = VariablePlacement(ps_count, PlacementRule.BYTES)
     held = [0] * ps_count
     for size, ps in zip(sizes, placement.place(sizes), strict=True):
         assert held[ps] == min(held)

@@ -94,7 +94,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(coordinator, pipe):
 
     joining = threading.Thread(target=join)
     joining.start()
-    while coordinator._core.engine.queue.phase.value != "draining":
+    while coordinator._core.engine.queue.phase.value != "cancelling":
         pass
     os.kill(pid, signal.SIGKILL)
     joining.join(60)

@@ -10,12 +10,15 @@ from ._coordinator import ClusterCoordinator as ClusterCoordinator
 from ._core import CoordinatedStrategy as CoordinatedStrategy
 from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
-from ._seen import log_scalar as log_scalar
+from ._run_status import log_scalar as log_scalar
 from ._session import ClusterSession as ClusterSession
 from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
 from ._values import RemoteValueStatus as RemoteValueStatus
+from .connecting._session_opening import connect_session as connect_session
+from .connecting._session_opening import hold_session as hold_session
+from .connecting._session_opening import join_session as join_session
 from .membership._workers import Workers as Workers
 from .moving._store_servers import StoreServers as StoreServers
 from .profiling._profile import Profile as Profile

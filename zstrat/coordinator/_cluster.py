@@ -28,8 +28,8 @@ from zstrat.wire import (
 )
 
 from ._fences import Fences
-from ._rest import Rest
-from ._seen import SeenRun
+from ._run_status import RunStatus
+from ._session_pause import SessionPause
 from .connecting import (
     MakeTaskLink,
     SessionMaker,
@@ -96,7 +96,7 @@ class Cluster:
         self.recovery: Recovery | None = None
         """Fills parameter servers that come back empty, if that is wished."""
         self.dispatcher: Dispatcher | None = None
-        self.seen: Final = SeenRun()
+        self.run_status: Final = RunStatus()
         """What the tasks tell of themselves."""
         self.timeline: TimelineRun | None = None
         """The one that is taken now."""
@@ -143,7 +143,7 @@ class Cluster:
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
         self.fences: Final = Fences(session, self.ps, self._absent, timeouts.request)
-        self.rest: Final = Rest(self.fences)
+        self.pause: Final = SessionPause(self.fences)
 
     def _worker_session(
         self, task_number: int, place: int, address: str
@@ -199,7 +199,7 @@ class Cluster:
         await all_joined(
             self.workers, min(deadline, loop.time() + WORKERS_JOIN_SECONDS)
         )
-        self.seen.begin()
+        self.run_status.begin()
         self._devices = devices_of(self.workers)
         if self.replication is not None:
             await self.replication.open(deadline)
@@ -215,7 +215,7 @@ class Cluster:
                 await self.timeline.close(GOODBYE_SECONDS)
             except Exception:  # to the log: all else has to be closed
                 log.exception("ending the time line")
-        self.seen.end()
+        self.run_status.end()
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
         await self.turnover.stop()
@@ -250,7 +250,7 @@ class Cluster:
         if self.recovery is not None and self.recovery.is_under_way:
             self.renewal.suspend_dispatch()
         dispatcher.start()
-        self.rest.attach(dispatcher)
+        self.pause.attach(dispatcher)
         outage = None if dispatcher.queue.suspended else self.outage_error
         if outage is not None:
             self.renewal.report_outage(outage)
@@ -352,7 +352,7 @@ class Cluster:
         """The task is not in our session any more."""
         if self._closing:
             return
-        self.seen.task_lost(task.name, reason)
+        self.run_status.task_lost(task.name, reason)
         if id(task) not in self._ps_ids:
             if self.dispatcher is not None:
                 self.dispatcher.worker_lost(task, reason)
@@ -380,10 +380,10 @@ class Cluster:
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A task has sent a notice; or a process with copies a worker's report."""
         if isinstance(message, Telemetry):
-            self.seen.telemetry_received(task.name, message.values)
+            self.run_status.telemetry_received(task.name, message.values)
             return
         if isinstance(message, Printed):
-            self.seen.printed(task.name, message.texts)
+            self.run_status.printed(task.name, message.texts)
         if isinstance(message, WorkerReported):
             if not self._closing:
                 self.turnover.reports.report_received(task, message)

@@ -187,7 +187,7 @@ class CoordinatorCore:
         recovery = self.session.cluster.recovery
         cluster = self.session.cluster
         return {
-            **cluster.seen.metrics(
+            **cluster.run_status.metrics(
                 tuple(cluster.workers), tuple(cluster.ps), dispatcher.members.members
             ),
             "queued_closures": queue.queued,
@@ -246,8 +246,8 @@ class _LoopCalls:
     def wake(self) -> None:
         self._portal.call_soon(self.dispatcher.turn_soon)
 
-    def drain(self, wish: Cancelling | None = None) -> None:
-        self._portal.call_soon(self.dispatcher.drain, wish)
+    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
+        self._portal.call_soon(self.dispatcher.cancel_waiting, wish)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)

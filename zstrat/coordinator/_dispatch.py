@@ -34,7 +34,7 @@ from ._members import Grant, Members
 from ._outcomes import Outcomes
 from ._queue import QueueLeft
 from ._resources import Builder
-from ._seen import short
+from ._run_status import short
 from ._shipping import ClosureShipping
 from ._worker_channel import WorkerChannel
 
@@ -76,7 +76,7 @@ class Dispatcher:
         engine.oldest = self.members.oldest
         self.channels: dict[int, WorkerChannel] = {}
         """By place of their worker."""
-        self._draining: dict[int, asyncio.Event] = {}
+        self._retiring: dict[int, asyncio.Event] = {}
         """By place of a worker that is leaving: set when it has nothing more to run."""
         self.retired: deque[int] = deque()
         """Numbers of arguments that no closure needs any more; any thread appends."""
@@ -131,9 +131,9 @@ class Dispatcher:
         self._clean()
         self.engine.waiters.echo.close()
 
-    def drain(self, wish: Cancelling | None = None) -> None:
+    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
         """Cancels what waits, if that is wished or an error is there."""
-        if self.engine.drain(wish):
+        if self.engine.cancel_waiting(wish):
             self.cancel_running()
 
     def cancel_running(self) -> None:
@@ -209,7 +209,7 @@ class Dispatcher:
         with self.engine.lock:
             self.builder.join(channel)
 
-    async def drain_worker(
+    async def retire_worker(
         self, task: TaskSession, reason: str, patience: float
     ) -> None:
         """Gives a worker nothing any more, and waits until it has ended what it runs,
@@ -225,7 +225,7 @@ class Dispatcher:
             return
         if task.is_ready:  # closures that it has not begun come back, for others
             self._notify(channel, CancelSteps(self._session))
-        idle = self._draining[task.place] = asyncio.Event()
+        idle = self._retiring[task.place] = asyncio.Event()
         self.turn_soon()
         try:
             async with asyncio.timeout(patience):
@@ -238,7 +238,7 @@ class Dispatcher:
                 patience,
             )
         finally:
-            del self._draining[task.place]
+            del self._retiring[task.place]
 
     def remove_worker(self, task: TaskSession, reason: str, *, for_good: bool) -> None:
         """A worker goes: the others get what it has. Unless ``for_good`` its place is
@@ -346,7 +346,7 @@ class Dispatcher:
             channel = self.channels[grant.member.place]
             self.shipping.ship(channel, grant, closures, low_water, left, now)
         self._clean()
-        self._tell_drained()
+        self._tell_retiring()
         self._set_timer(due, now)
         self._set_alarm(now)
 
@@ -388,8 +388,8 @@ class Dispatcher:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
             log.info("%s: %s", channel.task.name, error)
 
-    def _tell_drained(self) -> None:
-        for place, idle in self._draining.items():
+    def _tell_retiring(self) -> None:
+        for place, idle in self._retiring.items():
             if not self.channels[place].member.in_flight:
                 idle.set()
 
@@ -400,7 +400,7 @@ class Dispatcher:
             self.retired
             or self.abandoned
             or channel.unsaid
-            or self._draining
+            or self._retiring
             or self._alarm is not None
             or self.members.alone_since is not None
         )

@@ -68,7 +68,8 @@ class ClosureEngine:
     # ---- calls of the user -----------------------------------------------------------
 
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
-        """Queues the call; blocks while the queue is full or an error is drained."""
+        """Queues the call; blocks while the queue is full, or all is cancelled after
+        an error."""
         began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
@@ -133,7 +134,7 @@ class ClosureEngine:
                 if self.queue.phase is QueuePhase.CLOSED:
                     return
                 self.waiters.watchers[bell] = lambda: wish.is_carried_out
-                self.loop.drain(wish)
+                self.loop.cancel_waiting(wish)
             bell.wait(INTERRUPT_SECONDS)
         finally:
             with self.lock:
@@ -188,7 +189,7 @@ class ClosureEngine:
 
     # ---- the loop --------------------------------------------------------------------
 
-    def drain(self, wish: Cancelling | None) -> bool:
+    def cancel_waiting(self, wish: Cancelling | None) -> bool:
         """Cancels closures that wait: for a wish, or else because one has failed.
 
         Returns:
@@ -197,18 +198,18 @@ class ClosureEngine:
         queue = self.queue
         with self.lock:
             before, busy = queue.cancelled, not queue.is_idle
-            drains = queue.phase is QueuePhase.FAILED or (
+            cancels = queue.phase is QueuePhase.FAILED or (
                 wish is not None and queue.phase is QueuePhase.OPEN and busy
             )
-            if drains:
-                ended = queue.drain(None if wish is None else wish.cause)
+            if cancels:
+                ended = queue.cancel_waiting(None if wish is None else wish.cause)
                 self.settle(self._blamed(ended))
                 self.hungry = True
             if wish is not None:
                 wish.is_carried_out, wish.before = True, before
                 wish.running, wish.waited = queue.running, queue.cancelled - before
             self.waiters.notify()
-        return drains
+        return cancels
 
     def fetched(self, error: Exception) -> None:
         """A fetch raises the error of a value."""
@@ -309,7 +310,7 @@ class ClosureEngine:
         with self.lock:
             if self.queue.phase is QueuePhase.CLOSED:
                 raise self.closed_error()
-            self.loop.drain(wish)
+            self.loop.cancel_waiting(wish)
         return wish
 
     def _try_cancelled(self, wish: Cancelling) -> Ready | None:
@@ -317,7 +318,7 @@ class ClosureEngine:
             raise self.closed_error()
         if not wish.is_carried_out:
             return lambda: wish.is_carried_out or self.queue.phase is QueuePhase.CLOSED
-        return self._drained()
+        return self._try_ended()
 
     def _try_done(self) -> Ready | None:
         ready = self._try_raise("coordinator.done")
@@ -330,9 +331,9 @@ class ClosureEngine:
         if queue.phase is QueuePhase.CLOSED:
             raise self.closed_error()
         if queue.phase is QueuePhase.FAILED:
-            self.loop.drain()
+            self.loop.cancel_waiting()
             return lambda: queue.phase is not QueuePhase.FAILED
-        ready = self._drained()
+        ready = self._try_ended()
         if ready is not None:
             return ready
         if queue.phase is QueuePhase.FENCED:
@@ -344,12 +345,12 @@ class ClosureEngine:
             raise self.outage_error.with_traceback(None)
         return None
 
-    def _drained(self) -> Ready | None:
-        """None if nothing is drained any more; the queue is open then, unless an error
-        is still to be raised."""
+    def _try_ended(self) -> Ready | None:
+        """None if all has ended that was cancelled; the queue is open then, unless an
+        error is still to be raised."""
         queue = self.queue
-        if queue.phase is QueuePhase.DRAINING and not queue.is_quiet:
-            return lambda: queue.phase is not QueuePhase.DRAINING or queue.is_quiet
+        if queue.phase is QueuePhase.CANCELLING and not queue.is_quiet:
+            return lambda: queue.phase is not QueuePhase.CANCELLING or queue.is_quiet
         self._fence_if_quiet()
         if queue.phase is QueuePhase.FENCING:
             return lambda: queue.phase is not QueuePhase.FENCING

@@ -15,7 +15,7 @@ that the next loss convicts the right one and spares the bystanders that were in
 beside it; they wait longer after each loss, and after ``max_attempts`` losses the
 closure fails with the names of the workers that it took along.
 
-    OPEN ──first error──▶ FAILED ──next call of the user: drain──▶ DRAINING
+    OPEN ──first error──▶ FAILED ─────next call of the user────▶ CANCELLING
       ▲                                                                 │
       │                                        nothing runs on workers that are there
       │                                                                 ▼
@@ -79,7 +79,7 @@ class QueuePhase(enum.Enum):
 
     OPEN = "open"
     FAILED = "failed"
-    DRAINING = "draining"
+    CANCELLING = "cancelling"
     FENCING = "fencing"
     FENCED = "fenced"
     CLOSED = "closed"
@@ -224,16 +224,16 @@ class Queue:
         self._fresh.append(closure)
         return True
 
-    def drain(self, cause: str | None = None) -> list[Ended]:
-        """Cancels all that waits; what runs is to end by itself. → DRAINING."""
-        assert self.runs, f"drain while {self.phase.value}"
-        self.phase, self._cause = QueuePhase.DRAINING, cause
-        return self._cancel_waiting(cause)
+    def cancel_waiting(self, cause: str | None = None) -> list[Ended]:
+        """Cancels all that waits; what runs is to end by itself. → CANCELLING."""
+        assert self.runs, f"cancelled while {self.phase.value}"
+        self.phase, self._cause = QueuePhase.CANCELLING, cause
+        return self._cancel_queued(cause)
 
     @property
     def is_quiet(self) -> bool:
-        """Draining, and no worker that is there runs anything any more."""
-        return self.phase is QueuePhase.DRAINING and self.running == 0
+        """Cancelling, and no worker that is there runs anything any more."""
+        return self.phase is QueuePhase.CANCELLING and self.running == 0
 
     @property
     def doubtful(self) -> list[int]:
@@ -241,7 +241,7 @@ class Queue:
         return [closure.step for closure in self._doubtful]
 
     def fence(self) -> list[int]:
-        """All steps so far are to be over. DRAINING → FENCING.
+        """All steps so far are to be over. CANCELLING → FENCING.
 
         Returns:
             Those that may have been applied.
@@ -272,7 +272,7 @@ class Queue:
         return ended
 
     @property
-    def is_drained(self) -> bool:
+    def is_fenced(self) -> bool:
         """Nothing runs any more, and the first error, if any, is to be raised now."""
         return self.phase is QueuePhase.FENCED
 
@@ -296,7 +296,7 @@ class Queue:
     def reopen(self) -> PendingError | None:
         """The first error, for the one who raises it; None after a cancellation. FENCED
         → OPEN."""
-        assert self.is_drained, "the error is raised when nothing runs"
+        assert self.is_fenced, "the error is raised when nothing runs"
         pending, self._pending, self.phase = self._pending, False, QueuePhase.OPEN
         return self._failures.first if pending else None
 
@@ -309,7 +309,7 @@ class Queue:
     def close(self, cause: str) -> list[Ended]:
         """Cancels all that waits, for good."""
         self.phase, self._pending = QueuePhase.CLOSED, False
-        return self._cancel_waiting(cause)
+        return self._cancel_queued(cause)
 
     # ---- what the workers do ---------------------------------------------------------
 
@@ -428,7 +428,7 @@ class Queue:
         assert self.running > 0, f"step {closure.step} stopped, but nothing runs"
         self.running -= 1
 
-    def _cancel_waiting(self, cause: str | None) -> list[Ended]:
+    def _cancel_queued(self, cause: str | None) -> list[Ended]:
         heaps = (*self._retries, *self._suspects, *self._returned)
         waiting = [*(item[2] for item in heaps), *self._fresh, *self._doubtful]
         self._fresh.clear()

@@ -187,7 +187,7 @@ class ParameterServers:
             PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
             for spec, op, optimizer, arrays in updates
         ]
-        gate, recovery = self._cluster.rest.gate, self._cluster.recovery
+        gate, recovery = self._cluster.pause.gate, self._cluster.recovery
         if recovery is None:
             await gate.through(lambda: self.client.update(pushed))
             return

@@ -17,7 +17,7 @@ from zstrat.errors import BusyError, ClosedError, PeerLostError
 
 from ._outcomes import SETBACK_SECONDS
 from ._queue import Ended
-from ._seen import short
+from ._run_status import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable

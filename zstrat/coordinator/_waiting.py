@@ -63,9 +63,9 @@ class LoopSide(Protocol):
         """Closures wait. Called seldom: only if the loop had taken all there were."""
         ...
 
-    def drain(self, wish: Cancelling | None = None) -> None:
-        """Has the loop call `ClosureEngine.drain` and drop what the workers have not
-        begun. There, because Ctrl-C cannot strike in the middle of it."""
+    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
+        """Has the loop call `ClosureEngine.cancel_waiting`, and drop what the workers
+        have not begun. There, because Ctrl-C cannot strike in the middle of it."""
         ...
 
     def fence(self, end: int, doubtful: list[int]) -> None:

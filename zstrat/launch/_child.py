@@ -4,6 +4,10 @@ Law: a child never outlives us. It is tied twice: by the pipe at its standard in
 which the kernel closes however we end, and by the parent-death signal that it asks for
 (`zstrat.daemons`). It reports the address that it bound through a second pipe, so
 that no port has to be guessed.
+
+What a child prints goes to its log, a file of the cluster's folder. If the task fails,
+errors quote the end of it, and the file is moved out of the folder (`KeptLogs`), which
+is removed with the cluster.
 """
 
 from __future__ import annotations
@@ -196,12 +200,14 @@ class Child:
         self._close_report()
 
     def keep_log(self) -> None:
-        """Has the log survive the cluster. The process has ended."""
+        """Moves the log, if there is a file, to where it survives the folder of the
+        cluster (`KeptLogs`). To be called when the process has ended."""
         if self.log is not None:
             self.log = self._kept.take(self.log)
 
     def tail(self) -> str:
-        """The end of the log, in words."""
+        """The last `TAIL` lines of the log for an error; or, without a file, that it
+        went to the terminal."""
         if self.log is None:
             return "its log went to the terminal"
         return quoted_end(self.log)
@@ -232,7 +238,7 @@ class Child:
 
 
 def quoted_end(log: Path) -> str:
-    """The end of a log, in words."""
+    """The last `TAIL` lines of a log with its path, for an error."""
     lines = log.read_text("utf-8", "replace").splitlines()[-TAIL:]
     return "\n  ".join([f"the end of {log}:", *(lines or ["(nothing)"])])
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @final
 class Exchanges:
-    """Those of one parameter server, ``task`` in errors.
+    """Serves the exchanges of one parameter server, named ``task`` in errors.
 
     Args:
         check: Raises unless the session is the one that is open.

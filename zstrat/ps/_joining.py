@@ -47,7 +47,7 @@ _ORDER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _WaitingJoin:
-    """Who asked for what, and what ends it if that does not come."""
+    """What a worker waits for, and the timer that ends its wait."""
 
     peer: object
     message: JoinSession
@@ -55,7 +55,8 @@ class _WaitingJoin:
 
 
 class Joining:
-    """Who waits at one parameter server, named ``task`` in errors."""
+    """The workers that wait at one parameter server, named ``task`` in errors, for what
+    another program creates."""
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store
@@ -102,14 +103,14 @@ class Joining:
                     self._end(waiting, answer)
 
     def lost(self, peer: object) -> None:
-        """Nobody is there to be answered."""
+        """Forgets what a peer has asked whose connection has ended."""
         gone = [w for w, asked in self._waiting.items() if asked.peer is peer]
         for waiting in gone:
             self._waiting.pop(waiting).timer.cancel()
             waiting.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Tells all who wait that they do so in vain."""
+        """Ends all waits with the error, as nothing will be answered any more."""
         for waiting in list(self._waiting):
             self._end(waiting, error)
 
@@ -144,7 +145,8 @@ class Joining:
         ]
 
     def _compare(self, wish: Awaited | AwaitedOptimizer) -> None:
-        """
+        """Refuses a wish under whose number something else was created.
+
         Raises:
             InvalidArgumentError: What is there under its number is not what was meant.
         """
@@ -159,7 +161,7 @@ class Joining:
     def _there(
         self, wish: Awaited | AwaitedOptimizer
     ) -> Awaited | AwaitedOptimizer | None:
-        """What has the number of a wish."""
+        """What was created under the number of a wish; None if nothing was."""
         store = self._store
         if isinstance(wish, AwaitedOptimizer):
             if wish.optimizer not in store.engine:
@@ -172,11 +174,11 @@ class Joining:
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
     def _late(self, waiting: asyncio.Future[Message]) -> None:
-        """The patience of the asker is over.
+        """Answers a worker whose patience is over, with an error or the old session.
 
-        Who waits for a session whose program is alive gets the one that is there: a
-        program that has ended left its variables to those that come later. It is not
-        given at once, as in a run that is started anew the chief may come last.
+        A worker that waits for the session of a living program gets the session of the
+        program that has ended, if one left its variables. It does not get that at once:
+        when a whole run is started anew, the chief may be the last to come.
         """
         message = self._waiting[waiting].message
         missing, owner = self._missing(message), self._ownership.owner
@@ -201,7 +203,8 @@ class Joining:
         )
 
     def _require_shared(self, owner: Owner) -> None:
-        """
+        """Refuses to let a worker into a session that is one program's alone.
+
         Raises:
             InvalidArgumentError: The program that has opened the session takes its
                 variables for its own: its checkpoints would be no cut, and it would

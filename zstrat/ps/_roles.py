@@ -109,7 +109,8 @@ ROLES: Final[dict[type[Message], frozenset[Job]]] = {
 
 
 def check_role(task: str, remote: Caller, message: Message) -> None:
-    """
+    """Refuses what a peer may not ask for, by its role.
+
     Raises:
         ProtocolError: No parameter server answers such a message.
         PermissionDeniedError: It is not for peers of this role, or it is a push that

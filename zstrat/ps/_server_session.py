@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from zstrat.wire import CloseSession, Message, OpenSession, Owner, Ownership
 
     from ._joining import Joining
-    from ._reports import WorkerReports
     from ._roles import Caller
     from ._service_telemetry import ServiceTelemetry
     from ._serving import Serving
+    from ._waiting_workers import WaitingWorkers
     from .replication._role import StoreServingRole
     from .replication._standing import Standing
     from .snapshots._snapshot_service import SnapshotService
@@ -44,7 +44,7 @@ class ServerParts:
     standing: Standing
     role: StoreServingRole
     joining: Joining
-    reports: WorkerReports
+    waiting_workers: WaitingWorkers
     telemetry: ServiceTelemetry
 
 
@@ -57,7 +57,7 @@ def tell_coordinator(ownership: Ownership, message: Message) -> None:
 
 @final
 class ServerSession:
-    """That of one parameter server, named ``task`` in errors.
+    """The session of one parameter server, named ``task`` in errors.
 
     Args:
         tells: The server tells its coordinator how it is, about once a second.
@@ -127,7 +127,12 @@ class ServerSession:
         return self._opened(resumed=not new)
 
     def close(self, asked: CloseSession) -> Done:
-        """It is over, and all that it had, if it is the one that is open."""
+        """Ends the session, and drops all that it had here. Not an error if none is
+        open.
+
+        Raises:
+            StaleSessionError: Another session is open.
+        """
         if self._ownership.close(asked.session):
             self._clear()
             self._parts.joining.look()
@@ -144,8 +149,8 @@ class ServerSession:
             self._parts.snapshots.clear()
 
     def take_over(self, owner: Owner) -> None:
-        """What was inherited is there for the coordinator that had it, and for nobody
-        else. It is waited for as if its connection had broken just now."""
+        """Keeps what was inherited for the coordinator that had it, and for nobody
+        else, as long as for one whose connection has broken just now."""
         self._ownership.inherit(owner)
         grace = self._timeouts.patience + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
@@ -153,7 +158,8 @@ class ServerSession:
     # ---- private ---------------------------------------------------------------------
 
     def _require_alone(self, asked: OpenSession) -> None:
-        """
+        """Refuses to go on without second copies with what was left in two.
+
         Raises:
             InvalidArgumentError: A program would go on that has no second copies, with
                 what was left in two.
@@ -191,7 +197,7 @@ class ServerSession:
     def _opened(self, *, resumed: bool) -> SessionOpened:
         owner = self._ownership.owner
         assert owner is not None, "nobody was awaited since it was opened"
-        self._parts.reports.look()
+        self._parts.waiting_workers.look()
         if self._tells:
             self._parts.telemetry.start_notices(self._tell)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)

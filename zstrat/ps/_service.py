@@ -53,13 +53,13 @@ from zstrat.wire import (
 )
 
 from ._joining import Joining
-from ._reports import WorkerReports
 from ._requests import Stored
 from ._roles import ROLES, Caller, check_role, is_forged
 from ._server_session import ServerParts, ServerSession, tell_coordinator
 from ._service_telemetry import Capturing, ServiceTelemetry
 from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
+from ._waiting_workers import WaitingWorkers
 from .engine._engine import OptimizerEngine
 from .replication._following import Following
 from .replication._role import ServingState, StoreServingRole
@@ -176,7 +176,7 @@ class PsService:
             clock=clock,
         )
         self._joining = Joining(task, self._ownership, self._store)
-        self._reports = WorkerReports(task, self._ownership, tell)
+        self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
         timeouts = settings.timeouts
         self._role = StoreServingRole(
             self._store, self._ownership, self._standing, timeouts
@@ -210,7 +210,7 @@ class PsService:
                 self._standing,
                 self._role,
                 self._joining,
-                self._reports,
+                self._waiting_workers,
                 self._telemetry,
             ),
             timeouts,
@@ -282,10 +282,10 @@ class PsService:
                     return self._session.close(message)
                 case ReportWorker():
                     self._require_open()
-                    return self._reports.ask(remote, message)
+                    return self._waiting_workers.ask(remote, message)
                 case AnswerReport():
                     self._ownership.check(message.session)
-                    self._reports.answered(message)
+                    self._waiting_workers.answered(message)
                     return Done()
                 case AskParts():
                     self._ownership.check(message.session)
@@ -318,7 +318,8 @@ class PsService:
     def _promise_large_reply(
         self, remote: Caller, message: PullRows | Exchange
     ) -> None:
-        """A short message may ask for much: no other is read before it has left."""
+        """Counts a large answer as waiting before it is made: a short message may ask
+        for much, and the peer must not ask for more before it has read that."""
         operands = len(message.arrays) - len(message.rows)
         indices = message.arrays[operands:]
         nbytes = row_bytes(self._store.variables, message.rows, indices)
@@ -375,7 +376,7 @@ class PsService:
         """A connection ended. What its session has here stays until another opens, but
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
-        self._reports.lost(remote)
+        self._waiting_workers.lost(remote)
         following = self._role.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
@@ -387,8 +388,9 @@ class PsService:
         self._session.take_over(owner)
 
     async def drain(self) -> bool:
-        """Finishes requests that were accepted, ends the thread. New ones are refused;
-        or nobody answers them, if what is here is left for the next process.
+        """Finishes the requests that were accepted, and ends the thread. New requests
+        are refused; if what is here is left to the next process, they are not answered
+        at all, so that their senders ask that one.
 
         Returns:
             False if something accepted was not done after ``timeouts.drain``.
@@ -412,18 +414,20 @@ class PsService:
         return await self._finish()
 
     def state_for_successor(self, number: int) -> LeftStore:
-        """What is here of the store ``number`` behind `drain`, if that was done in
-        time."""
+        """What this process leaves of the store ``number`` to the next one. To be
+        called behind `drain`, if that was done in time."""
         return self._role.state_for_successor(number)
 
     async def _finish(self) -> bool:
         self._draining = True
         quietly = self._role.silence is not None
         self._telemetry.close()
+        # In the order in which work is handed on, within one deadline: a request may
+        # leave an answer that waits for the backup, and both may use the thread.
         self._role.give_way()
         if not quietly:
             self._joining.close(self._standing.parting)
-            self._reports.close(self._standing.parting)
+            self._waiting_workers.close(self._standing.parting)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -476,8 +480,8 @@ class PsService:
         self._store.clear()
 
     def create_store(self, remote: Caller, view: int) -> None:
-        """It is the primary of a store that is new, from the beginning, for who asks
-        that."""
+        """Makes this the primary of a store that is new and empty, for the coordinator
+        that asks for it."""
         self._role.promoted(remote, view)
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
@@ -513,7 +517,8 @@ class PsService:
     def _handle_aside(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
-        """While another process serves the store."""
+        """Answers what a process is asked that does not serve the store: what its
+        primary and a coordinator say to a backup, and who wants to serve it again."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
         following = self._role.following

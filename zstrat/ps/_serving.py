@@ -87,7 +87,7 @@ class RequestTurns(Generic[T]):
 
     @property
     def tickets(self) -> set[Ticket[T]]:
-        """All that hold names, or wait for them."""
+        """The tickets that hold names or wait for them."""
         return {ticket for queue in self._queues.values() for ticket in queue}
 
     def are_free(self, names: Iterable[Hashable]) -> bool:
@@ -147,7 +147,7 @@ class _WaitingRequest:
 
 @final
 class Serving:
-    """Those that take turns at one store, ``task`` in errors. Lives on the loop.
+    """Serves the requests for one store, named ``task`` in errors. Lives on the loop.
 
     Args:
         check: Raises unless the session is the one that is open.
@@ -235,8 +235,17 @@ class Serving:
 
     @contextlib.asynccontextmanager
     async def turn(self, names: Sequence[Hashable]) -> AsyncIterator[AreFree]:
-        """Has names for itself, behind those who came before; the body may ask of
-        others whether nobody uses them, or waits for them, at that moment."""
+        """Holds names while the body runs; waits for its turn before.
+
+        Yields:
+            A function that tells whether nobody holds other names, or waits for them,
+            at that moment.
+
+        Raises:
+            BusyError: Too many wait.
+
+        Cancellation: the names are given back.
+        """
         ticket = self._queue(None, names)
         if not self._turns.is_turn(ticket):
             turn = ticket.request.answer
@@ -252,8 +261,11 @@ class Serving:
             self._leave(ticket)
 
     async def settled(self) -> None:
-        """Waits until all requests that are computed now, or wait for their turn, are
-        done; holds nobody up."""
+        """Waits until all requests are done that are computed or wait now. Those that
+        come meanwhile are served as ever, and not waited for.
+
+        Cancellation: nothing is lost.
+        """
         left = {ticket for ticket in self._turns.tickets if ticket.request.message}
         if not left:
             return
@@ -265,14 +277,16 @@ class Serving:
             self._watches.remove(watch)
 
     def _applied(self, message: Request, began: float) -> None:
-        """A push, and the pull behind it in an exchange, was served since then."""
+        """Notes how long a push took, with the pull behind it in an exchange: from
+        ``began`` until now."""
         pushed = message.message if isinstance(message, Folded) else message
         assert isinstance(pushed, Push | PushPart | Exchange), pushed
         step = UNNAMED if isinstance(pushed, Push) and pushed.writer else pushed.step
         self.recorder.spent(Phase.APPLY, step, began, self._clock())
 
     def repeated(self, change: Message, began: float) -> None:
-        """A change of the primary was made again here since then."""
+        """Notes how long it took to make a change of the primary again, from ``began``
+        until now."""
         if isinstance(change, Push):
             step = UNNAMED if change.writer else change.step
             self.recorder.spent(Phase.APPLY, step, began, self._clock())
@@ -300,7 +314,8 @@ class Serving:
         return ticket
 
     def _resume(self, ticket: Ticket[_WaitingRequest]) -> None:
-        """The turn of a request has come that had to wait."""
+        """Serves a request that had to wait, as its turn has come. What it was checked
+        for when it came, it is checked for again: the session may have changed."""
         message, turn = ticket.request.message, ticket.request.answer
         if message is None:
             if turn.cancelled():
@@ -322,7 +337,8 @@ class Serving:
     def _go_on(
         self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest
     ) -> None:
-        """Until the thread has something to do, or the answer is there."""
+        """Goes on with a request until the thread has something to compute for it, or
+        its answer is there."""
         try:
             while isinstance(served, PendingRequest):
                 try:

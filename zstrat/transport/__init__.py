@@ -32,8 +32,8 @@ from ._remote import Handler as Handler
 from ._remote import Remote as Remote
 from ._secrecy import Secrecy as Secrecy
 from ._seldom import Seldom as Seldom
-from ._shared import Arena as Arena
-from ._shared import Mapping as Mapping
+from ._shared_memory import Arena as Arena
+from ._shared_memory import Mapping as Mapping
 from ._socket import ZEROMQ as ZEROMQ
 from ._socket import Event as Event
 from ._socket import Happening as Happening

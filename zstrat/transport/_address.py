@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """As ZeroMQ wants it."""
+        """The address as ZeroMQ wants it."""
         if self.scheme == "ipc":
             return f"ipc://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -132,7 +132,7 @@ async def looked_up(address: Address) -> tuple[Address, bool]:
 
 
 def unknown(host: str, error: OSError) -> str:
-    """That nobody knows the name, and who says so."""
+    """The words for a name that cannot be looked up, with the resolver's error."""
     return f"nobody knows the name {host!r} ({error.strerror})"
 
 
@@ -170,7 +170,11 @@ def _is_number(host: str) -> bool:
 
 
 async def is_local(address: Address) -> bool:
-    """Whether nothing outside this machine can reach a socket bound there."""
+    """Whether nothing outside this machine can reach a socket bound there. A name that
+    nobody knows counts as reachable.
+
+    Cancellation: nothing has happened.
+    """
     if address.scheme == "ipc":
         return True
     if address.host == "*":
@@ -187,7 +191,8 @@ async def is_local(address: Address) -> bool:
 
 
 def check_directory(address: Address) -> None:
-    """Whoever can reach the file of an ipc socket can talk to the task.
+    """Refuses an ipc address in a directory that other users may enter: whoever can
+    reach the file of the socket can talk to the task.
 
     Raises:
         PermissionError: Others than its owner may enter the directory.
@@ -211,7 +216,8 @@ def check_directory(address: Address) -> None:
 
 
 def check_unused(address: Address) -> None:
-    """libzmq takes an ipc address away from whoever has it, without a word.
+    """Refuses an ipc address at which a process listens: libzmq would take it away from
+    that process without a word.
 
     Raises:
         OSError: A process listens there.

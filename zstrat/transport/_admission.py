@@ -109,6 +109,7 @@ class Complaints:
         return self._seldom.count
 
     def add(self, reason: str) -> None:
+        """Counts a refused connection, and logs the reason if it may."""
         if self._seldom.may_say():
             _LOG.warning(
                 "%s refused a connection: %s (%d so far)",
@@ -169,6 +170,7 @@ class Roster:
             )
         is_single = hello.job in _SINGLE and hello.index >= 0
         replaced = self._rivals(hello) if is_single else ()
+        # Two rounds: a newcomer that is refused must not have replaced anybody.
         for rival in replaced:
             if answers(rival):
                 return Verdict(_taken(self._present[rival], hello))
@@ -213,8 +215,8 @@ class Attendance:
 
     Args:
         connections: Of that endpoint, by routing id; those that end are taken out.
-        ended: Routing ids of those that were, for as long as they may go on talking,
-            and whether they were told so.
+        ended: Routing ids of connections that ended, as messages of theirs may still
+            arrive; the value says whether one was answered that it has to greet.
         on_lost: Told once of each remote that is gone, and why.
     """
 
@@ -236,11 +238,15 @@ class Attendance:
 
     @property
     def names(self) -> list[str]:
-        """Of the tasks that are here."""
+        """How errors call the tasks that are connected."""
         return [remote.name for remote in self._remotes.values()]
 
     def greet(self, connection: Connection, hello: Hello, now: float) -> None:
-        """Lets the task in, or says why not."""
+        """Lets the task behind a connection in, or refuses it with the reason.
+
+        A task that comes back before it was lost keeps its `Remote`; one that takes the
+        place of another process ends that one's.
+        """
         peer = connection.outlet.peer
         role, error = role_of(hello, self._security, connection.user)
         verdict = self._roster.admit(hello, self._answers) if error is None else None
@@ -281,7 +287,7 @@ class Attendance:
             _LOG.exception("%s: on_lost of %s", self._task, remote.name)
 
     def close(self) -> None:
-        """Nobody is here any more, and nobody is told."""
+        """Ends all remotes without telling anybody, as the endpoint is closed."""
         for remote in self._remotes.values():
             remote.alive = False
         self._remotes.clear()

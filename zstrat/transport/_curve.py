@@ -88,9 +88,12 @@ class Security:
         return cls(folder, folder.read(), clock)
 
     def refresh(self) -> None:
-        """Reads the folder again if it has changed. What cannot be used, say because
-        it is being copied just now, is told to the log, and what was known stays. While
-        keys come, those that are missing are valid on, until nothing comes any more."""
+        """Reads the folder again if it has changed.
+
+        If it cannot be used now, say because it is being copied, the log says so and
+        the keys that are known stay. A key that is missing stays valid until the folder
+        has had the same keys for `SETTLED` seconds, as it may still be copied there.
+        """
         stamp = self._source.stamp()
         if stamp == self._keys.stamp:
             return
@@ -114,8 +117,8 @@ class Security:
             self._keys = replace(self._keys, owners=both)
 
     def look_again(self) -> None:
-        """`refresh` for whoever comes with a key that is not known, so far. Strangers
-        do not have us look more than a twentieth of the time."""
+        """Calls `refresh`, as somebody has come with a key that is not known; but for a
+        twentieth of the time at most, so that strangers cannot keep us busy."""
         began = self._clock()
         if began < self._rest_until:
             return
@@ -124,7 +127,7 @@ class Security:
         self._rest_until = ended + 19 * (ended - began)
 
     def _is_settled(self, found: Keys) -> bool:
-        """Whether nothing is missing, or has been for long."""
+        """Whether no known key is missing, or the same ones have been for `SETTLED`."""
         if self._keys.owners.keys() <= found.owners.keys():
             return True
         now = self._clock()
@@ -154,7 +157,8 @@ class Security:
 
     @property
     def index(self) -> int | None:
-        """That of the only task with this secret; None: all of its role have it."""
+        """The index of the only task that has this secret; None: all of its role have
+        it."""
         return self.index_of(self._keys.public)
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:

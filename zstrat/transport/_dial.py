@@ -85,7 +85,7 @@ class Dial:
             self.later()
 
     def later(self) -> None:
-        """The same after a pause."""
+        """Opens the next socket after a pause, which doubles with each attempt."""
         self._retry = self._loop.call_later(self._pause, self._again)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
@@ -99,9 +99,12 @@ class Dial:
     def look_up(
         self, has_changed: Callable[[], None], learned: Callable[[str], None]
     ) -> None:
-        """An attempt failed: finds out beside, until somebody knows its name, whether
-        the task has addresses of IPv6 alone. Then the next socket is one of IPv6, and
-        ``has_changed`` is called. ``learned`` is told in which words nothing answers.
+        """Looks the name of the task up after a failed attempt, in a task beside.
+
+        Args:
+            has_changed: Called if the name has addresses of IPv6 alone: the next socket
+                is one of IPv6 then.
+            learned: Told the words for an address at which nothing answers.
         """
         if self._look_up is None and is_name(self._where):
             look_up = self._looked_up(has_changed, learned)
@@ -122,7 +125,8 @@ class Dial:
             has_changed()
 
     def ask(self) -> None:
-        """Has it greet once, without a handshake; `is_task` says what came of it."""
+        """Connects once without a handshake, to see whether what listens there greets
+        as ZeroMQ does; `is_task` has the answer as soon as it is known."""
         if self._speaks:
             return
         self.end_question()
@@ -134,7 +138,7 @@ class Dial:
         socket.connect(self._where.endpoint)
 
     def end_question(self) -> None:
-        """What was heard so far counts no longer."""
+        """Forgets what `ask` has found, and closes its socket."""
         self.is_task = self._speaks
         if self._question is not None:
             self._question.close(0)
@@ -145,7 +149,7 @@ class Dial:
             self.is_task = True
 
     def succeeded(self) -> None:
-        """Somebody answered: the next pause is a short one."""
+        """Notes that the task has answered, so that the next pause is short again."""
         self._pause = _FIRST_PAUSE
         self.end_question()
 

@@ -31,6 +31,8 @@ _COLOURS: Final = re.compile("(\x1b\\[[0-9;]*m)")
 
 
 class _Shown(NamedTuple):
+    """Text for one stream (1: standard output, 2: standard error)."""
+
     stream: int
     text: str
 

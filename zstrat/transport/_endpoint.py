@@ -40,7 +40,7 @@ from ._listener import IN_ALL, Accepted, BoundSocket, Newcomers, allowed
 from ._pool import POOL, trim
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Handler, Handling, Parting, Remote
-from ._shared import lane_of
+from ._shared_memory import lane_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ class Endpoint:
             OSError: The address is taken or not one of this machine's, or nobody knows
                 its name (EADDRNOTAVAIL: that may change), or others than the owner may
                 enter the directory of an ipc address.
+            ClosedError: It was bound before, or is closed.
+
+        Cancellation: nothing is bound.
         """
         if self._closed or self._pump is not None:
             raise ClosedError(f"{task_name(self._me)}: bind an endpoint once")
@@ -270,7 +273,8 @@ class Endpoint:
             self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
-        """A connection for whoever wrote for the first time; `Peer` judges what."""
+        """Makes a connection for a peer that wrote for the first time; `Peer` judges
+        what it wrote. None if it is refused unread."""
         # A client that chose its own id could come back as somebody else's.
         if len(frames) < 2 or len(routing) != 5 or routing[0] != 0:
             self._complaints.add(
@@ -354,8 +358,9 @@ class Endpoint:
                 connection.outlet.peer.disconnected("", now)
 
     def _endless(self) -> list[Accepted]:
-        """Connections in the midst of what is longer than any message: libzmq keeps the
-        parts of a message until the last one is there."""
+        """The connections that have sent more than any message is long without ending
+        one. libzmq keeps the parts of a message until the last has come, so they could
+        fill the memory."""
         limits, brief = self._settings.limits, self._brief
         usual = _BODIES_UNREAD * limits.window * limits.chunk
         found = [line for line in self._newcomers.lines if line.received > UNFINISHED]
@@ -394,25 +399,25 @@ class Endpoint:
 
 
 BRIEF: Final = 8 * 1024
-"""Bytes of a header, and of a body, of who has not greeted, or only looks: a long
-header takes a loop tens of milliseconds, a body takes memory, and these have nothing
-long to say."""
+"""Most bytes of a header, and of a body, from a peer that has not greeted or is an
+observer. They have nothing long to say, while a long header holds up the loop for tens
+of milliseconds and a body takes memory."""
 
 UNFINISHED: Final = 16 * 2**20
-"""Bytes of a message that is not whole, of who has not greeted or only looks: many
-times what they may say, as the next ones may have come by now, which have not been read
-yet."""
+"""Most bytes of a message that is not whole, from a peer that has not greeted or is an
+observer. This is many times `BRIEF`, because messages that came behind it and were not
+read yet are counted, too."""
 
 _BODIES_UNREAD: Final = 16
-"""The same of other peers, in windows of chunks: no message is longer than a chunk, but
-while the loop is busy so many bodies may be on their way."""
+"""The same bound for all other peers, in windows of chunks. No message is longer than a
+chunk, but so many may arrive unread while the loop is busy."""
 
 _FREED: Final = 1.0
 """Seconds after which libzmq has dropped what a connection had sent."""
 
 _AT_ONCE: Final = 64
-"""Messages that were held back and are gone on with in one turn of the loop, and so
-many times `_LONG_HEADER` bytes of their headers."""
+"""Most messages that were held back and are handled in one turn of the loop; each
+`_LONG_HEADER` bytes of a header count as one more, as its items have to be made."""
 
 _LONG_HEADER: Final = 4096
 

@@ -70,7 +70,7 @@ class KeyFolder:
         self._index, self._guarded = index, guarded
 
     def stamp(self) -> object:
-        """Another one if what is in the folder may be something else."""
+        """A value that is another one whenever the files may have changed."""
         return tuple(_states(self._folders()))
 
     def read(self) -> Keys:

@@ -34,7 +34,7 @@ from ._dial import Dial
 from ._opening import Continuity, Opening, again
 from ._pool import POOL
 from ._pump import Outlet, parts_of
-from ._shared import lane_of
+from ._shared_memory import lane_of
 from ._socket import LINGER, ZEROMQ, Event, Happening, Sockets
 
 if TYPE_CHECKING:
@@ -396,7 +396,7 @@ class Link:
             self._arm(outlet.peer.due)
 
     def _look_after(self) -> None:
-        """Is the task lost, now that its connection has been away for a while?"""
+        """Says that the task is lost, if its connection has been away for too long."""
         self._watch = None
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:

@@ -45,6 +45,8 @@ _LOG: Final = logging.getLogger("zstrat.transport")
 
 
 class _State(enum.Enum):
+    """Whether the socket listens, its old listener is being closed, or it has none."""
+
     BOUND = enum.auto()
     LEAVING = enum.auto()
     FREE = enum.auto()
@@ -74,7 +76,7 @@ class BoundSocket:
         self._bind()
 
     def tick(self) -> None:
-        """Looks at the keys; to be called again and again."""
+        """Binds anew if the keys have changed. To be called at every tick."""
         if self._state is _State.FREE:
             self.freed()
         elif self._state is _State.LEAVING:
@@ -90,8 +92,8 @@ class BoundSocket:
                 self._socket.unbind(self._endpoint)
 
     def freed(self) -> None:
-        """The listener is closed: binds again. If another process was faster, says so,
-        and tries again at the next tick."""
+        """Binds again, now that libzmq has closed the old listener. If another process
+        has taken the address, the log says so, and the next tick tries again."""
         if self._state is _State.BOUND:
             return
         self._state = _State.FREE
@@ -106,7 +108,8 @@ class BoundSocket:
             )
 
     def remove_file(self) -> None:
-        """To be called while it is bound, when nobody else can have taken the path."""
+        """Removes the file of an ipc address. To be called while the socket is bound,
+        as another process may take the path afterwards."""
         if self._file is not None:
             self._file.remove()
 
@@ -185,7 +188,7 @@ class Newcomers(Generic[Line]):
                 del self._from[address]
 
     def late(self, now: float) -> list[Line]:
-        """Those whose time to greet is over; they are forgotten."""
+        """Takes out the connections that have not greeted in time."""
         late = [
             (descriptor, line)
             for descriptor, (line, _, since) in self._waiting.items()

@@ -161,7 +161,8 @@ class Portal:
         return outcome(self._submit(work, what), timeout, what)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """As `run`, awaitable from any event loop. Cancellation: cancels the work."""
+        """Awaits, on any event loop, a coroutine that runs on the portal's. There is no
+        deadline. Cancellation: cancels the work."""
         return await asyncio.wrap_future(self._submit(work, what))
 
     def retire(self) -> None:
@@ -250,7 +251,7 @@ def outcome(future: concurrent.futures.Future[T], timeout: float, what: str) -> 
 
 
 async def _end_tasks() -> None:
-    """Cancels what is left, so that every caller gets an outcome."""
+    """Cancels all tasks of the loop, so that every caller gets an outcome."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()

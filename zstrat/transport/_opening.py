@@ -39,12 +39,12 @@ QUICK: Final = 3.0
 """Seconds from one handshake to the next, at most, of those that fail one after the
 other."""
 REFUSALS: Final = 8
-"""Handshakes of ours that a task ends one after the other, with pauses of two and a
-half seconds in all, until we take it that the next one will. A process that is killed
-breaks one or two."""
+"""Handshakes that a task may end one after the other, two and a half seconds in all,
+before we conclude that it does not let us in. A process that is killed breaks one or
+two."""
 DOUBTFUL_REFUSALS: Final = 16
-"""The same, of twenty seconds in all, where it may be no task that ends them, but what
-stands before a daemon that is about to start (a proxy, a published port)."""
+"""The same where no task was heard there yet, twenty seconds in all: what ends them may
+stand before a daemon that is about to start (a proxy, a published port)."""
 
 
 class Opening:
@@ -100,7 +100,8 @@ class Opening:
                 waiter.set_result(hello)
 
     def looked_up(self, nothing: str) -> None:
-        """In which words nothing answers, by what is known of the name of the task."""
+        """Notes the words for an address at which nothing answers, now that the name of
+        the task was looked up."""
         if self.trouble == self._nothing:
             self.trouble = nothing
         self._nothing = nothing
@@ -111,7 +112,8 @@ class Opening:
             self.trouble = SILENT
 
     def handshake_timed_out(self) -> None:
-        """There was no answer. A frozen process may go on."""
+        """Notes that a handshake was not answered, which decides nothing: a frozen
+        process may go on."""
         self._failed, self.trouble = 0, SILENT
 
     def handshake_failed(self, now: float, by_task: bool) -> None:
@@ -128,12 +130,13 @@ class Opening:
 
     @property
     def asks_who(self) -> bool:
-        """Whether the next failure decides, if it is known that it is a task's."""
+        """Whether it is time to find out if a task listens there: if one does, the next
+        handshake that fails decides."""
         return self._failed >= REFUSALS - 1
 
     @property
     def is_denied(self) -> bool:
-        """Whether the last that is known is that the other side does not let us in."""
+        """Whether the other side does not let us in, by all that is known so far."""
         denied = isinstance(self._refusal, PermissionDeniedError)
         return denied or self.trouble == HANDSHAKE_FAILED
 
@@ -152,8 +155,8 @@ class Opening:
         )
 
     def refuse(self, error: Exception) -> None:
-        """One side does not want the other: waiting longer is of no use. Where nobody
-        waits the log is told, once until the task greets."""
+        """Ends the wait of all with the reason why one side refuses the other. If
+        nobody waits, the log says it, once until the task greets."""
         if not self._waiters and not self._is_told:
             self._is_told = True
             _LOG.warning("%s", error)
@@ -168,7 +171,8 @@ class Opening:
 
 
 def again(error: Exception) -> Exception:
-    """Another one like it: an exception that is raised twice collects tracebacks."""
+    """A copy of the error for another caller: one that is raised twice collects the
+    tracebacks of both."""
     return type(error)(*error.args)
 
 

@@ -98,8 +98,8 @@ class Pool:
         return lend(memory[:nbytes], self._give_back, memory)
 
     def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """As `np.empty`: an array that is not set to anything. A small one is numpy's
-        own.
+        """An array whose elements are undefined, as of `np.empty`. A small one does not
+        come from the pool.
 
         Raises:
             MemoryError: There is none.
@@ -172,4 +172,5 @@ class Pool:
 
 
 POOL: Final = Pool()
-"""Of the process, because memory is: links and endpoints receive into the same."""
+"""The pool of the process. Links and endpoints share it, as what one has left idle
+serves the other as well."""

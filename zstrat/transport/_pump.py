@@ -54,6 +54,8 @@ def parts_of(frames: list[zmq.Frame], at: int) -> list[bytes | memoryview]:
 
 
 class Sending(enum.Enum):
+    """What became of a message: sent, no room for it now, or the peer is not there."""
+
     DONE = enum.auto()
     BLOCKED = enum.auto()
     GONE = enum.auto()
@@ -110,7 +112,8 @@ class Pump:
         return _DONE
 
     def block(self, outlet: Outlet) -> None:
-        """The outlet's next message did not fit: it is tried again when some left."""
+        """Notes that the outlet's next message did not fit; `Outlet.flush` is called
+        when others have left."""
         self._blocked[outlet] = None
 
     def drain(self) -> None:

@@ -61,8 +61,8 @@ class Remote:
 
     @property
     def is_heard(self) -> bool:
-        """Whether it lives, as far as one can tell: its connection is whole, and it was
-        heard just now. One that is not `alive` is lost; between the two it may be."""
+        """Whether its connection is whole and it was heard just now. If not, it may
+        live all the same: only one that is not `alive` is known to be lost."""
         return self.alive and self.connection.outlet.peer.is_heard
 
     def promise(self, nbytes: int) -> None:
@@ -117,12 +117,13 @@ class Connection:
         """Bytes that had come with the last whole message; None: more than that."""
 
     def heard(self) -> None:
-        """A message has come, and is whole. Asks the system: not for each chunk."""
+        """Notes that a whole message has come. That asks the system how much came, so
+        it is not done for each chunk of a peer that is known."""
         self._whole = self.accepted.received
 
     def unfinished(self) -> int:
-        """Bytes that have come since, at least: of a message that is not whole. Asked
-        at every tick."""
+        """Bytes at least that have come of a message which is not whole yet. To be
+        asked at every tick, as it compares with what it has found before."""
         if self.has_spoken:
             self.has_spoken, self._whole = False, None
             return 0
@@ -132,8 +133,8 @@ class Connection:
         return received - self._whole
 
     def hang_up(self) -> None:
-        """Sends what may be sent, and ends the connection a little later: the peer
-        would have hung up by then, unless it is gone, or means no good."""
+        """Sends what may be sent, and ends the connection after `LINGER` seconds. An
+        honest peer has hung up by itself by then."""
         self.outlet.flush()
         loop = asyncio.get_running_loop()
         loop.call_later(LINGER, self.accepted.hang_up)

@@ -35,7 +35,8 @@ LINGER: Final = 0.2
 
 _SOCKETS: Final = 8192
 _LOCAL_BUFFER: Final = 4 * 2**20
-"""Of a unix socket: its default of 200 KB halves the throughput. TCP tunes itself."""
+"""Bytes of a unix socket's buffer, whose default of 200 KB halves the throughput. TCP
+tunes its buffers itself."""
 
 _HOUR: Final = 3600  # seconds
 
@@ -82,7 +83,10 @@ async def return_context() -> None:
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     """Waits until the closed sockets of ``context`` are gone: at most `LINGER`.
 
-    The loop goes on meanwhile, but at the end of the program.
+    The loop goes on meanwhile, except at the end of the program, when Python starts no
+    thread any more.
+
+    Cancellation: the context ends by itself all the same.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -214,7 +218,7 @@ class Sockets(Protocol):
     implementation; of a frame that has arrived `Pump` gives zmq's."""
 
     def context(self) -> Any:
-        """Of an endpoint's own."""
+        """A new context, for one endpoint alone."""
         ...
 
     async def end(self, context: Any) -> None:
@@ -226,7 +230,7 @@ class Sockets(Protocol):
         ...
 
     async def give_back(self) -> None:
-        """A link needs it no more."""
+        """Says that a link needs the shared context no more."""
         ...
 
     def socket(
@@ -254,7 +258,7 @@ class Sockets(Protocol):
 
 
 class ZeroMQSockets:
-    """Those of libzmq."""
+    """The sockets of libzmq, as they are used outside of simulations."""
 
     context = staticmethod(new_context)
     end = staticmethod(end_context)

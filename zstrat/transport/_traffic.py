@@ -7,7 +7,7 @@ from typing import Final, final
 
 @final
 class LaneTraffic:
-    """Of one lane. Whoever moves bytes adds to it, on the loop."""
+    """The bytes of one lane. Whoever moves bytes adds to them, on the loop."""
 
     __slots__ = ("got", "sent")
 
@@ -29,7 +29,7 @@ def lanes() -> dict[str, dict[str, int]]:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """All that came in, and all that went out."""
+    """Bytes that came in, and bytes that went out, by all lanes together."""
     return (
         sum([lane.got for lane in _LANES.values()]),
         sum([lane.sent for lane in _LANES.values()]),

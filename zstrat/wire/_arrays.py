@@ -168,7 +168,8 @@ def check_specs(announced: Any) -> list[ArraySpec]:
 
 
 _REMEMBERED: Final = 4096
-"""Specs that are found again; the arrays of a model are announced at each step."""
+"""Specs that are remembered, as a model announces the same arrays at each step. When
+there are more, all are forgotten: a hostile peer can name new shapes for ever."""
 
 _seen: Final[dict[tuple[Any, ...], ArraySpec]] = {}
 _dims: Final = itemgetter(1)

@@ -46,7 +46,8 @@ all else, and below this a frame of its own costs more than the copy."""
 
 
 class _Packer(threading.local):
-    """One of each thread. A packer per header would cost more than the packing."""
+    """The msgpack packer of each thread: one is not safe in two threads, and making one
+    for each header would cost more than the packing."""
 
     def __init__(self) -> None:
         self.pack: Callable[[Any], bytes] = msgpack.Packer().pack
@@ -154,7 +155,7 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
             f"header: expected [kind, request, ...], got {describe(values)}"
         )
     kind, request, *fields = values
-    if type(kind) is not int:
+    if type(kind) is not int:  # not isinstance: True would pass for the kind 1
         raise _no_kind(kind)
     form = _BY_KIND[kind]
     if type(request) is not int or request < 0:
@@ -320,8 +321,8 @@ def _no_kind(kind: Any) -> ProtocolError:
 
 
 class _FormsByClass(dict[type, _Form]):
-    """Each is made when it is first used. A process uses some of the messages, and all
-    forms would be a quarter of the import of this package."""
+    """The form of each class of messages, made when it is first used: a process uses
+    only some of them, and to make all would be a quarter of this package's import."""
 
     def __missing__(self, cls: type) -> _Form:
         if cls not in _CLASSES:

@@ -15,6 +15,22 @@ misunderstand.
 
 from __future__ import annotations
 
+from ._backup_messages import BeginAnew as BeginAnew
+from ._backup_messages import CopiedPart as CopiedPart
+from ._backup_messages import CopiedSlot as CopiedSlot
+from ._backup_messages import CopiedVariable as CopiedVariable
+from ._backup_messages import CopyKept as CopyKept
+from ._backup_messages import CopyLedger as CopyLedger
+from ._backup_messages import CopyParts as CopyParts
+from ._backup_messages import CopySlots as CopySlots
+from ._backup_messages import CopyTree as CopyTree
+from ._backup_messages import CopyVariables as CopyVariables
+from ._backup_messages import CopyWhole as CopyWhole
+from ._backup_messages import KeptOptimizer as KeptOptimizer
+from ._backup_messages import LogMade as LogMade
+from ._backup_messages import LogTaken as LogTaken
+from ._backup_messages import OpenLog as OpenLog
+from ._backup_messages import RaiseWriterMark as RaiseWriterMark
 from ._group_messages import AbortCall as AbortCall
 from ._group_messages import AskCall as AskCall
 from ._group_messages import CallState as CallState
@@ -35,22 +51,6 @@ from ._link_messages import Mapped as Mapped
 from ._link_messages import Offer as Offer
 from ._link_messages import Placed as Placed
 from ._link_messages import Released as Released
-from ._log_messages import BeginAnew as BeginAnew
-from ._log_messages import CopiedPart as CopiedPart
-from ._log_messages import CopiedSlot as CopiedSlot
-from ._log_messages import CopiedVariable as CopiedVariable
-from ._log_messages import CopyKept as CopyKept
-from ._log_messages import CopyLedger as CopyLedger
-from ._log_messages import CopyParts as CopyParts
-from ._log_messages import CopySlots as CopySlots
-from ._log_messages import CopyTree as CopyTree
-from ._log_messages import CopyVariables as CopyVariables
-from ._log_messages import CopyWhole as CopyWhole
-from ._log_messages import KeptOptimizer as KeptOptimizer
-from ._log_messages import LogMade as LogMade
-from ._log_messages import LogTaken as LogTaken
-from ._log_messages import OpenLog as OpenLog
-from ._log_messages import RaiseWriterMark as RaiseWriterMark
 from ._replication_messages import AskCopies as AskCopies
 from ._replication_messages import AttachBackup as AttachBackup
 from ._replication_messages import BackupLost as BackupLost

@@ -68,8 +68,9 @@ class LeftCopy(NamedTuple):
         origin: Of the session that it belongs to.
         is_primary: It serves the store, if nobody has taken its place.
         is_whole: It has all that was acknowledged, in this view.
-        is_sure: And in all others: a primary that goes on alone; or one of two whose
-            other one was lost when the program had been lost for long.
+        is_sure: Nobody can have acknowledged what is not here, although another copy is
+            gone: this is a primary that went on alone, or it lost the other copy when
+            the program itself had been lost for so long that it could replace nobody.
         variables: How many it holds.
         partner: The incarnation of the other one of two copies, if this one follows it,
             or is followed by it; else 0.
@@ -89,7 +90,7 @@ class LeftCopy(NamedTuple):
 
 @message
 class CopiesTold:
-    """Those of one process."""
+    """The copies that one process has, in answer to `AskCopies`."""
 
     kind: ClassVar = 99
     copies: list[LeftCopy]

@@ -41,15 +41,17 @@ MAX_DEPTH: Final = 32
 """Nesting of free-form data; statistics and layouts of results stay below ten."""
 
 RECORDS: Final = 2**13
-"""Of numbers, in one list: making so many takes a loop four milliseconds, and somebody
-might send nothing else. Whoever has more of anything sends it in parts; but a step
-reads and updates no more variables than this on one server."""
+"""Most records of numbers alone in one list. To make so many holds up the loop for four
+milliseconds, and a hostile peer might send nothing else. Senders with more cut it into
+several messages; only a step cannot, so this bounds the variables that it reads or
+updates on one server."""
 
 BRANCHES: Final = 2**12
-"""The same of records with other things, and of lists and maps of plain data."""
+"""Most records that hold texts, bytes or floats as well, and most lists and maps in one
+tree of plain data: so many take about as long."""
 
 FEW: Final = 2**11
-"""The same of records with lists, maps or plain data."""
+"""Most records that hold lists, maps or plain data themselves: so many, too."""
 
 _NAMES: Final = {int: "an int", str: "a string", bytes: "bytes", bool: "a bool"} | {
     float: "a float"
@@ -240,7 +242,8 @@ def check_tree(value: Any) -> Any:
 
 
 def _check_branches(tree: Any) -> None:
-    """Level by level, as there may be many on each."""
+    """Goes through the tree level by level, and not by recursion: a hostile one may be
+    as deep as Python's stack, and may have thousands of branches on each level."""
     branches, seen = [tree], 0
     for _ in range(MAX_DEPTH):
         seen += len(branches)

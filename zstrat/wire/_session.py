@@ -35,7 +35,8 @@ class AbsentPeer:
     is_heard = False
 
     def notify(self, message: object) -> None:
-        """
+        """Refuses, as nobody would hear it.
+
         Raises:
             PeerLostError: In any case.
         """
@@ -64,7 +65,7 @@ class Owner:
         return f"{who.job}:{who.index} ({program}pid {who.pid} on {who.host})"
 
     def is_of(self, other: Hello) -> bool:
-        """Whether the process that says so holds the task itself."""
+        """Whether this HELLO is of the process that holds the task."""
         return (self.hello.host, self.hello.pid) == (other.host, other.pid)
 
     def to(self, other: Hello) -> str:
@@ -118,10 +119,10 @@ class Ownership:
         """Gives the task to a coordinator.
 
         Args:
-            since: What the time is, in seconds since 1970; messages say it.
+            since: The time now, in seconds since 1970, for messages to people.
             name, origin, is_shared, program: As in `OpenSession`.
-            several: The coordinator may have other connections to the task, and is
-                there while one of them is: who calls tells `lost` of each.
+            several: The coordinator may have several connections to the task, and is
+                lost with the last of them. The caller tells `lost` of each that ends.
 
         Returns:
             True if the session is new: what belongs to an older one is to be dropped.
@@ -129,9 +130,9 @@ class Ownership:
 
         Raises:
             BusyError: Another coordinator, which is not lost, holds the task.
-            HeldError: The same, and it is another process, which was heard just now. Of
-                one that was killed a moment ago, whose connection is broken, and of one
-                that falls silent, that is not said.
+            HeldError: The same, where the other coordinator is surely alive: another
+                process, which was heard just now. It is a plain BusyError, and may pass
+                soon, where the connection is broken or silent, as after a kill.
         """
         owner = self._owner
         if owner is not None and owner.session != session and owner.alive:
@@ -169,8 +170,14 @@ class Ownership:
         program: str = "",
     ) -> bool:
         """Gives the task to a coordinator that goes on with the session of this name,
-        whose coordinator is lost: under another number, so that what was sent for the
-        one before is refused. False, and nothing is done, if there is none."""
+        after the coordinator that opened it was lost.
+
+        The session gets another number, so that late messages of the lost coordinator
+        are refused; ``since`` is in seconds since 1970.
+
+        Returns:
+            False, and nothing has changed, if there is no such session.
+        """
         owner = self._owner
         if owner is None or owner.alive or owner.session == session:
             return False
@@ -183,9 +190,9 @@ class Ownership:
         return True
 
     def inherit(self, owner: Owner) -> None:
-        """Goes on with the session that another process of this task had open. Its
-        coordinator is on its way here, if it was alive; who knows better calls `lost`.
-        """
+        """Goes on with the session that the process before had open for this task. Its
+        coordinator counts as alive, as it will connect again; if it is known to be
+        lost, the caller says so by `lost`."""
         self._owner, self._links = owner, []
 
     def lost(self, peer: object) -> bool:

@@ -29,7 +29,8 @@ class UpdateOp(enum.IntEnum):
 
 
 class VariableEntry(NamedTuple):
-    """``key`` is unique in the session; the initial value is the array at its place."""
+    """A variable to create, under a ``key`` that is unique in the session. Its initial
+    value is the array at the same place in the message."""
 
     key: int
     name: str
@@ -118,7 +119,8 @@ class Withdraw:
 
 
 class Read(NamedTuple):
-    """``known`` is the version that the reader holds, -1 for none."""
+    """One variable of a `Pull`. ``known`` is the version of it that the reader has,
+    whose value need not be sent again; -1 for none."""
 
     key: int
     known: int
@@ -164,10 +166,13 @@ class Pulled:
 
 
 class Update(NamedTuple):
-    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS, whose
-    arrays all updates behind it in the push share that are of the same optimizer, and
-    whose ``key`` is that of any variable. ``operands`` is how many of the push's arrays
-    belong to this update."""
+    """One change of one variable. ``operands`` is how many of the push's arrays belong
+    to it.
+
+    ``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS. Such an
+    update changes nothing by itself: all updates of the same optimizer that follow in
+    the push share its arrays, and its ``key`` may be that of any variable.
+    """
 
     key: int
     op: int
@@ -241,7 +246,7 @@ class AskParts:
 
 
 class PartEntry(NamedTuple):
-    """``names`` as in `PushPart`."""
+    """A part of an eager step that was applied; ``names`` as in `PushPart`."""
 
     part: int
     names: list[str]
@@ -249,7 +254,8 @@ class PartEntry(NamedTuple):
 
 @message
 class AppliedParts:
-    """Those of one server, in order; ``more`` is where to go on, 0 if these are all."""
+    """The parts that one server has applied, in order. ``more`` is the number from
+    which to ask on, as one answer may not hold all; 0 if it does."""
 
     kind: ClassVar = 102
     parts: list[PartEntry]

@@ -29,7 +29,7 @@ class WorkerDispatcher(Protocol):
         """A worker may come: a new one, or another process in the place of one."""
         ...
 
-    async def drain_worker(
+    async def retire_worker(
         self, task: TaskSession, reason: str, patience: float
     ) -> None:
         """Gives a worker nothing any more, and waits until it has ended what it runs,
@@ -85,7 +85,7 @@ class WorkerSessions:
             return
         if self.dispatcher is not None:
             if patience is not None:
-                await self.dispatcher.drain_worker(task, reason, patience)
+                await self.dispatcher.retire_worker(task, reason, patience)
             # It is not lost: nothing that it ran is suspected of having killed it.
             task.lives_on = task.is_moved = True
             self.dispatcher.remove_worker(task, reason, for_good=patience is not None)

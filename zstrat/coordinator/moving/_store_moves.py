@@ -155,7 +155,7 @@ class StoreMoves:
             deadline = asyncio.get_running_loop().time() + patience
             await self._level(await self._watched(deadline))
 
-    async def drain(self, address: str, patience: float | None) -> None:
+    async def vacate(self, address: str, patience: float | None) -> None:
         """Has others serve all stores of a process, and lets it go.
 
         Raises:
@@ -178,7 +178,7 @@ class StoreMoves:
         deadline = None if patience is None else now + patience
         try:
             async with self._turn(deadline, f"ps {number} at {address}", patience):
-                await self._drained(number, address, patience, deadline)
+                await self._vacate(number, address, patience, deadline)
         finally:
             self._leaving.discard(address)
 
@@ -201,7 +201,7 @@ class StoreMoves:
         finally:
             self._changing.release()
 
-    async def _drained(
+    async def _vacate(
         self, number: int, address: str, patience: float | None, deadline: float | None
     ) -> None:
         connecting = asyncio.get_running_loop().time() + self._timeouts.connect

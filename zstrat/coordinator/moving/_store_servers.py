@@ -112,13 +112,13 @@ class StoreServers:
             UnavailableError: No other ps takes a store, which stays; says why.
             PSUnavailableError: A ps is lost.
         """
-        work = self._draining(address, timeout)
+        work = self._vacating(address, timeout)
         self._session.run(work, f"draining {address}", math.inf)
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
         """As `drain`, awaited. Cancellation: it stays, with the stores that it serves
         then; it goes if its session is being closed, behind the last of them."""
-        work = self._draining(address, timeout)
+        work = self._vacating(address, timeout)
         await self._session.run_async(work, f"draining {address}")
 
     def level(self) -> None:
@@ -153,11 +153,11 @@ class StoreServers:
             patience = finite_seconds(timeout)
         return self._session.cluster.moves.add(address, index, patience)
 
-    def _draining(
+    def _vacating(
         self, address: str, timeout: float | None
     ) -> Coroutine[Any, Any, None]:
         patience = None if timeout is None else finite_seconds(timeout)
-        return self._session.cluster.moves.drain(address, patience)
+        return self._session.cluster.moves.vacate(address, patience)
 
 
 def _check_reached(address: str) -> None:

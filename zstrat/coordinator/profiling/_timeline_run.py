@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
 
-from zstrat.coordinator._seen import short
+from zstrat.coordinator._run_status import short
 from zstrat.errors import ZstratError
 from zstrat.telemetry.timeline import (
     ClockLine,

@@ -42,7 +42,7 @@ from ._inventory import Inventory
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from zstrat.coordinator._rest import Cut
+    from zstrat.coordinator._session_pause import Cut
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.ps import PsClient
 

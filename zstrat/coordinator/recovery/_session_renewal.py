@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol, final
 
-from zstrat.coordinator._rest import Cut, cut_of
+from zstrat.coordinator._session_pause import Cut, cut_of
 from zstrat.coordinator.connecting import all_joined, arrive
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zstrat.coordinator._calls import Code as Code
-from zstrat.coordinator._rest import Cut as Cut
-from zstrat.coordinator._rest import cut_of as cut_of
+from zstrat.coordinator._session_pause import Cut as Cut
+from zstrat.coordinator._session_pause import cut_of as cut_of
 
 from ._coordinator import LoopCoordinator as LoopCoordinator

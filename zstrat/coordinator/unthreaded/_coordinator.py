@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._rest import Cut
+    from zstrat.coordinator._session_pause import Cut
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
     from zstrat.coordinator._waiting import Cancelling
     from zstrat.coordinator.connecting import MakeTaskLink
@@ -135,11 +135,11 @@ class LoopCoordinator:
 
     async def at_rest(self, holder: object) -> Cut:
         """Holds the session between two steps, until `go_on`."""
-        return await self.cluster.rest.begin(holder)
+        return await self.cluster.pause.begin(holder)
 
     def go_on(self, holder: object) -> None:
         """Lets the session go."""
-        self.cluster.rest.end(holder)
+        self.cluster.pause.end(holder)
 
     async def close(self) -> None:
         """Leaves all tasks."""
@@ -151,9 +151,9 @@ class LoopCoordinator:
         """As of `LoopSide`."""
         self._dispatcher.turn_soon()
 
-    def drain(self, wish: Cancelling | None = None) -> None:
+    def cancel_waiting(self, wish: Cancelling | None = None) -> None:
         """As of `LoopSide`."""
-        asyncio.get_running_loop().call_soon(self._dispatcher.drain, wish)
+        asyncio.get_running_loop().call_soon(self._dispatcher.cancel_waiting, wish)
 
     def fence(self, end: int, doubtful: list[int]) -> None:
         """As of `LoopSide`."""

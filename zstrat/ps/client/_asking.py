@@ -70,7 +70,7 @@ class AskedServers:
 
         Raises:
             PSUnavailableError: A parameter server is gone.
-            ProtocolError: An answer is none of ``want``.
+            ProtocolError: An answer is of another class than ``want``.
             Exception: The first that a server answers with.
 
         Cancellation: what was sent is carried out.
@@ -124,7 +124,8 @@ class ServerCall(Generic[T]):
             reply.add_done_callback(partial(self._replied, line, part, deadline))
 
     def take(self, take: Callable[[M], object], answer: M, part: CallPart[Any]) -> None:
-        """An answer came. The call fails if ``take`` finds that it is none."""
+        """Gives an answer to ``take``. The call fails if that finds that it does not
+        fit the question."""
         try:
             take(answer)
         except (ValueError, StopIteration) as error:
@@ -153,7 +154,7 @@ class ServerCall(Generic[T]):
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the caller
-            gave_up = self.outcome.done()
+            gave_up = self.outcome.done()  # nobody waits: it is not sent again
             later = None if gave_up else line.resubmit(part.message, deadline, reply)
             if later is None:
                 self.fail(error)
@@ -181,7 +182,7 @@ class CallPart(Generic[M]):
         self._want = want
 
     def answer(self, reply: asyncio.Future[Message]) -> M:
-        """Of the right kind.
+        """The answer, if it is of the class that was asked for.
 
         Raises:
             PSUnavailableError: The server is gone.
@@ -197,6 +198,7 @@ class CallPart(Generic[M]):
         raise self.misunderstood(ValueError(type(answer).__name__))
 
     def misunderstood(self, error: Exception) -> ProtocolError:
+        """The error for an answer that does not fit the question, as ``error`` says."""
         wrong = ProtocolError(
             f"{self._task} answered {type(self.message).__name__} with something else "
             f"than was asked for: {error}"
@@ -218,4 +220,4 @@ def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
 
 
 def nothing(answer: object = None) -> None:
-    """The result of a call whose answers say no more than that it is done."""
+    """What a call returns whose answers say no more than that it is done."""

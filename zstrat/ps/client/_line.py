@@ -239,7 +239,7 @@ class ServerLine:
             self._state = LineState.HELD
 
     def close(self, error: Exception) -> None:
-        """Nobody waits any more; the error says why."""
+        """Ends all requests that wait with the error, and refuses others."""
         self._stop_retry()
         self._state, self._loss = LineState.UNTOLD, None  # the link says what is wrong
         for each in self._take():

@@ -109,8 +109,8 @@ class OwnUpdates:
         return number, next(iter(self._open))
 
     def end(self, number: int) -> None:
-        """That update is over, however it ended: what of it is still under way is of
-        no effect once the servers know."""
+        """Notes that an update is over, however it ended. Once the servers hear that,
+        by the mark of a later update, copies of it that arrive late have no effect."""
         self._open.pop(number, None)
 
 
@@ -121,7 +121,8 @@ def exchange(
     reading: Reading,
     deadline: float | None,
 ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
-    """Sends all that both parts have to say; their outcomes."""
+    """Sends all messages of a push and of the pull behind it; returns the future of
+    each."""
     left, asked = dict(pushing.messages), list(reading.messages())
     both = _Both(
         session,
@@ -147,7 +148,8 @@ def exchange(
 
 
 class _Both:
-    """The two calls that messages of both parts, and of one, are answers for."""
+    """The two calls of one exchange, a push and a pull, over messages that carry both
+    parts or only one of them."""
 
     __slots__ = ("_deadline", "_pushing", "_session", "pulled", "pushed")
 
@@ -175,6 +177,7 @@ class _Both:
         self.send_pull(line, asked)
 
     def send(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
+        """Sends both parts to one server, in one message if that can be."""
         if self.pushed.outcome.done() or self.pulled.outcome.done():
             self.send_apart(line, push, asked)
             return

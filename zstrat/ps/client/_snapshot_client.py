@@ -214,7 +214,8 @@ class SnapshotCalls(AskedServers):
     async def _rest(
         self, ps: int, snapshot: int, answer: SnapshotPinned
     ) -> list[TensorEntry]:
-        """All tensors of a snapshot: thousands do not fit one answer."""
+        """The tensors of a snapshot, of which ``answer`` has the first; the others, as
+        thousands do not fit into one answer, are asked for by their places."""
         entries = list(answer.tensors)
         while len(entries) < answer.total:
             message = PinSnapshot(self.session, snapshot, [], [], len(entries))

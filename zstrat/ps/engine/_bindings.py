@@ -71,7 +71,7 @@ class Tree:
 
 
 class Bindings:
-    """Those of one optimizer."""
+    """The trees that were told of one optimizer, and which variables they bind."""
 
     def __init__(self, name: str, transformation: Any) -> None:
         self._name, self._transformation = name, transformation
@@ -87,7 +87,8 @@ class Bindings:
 
     @property
     def told(self) -> list[tuple[bytes, list[int]]]:
-        """What was told, in order, and which variables are bound by it."""
+        """The bytes of each tree, in the order in which they were told, with the keys
+        of the variables here that it binds."""
         keys: dict[bytes, list[int]] = {digest: [] for digest in self._trees}
         for key, digest in self._tree_of.items():
             keys[digest].append(key)
@@ -110,7 +111,9 @@ class Bindings:
         return all(key in self._bound or find(key) is None for key in tree.keys)
 
     def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
-        """Cost: as tracing the transformation three times, and more for each leaf.
+        """Traces the transformation for the variables of a tree that are here.
+
+        Cost: as tracing it three times, and more for each leaf.
 
         Raises:
             InvalidArgumentError: It is no binding, does not fit the variables, or the
@@ -137,7 +140,8 @@ class Bindings:
         return Tree(data, digest_of(data), frozenset(keys), leaves)
 
     def add(self, tree: Tree, here: Iterable[int]) -> None:
-        """Variables that are still here. Those that are bound stay as they are."""
+        """Binds the variables ``here``, of those that were there when the tree was
+        traced. Variables that are bound already stay as they are."""
         for key in here:
             leaf = tree.leaves[key]
             alike = self._alike.setdefault(leaf.digest, leaf.rule)
@@ -152,7 +156,7 @@ class Bindings:
             self._tree_of.pop(key, None)
 
     def _leaf(self, rule: LeafRule, held: HeldVariable, *, is_part: bool) -> TracedLeaf:
-        """What is asked of the rule later is found out now."""
+        """Finds out now, where tracing is allowed, what is asked of the rule later."""
         try:
             digest, _ = rule.digest, rule.row_dependence
             kinds = rule.tree.cut().operand_kinds
@@ -185,7 +189,8 @@ def digest_of(data: bytes) -> bytes:
 def _require_fit(
     rule: LeafRule, here: Sequence[HeldVariable], *, is_part: bool
 ) -> None:
-    """
+    """Refuses variables that are not what the tree says of a leaf of theirs.
+
     Raises:
         InvalidArgumentError: A leaf does not look like the variable that it is.
     """

@@ -100,7 +100,7 @@ class OptimizerEngine:
         """Loads a transformation; the first one brings jax and optax with it.
 
         Raises:
-            InvalidArgumentError: It is none.
+            InvalidArgumentError: The code gives something else.
             Exception: Whatever loading the code raises.
         """
         if optimizer <= 0:
@@ -124,7 +124,8 @@ class OptimizerEngine:
         return Registered(optimizer, name, code, digest, bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
-        """
+        """The optimizer of this id.
+
         Raises:
             NotFoundError: The optimizer does not exist.
         """

@@ -123,10 +123,10 @@ class RowProgram:
 
 @dataclass(slots=True)
 class RowKind:
-    """All updates whose rows look alike.
+    """The updates whose rows look alike, and the programs that make them.
 
-    ``_is_apart``: the slots without rows are computed without looking at any row.
-    ``most``: how many rows a call takes.
+    ``is_apart``: the slots without rows are computed without looking at any row.
+    ``most``: the largest number of rows that one call takes.
     """
 
     layout: RowLayout
@@ -136,7 +136,7 @@ class RowKind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """The programs of the calls that so many rows need, in order."""
+        """How many rows the program of each call has that so many rows need."""
         return sizes(rows, self.most)
 
 
@@ -162,7 +162,8 @@ class RowKinds:
         return self._kinds.get((layout, gradient))
 
     def kind(self, number: int, gradient: np.dtype, cell: Cell) -> RowKind:
-        """The same; slots of this layout keep their dtypes (`steady`)."""
+        """The kind of updates of variables whose slots have the layout ``number``,
+        which must be one that updates keep (`steady`); it is made if it is new."""
         key = (number, gradient)
         kind = self._kinds.get(key)
         if kind is None:
@@ -322,7 +323,7 @@ def _flat(update: Any, layout: RowLayout, size: int) -> Any:
 
 
 def _vector(rows: Shape) -> Shape:
-    """The same elements in one row."""
+    """The shape of the same elements in one row."""
     return shape((math.prod(rows.shape),), rows.dtype)
 
 
@@ -334,7 +335,8 @@ def _arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
 
 
 def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
-    """
+    """What rows look like of variables that have these slots and such gradients.
+
     Raises:
         TypeError: Rows are not moved one by one.
     """
@@ -369,7 +371,7 @@ def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
 
 
 def _rows_of(size: int, row: Shape) -> Shape:
-    """So many of these rows."""
+    """The shape of ``size`` such rows."""
     return shape((size, *row.shape), row.dtype)
 
 

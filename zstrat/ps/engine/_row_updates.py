@@ -255,7 +255,7 @@ class RowUpdates:
         slots.become(tuple(cells), number)
 
     def _calls(self, steps: Sequence[RowStep]) -> list[RowCalls]:
-        """Those of steps that were prepared."""
+        """The calls of steps that were prepared."""
         kinds = []
         for step in steps:
             layout = step.slots[self._optimizer].layout

@@ -96,7 +96,8 @@ class SlotLayouts:
         return Slots(cells, layout.about, number)
 
     def number(self, layout: SlotLayout) -> int:
-        """
+        """The number of a layout; a new one gets the next.
+
         Raises:
             BusyError: Too many shapes have been compiled for.
         """

@@ -117,10 +117,11 @@ class RowStep(NamedTuple):
     operands: tuple[np.ndarray, ...] = ()
     mixed: bool = False
     late: bool = False
-    """As of `SlotStep`."""
+    """As in `SlotStep`."""
 
     def distinct(self) -> RowStep:
-        """The same sorted, the gradients of one row summed."""
+        """This step with its rows sorted and each one once, gradients of the same row
+        summed."""
         if not self.mixed:
             return self
         indices, gradient = distinct(self.indices, self.gradient)
@@ -132,11 +133,12 @@ class Ahead:
     """What the updates of one push, up to some place in it, leave in slots."""
 
     layouts: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By optimizer and `id` of the variable's cell."""
+    """The numbers of the layouts that slots will have, by optimizer and by the `id` of
+    the variable's cell."""
     rooms: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
     """Memory for slots that will be made by rows."""
     writes: dict[int, list[Write]] = field(default_factory=dict)
-    """To a slot, by the `id` of its cell."""
+    """What is written to a slot, by the `id` of its cell."""
 
 
 def lose(
@@ -175,7 +177,8 @@ class Unbound(Slots):
 
     @staticmethod
     def of(slots: Slots) -> Unbound:
-        """The same leaves, for whoever tells anew what the optimizer keeps."""
+        """The leaves of slots, without their layout: another program goes on with them,
+        which tells anew what the optimizer keeps."""
         if isinstance(slots, Unbound):
             return slots
         filled = {
@@ -212,7 +215,8 @@ class Unbound(Slots):
         self.filled[name].append((start, stop))
 
     def require_filled(self, who: str) -> None:
-        """
+        """Refuses slots of which some rows have no value.
+
         Raises:
             InvalidArgumentError: Some rows were not loaded.
         """

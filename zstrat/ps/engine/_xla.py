@@ -219,13 +219,14 @@ class UpdatePrograms:
             self._program(step, number)
 
     def _kinds(self, steps: Sequence[SlotStep]) -> Kinds:
-        """Of updates that have slots."""
+        """What programs of these updates are told apart by; their slots are made."""
         mine = self._optimizer
         return tuple([(step.slots[mine].layout, step.gradient.dtype) for step in steps])
 
     def _are_joint(self, steps: Sequence[SlotStep], kinds: Kinds) -> bool:
-        """Whether they are one program's. Slots that change their layout are not: they
-        do so in their first update, and none of the same follows."""
+        """Whether one program makes all these updates. It does not where slots change
+        their layout: that happens in their first update alone, so the program would be
+        compiled for one use."""
         steady = all(self._after.get(kind) == kind[0] for kind in kinds)
         late = any(step.late for step in steps)
         return steady and not late and self._joint.takes(steps, kinds)
@@ -342,7 +343,7 @@ Kinds = tuple[tuple[int, "np.dtype"], ...]
 
 @dataclass(slots=True)
 class JointPrograms:
-    """Those of one optimizer, by what they update."""
+    """The joint programs of one optimizer, by what they update."""
 
     optimizer: int
     layouts: SlotLayouts

@@ -96,7 +96,7 @@ class Inherited:
 
 @final
 class Handover:
-    """That of one parameter server.
+    """Hands over what one parameter server holds.
 
     Args:
         folder: Its state folder, which others may not write to.
@@ -118,8 +118,11 @@ class Handover:
         self._make_thread = make_thread
 
     async def leave(self, left: Inherited, patience: float) -> bool:
-        """Leaves what is here for the next process, if that can be done in ``patience``
-        seconds; the log says why not.
+        """Leaves what is here for the next process.
+
+        Returns:
+            False if it could not be written within ``patience`` seconds; the log says
+            why.
 
         Cancellation: there is no state.
         """
@@ -157,6 +160,7 @@ class Handover:
         names = [str(number) for number in range(len(stores.tensors))]
         snapshot = ServerSnapshot(stores.tensors)
         try:
+            # If this fails half-way, no older state may be taken for it.
             await disk.run(self._files.remove)
             writing = SnapshotWrite(snapshot, disk, _no_turn)
             written = await writing.run(path, snapshot.tensors, names)
@@ -168,9 +172,9 @@ class Handover:
     def take(
         self, load_code: Callable[[bytes], object], *, largest: int
     ) -> Inherited | None:
-        """What the process before has left, if it has. A state that cannot be used is
-        removed, and the log says why. Until `took` it is there for the next process,
-        should this one die.
+        """Loads what the process before has left; None if there is nothing. A state
+        that cannot be used is removed, and the log says why. Any other stays until
+        `took`, for the next process, should this one die before.
 
         Blocks: to be called before anybody is served.
 
@@ -195,7 +199,7 @@ class Handover:
         return None
 
     def took(self) -> None:
-        """The state is used: nobody else may.
+        """Removes the state, as it is used now and nobody may use it again.
 
         Raises:
             OSError: It cannot be removed, so nothing may be answered.
@@ -238,7 +242,7 @@ def _told(left: LeftStore, stores: StoreWriting) -> dict[str, Any]:
 
 
 def _words(left: Inherited) -> str:
-    """All stores by their roles, and how many variables they have."""
+    """The stores by their roles, with how many variables they have, for the log."""
     own = left.own
     held = 0 if own.store is None else len(own.store)
     if own.role is StoreRole.ALONE:
@@ -251,7 +255,7 @@ def _words(left: Inherited) -> str:
 
 
 def _no_turn(names: object) -> contextlib.AbstractAsyncContextManager[None]:
-    """Nobody else uses what is left."""
+    """A turn that has not to be waited for: nobody else uses what is left."""
     return contextlib.nullcontext()
 
 

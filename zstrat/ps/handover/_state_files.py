@@ -47,7 +47,7 @@ class StateReader:
         self._reader, self._digests = reader, digests
 
     def read(self, number: int) -> bytes:
-        """All of an array.
+        """The bytes of a whole array.
 
         Raises:
             NotFoundError: There is none of the number.
@@ -56,8 +56,8 @@ class StateReader:
         return b"".join(map(bytes, self.parts(number)))
 
     def parts(self, number: int) -> Iterator[memoryview]:
-        """The same, a few MiB at a time; each part is overwritten by the next one, and
-        whether they are what was written is known behind the last.
+        """The bytes of an array, a few MiB at a time. Each part is overwritten by the
+        next one, and only behind the last is it known that the array is intact.
 
         Raises: As `read`.
         """
@@ -66,7 +66,7 @@ class StateReader:
 
 @final
 class StateFiles:
-    """Those of the parameter server ``index`` in ``folder``, which is made.
+    """The state files of the parameter server ``index`` in ``folder``, which is made.
 
     Raises:
         PermissionDeniedError: Others may write there.
@@ -77,7 +77,7 @@ class StateFiles:
         self.folder = folder.absolute()
         self._name = f"ps-{index}"
         self.path = str(self.folder / f"{self._name}.json")
-        """Of the small one."""
+        """Where the small file is."""
         try:
             os.makedirs(self.folder, 0o700, exist_ok=True)
             found = os.stat(self.folder)
@@ -93,15 +93,18 @@ class StateFiles:
             )
 
     def new_path(self) -> str:
-        """For arrays that are to be written."""
+        """A path for a new file of arrays, which no other file has."""
         mark = secrets.token_hex(4)
         return str(self.folder / f"{self._name}.{mark}.safetensors")
 
     def commit(self, arrays: str, digests: Sequence[str], facts: object) -> None:
-        """The state is there from now on.
+        """Writes the small file, from which on the state is there.
 
         Args:
-            arrays: Their file, which is whole; they are called "0", "1" and so on.
+            arrays: The path of the other file, which is whole. Its arrays are called
+                "0", "1" and so on.
+            digests: Of the arrays, in this order.
+            facts: What is to be said besides, as JSON.
 
         Raises:
             ResourceExhaustedError: The disk is full.
@@ -114,13 +117,14 @@ class StateFiles:
             "digests": list(digests),
             "facts": facts,
         }
+        # The digest is of the text itself, so that reading need not write it the same.
         text = json.dumps(said)
         whole = json.dumps({"digest": digest_of([text.encode()]), "state": text})
         replace_file(self.path, whole.encode(), mark=secrets.token_hex(4))
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StateReader | None]:
-        """What is there to be read; None if there is no state.
+        """Opens the state for the body to read; None if there is none.
 
         Raises:
             DataLossError: It is damaged, or of another version.
@@ -138,18 +142,19 @@ class StateFiles:
             yield StateReader(said["facts"], reader, said["digests"])
 
     def remove(self) -> None:
-        """There is no state any more; no error if there was none.
+        """Removes the state. No error if there is none.
 
         Raises:
             OSError: It cannot be removed.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
+        # Now, and not when the system likes: a power cut must not bring it back.
         sync_folder(str(self.folder))
         self._sweep()
 
     def _sweep(self) -> None:
-        """Removes what the small file does not name, of which there is none."""
+        """Removes files of arrays that no state names, as there is no state now."""
         endings = r"(\.[0-9a-f]{8}\.safetensors|\.json\.[0-9a-f]+\.tmp)"
         ours = re.compile(re.escape(self._name) + endings)
         for name in os.listdir(self.folder):

@@ -34,7 +34,7 @@ Facts = dict[str, Any]
 
 
 class StoredArrays(Protocol):
-    """Those of a file, by number."""
+    """The arrays of a state file, by number."""
 
     def read(self, number: int) -> bytes: ...
     def parts(self, number: int) -> Iterator[memoryview]: ...
@@ -49,7 +49,8 @@ class StoreWriting:
         """The arrays, in order. Released by whoever has them."""
 
     def add(self, store: Store) -> Facts:
-        """The store as it is now; nothing is copied. What is to be said of it."""
+        """Adds a store as it is now, without a copy; returns the facts by which
+        `restore` finds its arrays."""
         copy, at = StoreCopy(store), len(self.tensors)
         # Values first: they lie where the disk takes them from memory as they are.
         self.tensors += copy.tensors

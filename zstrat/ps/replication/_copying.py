@@ -133,7 +133,8 @@ def _variables(store: Store) -> Iterator[Message]:
 
 
 def optimizer_code(store: Store) -> list[Message]:
-    """What makes the optimizers, bound to nothing. Twice is as good as once."""
+    """The messages that make the optimizers, bound to nothing. A store that has them
+    already may be told them again."""
     return [
         CreateOptimizer(0, known.optimizer, known.name, known.code)
         for known in store.engine

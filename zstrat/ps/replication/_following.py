@@ -120,6 +120,7 @@ class Following:
         self._made_all.set()
 
     def statistics(self) -> dict[str, str | int | bool]:
+        """How far the copy is: ``changes`` were received, ``behind`` of them wait."""
         return {
             "whole": self.is_whole,
             "primary": "" if self._primary is None else self._primary.name,
@@ -154,7 +155,8 @@ class Following:
         )
 
     def require(self, session: int, view: int) -> None:
-        """
+        """Refuses what is said of an older view, or of another session.
+
         Raises:
             StaleSessionError: The view, or the session, is over.
         """
@@ -188,7 +190,8 @@ class Following:
         return LogTaken(self._received)
 
     async def _succeeded(self, promotion: asyncio.Future[None]) -> Message:
-        """For the primary, when it is known what becomes of it. Always raises."""
+        """Answers a primary that asks while this copy takes its place, when it is known
+        whether it does. Always raises."""
         await asyncio.shield(promotion)
         if self.trouble:
             raise UnavailableError(f"{self._task}: {self.trouble}")
@@ -287,7 +290,8 @@ class Following:
             self._look_at_promotion()
 
     def _differ(self, change: Message, error: BaseException) -> None:
-        """From here on this copy is worth nothing."""
+        """Notes that a change cannot be made here: the copy differs from the primary's
+        store from here on, and is worth nothing."""
         what = f"{type(change).__name__} failed here: {type(error).__name__}: {error}"
         self.trouble, self.is_whole = what, False
         _LOG.error("%s: the copy differs from its primary: %s", self._task, what)
@@ -316,8 +320,11 @@ class Following:
         self.session = session
 
     async def finish(self, deadline: float) -> None:
-        """Makes all that was taken, behind which nothing more may come; is not whole if
-        that is not done at the deadline (loop time)."""
+        """Waits until all changes are made that were taken. Nothing more may come. If
+        that is not so at the deadline (loop time), the copy is given up.
+
+        Cancellation: they are made all the same.
+        """
         try:
             async with asyncio.timeout_at(deadline):
                 await self._made_all.wait()
@@ -325,7 +332,7 @@ class Following:
             self.close()
 
     def close(self) -> None:
-        """Nothing more is made here: it was dropped."""
+        """Makes nothing more here, as the copy was dropped."""
         self.trouble, self.is_whole = self.trouble or "it was dropped", False
         self._primary = None
         self._stop()

@@ -156,6 +156,8 @@ class Forwarding:
         )
 
     def statistics(self) -> dict[str, str | int]:
+        """How the backup stands: ``behind`` changes that it does not have, in
+        ``log_bytes`` of memory, and ``unacknowledged`` answers that wait for it."""
         state = "copying" if not self.is_strict else "attached"
         return {
             "backup": self.attached.address,
@@ -217,7 +219,8 @@ class Forwarding:
     # ---- the end -----------------------------------------------------------------
 
     async def settled(self) -> None:
-        """Until all that waits has left, or will not by itself.
+        """Waits until no answer waits for the backup any more, or none can leave by
+        itself, as the backup is lost.
 
         Cancellation: loses nothing.
         """
@@ -225,19 +228,20 @@ class Forwarding:
             await self._until(lambda: not self._answers and not self._slowed)
 
     def release(self) -> None:
-        """The primary goes on alone: what waits may leave."""
+        """Ends the forwarding, as the primary goes on alone: what waits may leave."""
         self._end()
         for future, message in self._take_answers():
             if not future.done():
                 future.set_result(message)
 
     def abandon(self) -> None:
-        """What waits hears nothing: its answers end with its connections."""
+        """Ends the forwarding without a word: callers of answers that wait learn from
+        their connections that these end."""
         self._end()
         self._take_answers()
 
     def refuse(self, error: ZstratError) -> None:
-        """What waits will not be acknowledged."""
+        """Ends the forwarding, and fails the answers that wait with the error."""
         self._end()
         for future, _ in self._take_answers():
             if not future.done():
@@ -352,7 +356,8 @@ class Forwarding:
                 self.spoil(str(error))
 
     async def keep(self, attached: AttachBackup) -> None:
-        """It stays the backup, in a newer view, of another program; which is told.
+        """Tells the backup that it stays the backup, in a newer view, for another
+        program.
 
         Raises:
             UnavailableError: It is lost, or is not wanted any more.
@@ -403,7 +408,8 @@ class Forwarding:
         await self._all_made()
 
     async def _rehearse(self) -> None:
-        """The backup makes what came meanwhile; where pushes are computed, a push."""
+        """Has the backup make all that came during the copy; where pushes are computed,
+        waits for one, so that the backup has compiled for it before anybody waits."""
         if self._store.engine.programs:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REHEARSAL):
@@ -435,7 +441,8 @@ class Forwarding:
         self._send()
 
     async def _cut(self) -> StoreCopy:
-        """One moment between changes; from then on they are kept."""
+        """The store at one moment between two changes. From then on changes are kept
+        for the backup."""
         while True:
             names = self._names()
             async with self._turn(names) as are_free:

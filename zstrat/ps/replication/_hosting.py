@@ -109,6 +109,7 @@ class HostedStores:
         self._is_taken_over = asyncio.Event()
 
     def statistics(self) -> list[PlainTree]:
+        """The statistics of each copy, with its store and address."""
         return [
             {
                 "store": store,
@@ -119,11 +120,11 @@ class HostedStores:
         ]
 
     async def handle(self, remote: Remote, message: HostingRequest) -> Message:
-        """What a coordinator asks of the process.
+        """Hosts or drops a copy for a coordinator, or tells it which are here.
 
         Raises:
             PermissionDeniedError: Somebody else asks, or the process has a key that no
-            other server has.
+                other server has.
             StaleSessionError: The session is not the open one, or the view is over.
             OSError, ZstratError: No address can be bound.
 
@@ -141,7 +142,7 @@ class HostedStores:
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(remote, message)
-            if message.store == self._me.index:
+            if message.store == self._me.index:  # another process serves it by now
                 self._own.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
@@ -161,8 +162,9 @@ class HostedStores:
                 yield left._replace(address=copy.hosted.address)
 
     def look(self) -> None:
-        """The session of the process, or of a copy, has changed: what belongs to one
-        that is over goes. A copy that serves goes when its own session is closed."""
+        """Drops the copies of sessions that are over. To be called when the session of
+        the process, or of a copy, has changed. A copy that serves goes only when its
+        own session is closed."""
         mine = self._own.session
         for store, copy in self._copies.items():
             at = copy.service.session
@@ -175,15 +177,22 @@ class HostedStores:
                 task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Drops all. Cancellation: what is left is closed with the process."""
+        """Drops all copies, and takes no more.
+
+        Cancellation: what is left is closed with the process.
+        """
         self._is_over = True
         async with self._changing:
             for store in list(self._copies):
                 await self._drop(store, "its process was shut down")
 
     async def leave(self, reason: str, returns: float) -> list[LeftStore] | None:
-        """Closes all, and says goodbye for so many seconds. What is left of them; None
-        if something that one had accepted was not done in time.
+        """Closes all copies, and tells their peers to come back within ``returns``
+        seconds.
+
+        Returns:
+            What is left of each; None if one did not finish in time what it had
+            accepted.
 
         Cancellation: as `close`.
         """
@@ -196,11 +205,13 @@ class HostedStores:
             return [copy.left(store) for store, copy in copies.items()]
 
     async def inherit(self, owner: Owner, copies: Sequence[LeftStore]) -> None:
-        """Keeps copies that the process before has kept, each where it was. Nobody is
-        answered before `take_over`.
+        """Hosts the copies that the process before has kept, each at its address.
+        Requests wait until `take_over`.
 
         Raises:
             OSError: The address of one is taken; none is kept.
+
+        Cancellation: some may be hosted already; `close` ends them.
         """
         self._is_taken_over.clear()
         try:
@@ -213,7 +224,7 @@ class HostedStores:
             raise
 
     def take_over(self) -> None:
-        """What was inherited is there for its coordinator."""
+        """Lets the inherited copies answer, for the coordinator that they belong to."""
         self._is_taken_over.set()
 
     # ---- private -----------------------------------------------------------------
@@ -240,7 +251,8 @@ class HostedStores:
             )
 
     def _require_role_key(self) -> None:
-        """Whoever connects to a copy expects the key of the task whose store it is."""
+        """Refuses to host where this process has a key of its own: whoever connects to
+        a copy expects the key of the task whose store it is."""
         if self._security is not None and self._security.index is not None:
             raise PermissionDeniedError(
                 f"{self._task} has a key of its own, and so cannot serve the store of "
@@ -253,10 +265,11 @@ class HostedStores:
         store, copy = message.store, self._copies.get(message.store)
         if copy is not None:
             if (copy.session, copy.view) == (message.session, message.view):
-                return copy.hosted
+                return copy.hosted  # asked again, as the answer was lost
             await self._drop(store, "an empty one takes its place")
         owner = self._own.owner
         assert owner is not None, "it has the session of the message"
+        # Another incarnation: nobody may take the empty copy for one that was here.
         me = replace(self._me, index=store, incarnation=self._draw())
         service = self._service(me, (owner, message.view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
@@ -375,7 +388,7 @@ def backup_links(
 
 
 def _beside(bind: str, store: int, incarnation: int) -> str:
-    """An address of the same interface that nobody has."""
+    """An address of the same interface that nothing is bound to."""
     if bind.startswith("ipc:"):
         return f"{bind}.{store}-{incarnation:x}"
     return f"{bind.rpartition(':')[0]}:0"

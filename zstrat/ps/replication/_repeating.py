@@ -164,11 +164,14 @@ def _remember(store: Store, change: Message) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
+    """A change that the store has planned as it plans requests."""
+
     store: Store
     plan: Plan
 
     @property
     def is_short(self) -> bool:
+        """Whether computing it takes no longer than waking a thread."""
         match self.plan:
             case PushPlan(work=work):
                 return work <= INLINE and self.plan.is_compiled
@@ -189,6 +192,8 @@ def _planned(store: Store, plan: Plan | Done) -> Computation | None:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
+    """Values and slots that the primary has loaded, which come with the change."""
+
     loading: Loading
     is_short: bool = False
 

@@ -29,7 +29,7 @@ class ServingState(enum.Enum):
     """What a process does for those who ask for the store."""
 
     SERVING = "serving"
-    """It answers."""
+    """It answers requests for the store."""
     BACKUP = "backup"
     """It takes the changes of its primary, and refuses everybody else."""
     ASIDE = "aside"
@@ -61,6 +61,7 @@ class StoreServingRole:
 
     @property
     def state(self) -> ServingState:
+        """What it does now: a process that is silent is so whatever else it was."""
         if self.silence is not None:
             return ServingState.SILENT
         if self.is_backup:
@@ -71,7 +72,7 @@ class StoreServingRole:
 
     @property
     def following(self) -> Following | None:
-        """What a backup does; None: this is none."""
+        """The part of a backup; None if this process is not one."""
         return self._standing.following
 
     @property

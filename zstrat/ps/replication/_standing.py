@@ -43,14 +43,14 @@ ReplicationRequest = AttachBackup | DetachBackup | PromoteBackup
 
 
 class Notified(Protocol):
-    """Who holds the session."""
+    """The connection of the coordinator that holds the session."""
 
     def notify(self, message: Message) -> None: ...
 
 
 @final
 class Standing:
-    """Of the service of the store ``task``. Lives on the loop.
+    """What one process is to the store ``task``. Lives on the loop.
 
     Args:
         tell: Sends a notice to the coordinator that holds the session.
@@ -168,6 +168,7 @@ class Standing:
         return forwarding.attached.incarnation
 
     def statistics(self) -> dict[str, PlainTree]:
+        """Its role for the store, the view, and how far its backup is."""
         following, forwarding = self.following, self._forwarding
         if following is not None:
             return {
@@ -183,7 +184,8 @@ class Standing:
         return values
 
     def require(self, view: int) -> None:
-        """
+        """Refuses what is said of an older view than the newest known.
+
         Raises:
             StaleSessionError: The view is over.
         """
@@ -263,6 +265,8 @@ class Standing:
         Args:
             quietly: Nobody is told anything, as another process goes on with this; and
                 a backup makes all that it has taken.
+
+        Cancellation: what waits is neither answered nor refused.
         """
         forwarding = self._forwarding
         if self.following is not None and quietly:
@@ -338,14 +342,15 @@ class Standing:
             self._keep(forwarding)
 
     def _part(self) -> Forwarding | None:
-        """There is no backup any more."""
+        """Takes the forwarding out, as there is no backup any more, for the caller to
+        end it as the case wants."""
         if self._copying is not None:
             self._copying.cancel()
         forwarding, self._forwarding, self._copying = self._forwarding, None, None
         return forwarding
 
     def _keep(self, forwarding: Forwarding) -> None:
-        """Until its link is closed."""
+        """Keeps a forwarding that has ended until its link is closed."""
         if forwarding.ending is not None:
             self._ending.add(forwarding.ending)
             forwarding.ending.add_done_callback(self._ending.discard)

@@ -77,7 +77,8 @@ class DiskThread:
             ) from None
 
     def require_absolute(self, path: str) -> None:
-        """
+        """Refuses a relative path.
+
         Raises:
             InvalidArgumentError: Where that is depends on where the server was started.
         """

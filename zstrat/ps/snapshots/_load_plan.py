@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class _Target:
-    """One array and what goes into it."""
+    """One array, and the moves that go into it."""
 
     cell: Cell
     moves: list[Move]
@@ -68,13 +68,18 @@ class _Target:
     unbound: Unbound | None = None
 
     def fill(self) -> None:
+        """Reads the sources of all moves into the array.
+
+        If that fails, an array that was filled in place is partly new; one that was
+        filled beside the value is dropped, and the value stays.
+        """
         cell = self.cell
         beside = cell.is_shared or cell.is_pinned
         if self._is_whole():
             out = cell.overwrite()
         else:
             old, out = cell.begin()
-            if out is not old:
+            if out is not old:  # the moves leave some rows as they were
                 np.copyto(out, old)
         try:
             for move in self.moves:
@@ -192,8 +197,9 @@ class Loading:
         return moves, rows
 
     def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
-        """Those that are there, or new ones in ``made``: of what comes, if nobody has
-        told yet what the optimizer keeps."""
+        """The slots that a move goes to: those of the variable, or new ones, which are
+        kept in ``made``. If nobody has told yet what the optimizer keeps, the new ones
+        have the leaves that come."""
         assert move.optimizer is not None
         number, held = move.optimizer.optimizer, move.held
         key = (held.entry.key, number)
@@ -212,7 +218,7 @@ class Loading:
     def _target(
         self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]
     ) -> _Target:
-        """Where they go, of their dtype."""
+        """The array that these moves go to, which has their dtype."""
         first = moves[0]
         if first.optimizer is None:
             return _Target(first.held.cell, moves, rows)
@@ -226,7 +232,7 @@ class Loading:
 
 
 def _make_room(move: Move, slots: Unbound) -> None:
-    """For what comes, whatever it is: nobody knows better."""
+    """Makes room for a leaf as it comes, as nobody has told how it has to look."""
     source, cell = move.source, move.held.cell
     rows, shape = move.rows and bool(cell.shape), source.shape
     if rows:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Loads:
-    """Those of one parameter server.
+    """Carries out the requests of one parameter server to load.
 
     Args:
         turn: Holds off others from names: keys of variables, optimizers.
@@ -97,7 +97,12 @@ class Loads:
         sources: Sequence[Source],
         anew: Sequence[LoadEntry] = (),
     ) -> None:
-        """``anew``: slots to forget, which the next gradient makes anew."""
+        """Moves rows from the sources to their places, with the turn of all variables
+        and optimizers that they name.
+
+        Args:
+            anew: Slots to forget, which the next gradient makes anew.
+        """
         places: list[LoadEntry | StoreEntry] = list(entries)
         used = [*places, *anew]
         names: set[Hashable] = {entry.key for entry in used}
@@ -128,6 +133,8 @@ class Loads:
                 await _shielded(self._disk.submit(loading.compute))
                 whole = True
             finally:
+                # Also after a failure: some values are new, and whoever knows the
+                # version of before must not take them for that.
                 loading.commit()
                 if store.log is not None:
                     _tell(store.log, loading, anew, whole=whole)
@@ -135,7 +142,7 @@ class Loads:
     def _open(
         self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
     ) -> list[Source]:
-        """On the thread of the disk."""
+        """Opens the files, and finds the tensors in them; on the thread of the disk."""
         sources: list[Source] = []
         for entry in entries:
             path = entry.path
@@ -169,7 +176,8 @@ class Loads:
 def _tell(
     log: ChangeLog, loading: Loading, anew: Sequence[LoadEntry], *, whole: bool
 ) -> None:
-    """What was loaded, as values: files may be seen by this server alone."""
+    """Tells the second copy what was loaded, as values: files may be seen by this
+    server alone."""
     if not whole:
         log.spoil("a load failed half way")
         return

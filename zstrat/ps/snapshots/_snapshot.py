@@ -45,12 +45,13 @@ class TensorPart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ServerSnapshot:
-    """``is_released``: whoever still works with it has to stop."""
+    """The tensors of one snapshot. ``is_released``: whoever reads it has to stop."""
 
     tensors: Sequence[SnapshotTensor]
     is_released: bool = False
 
     def release(self) -> None:
+        """Lets go of all pins: old values that only they kept are freed."""
         self.is_released = True
         for tensor in self.tensors:
             tensor.pin.release()
@@ -105,7 +106,8 @@ class Snapshots:
         return snapshot
 
     def get(self, number: int) -> ServerSnapshot:
-        """
+        """The snapshot of this number.
+
         Raises:
             NotFoundError: It was released, or its coordinator was lost meanwhile.
         """
@@ -118,7 +120,8 @@ class Snapshots:
         return snapshot
 
     def tensor(self, number: int, place: int) -> SnapshotTensor:
-        """
+        """The tensor at this place of a snapshot.
+
         Raises:
             NotFoundError: There is no such snapshot, or it has no such tensor.
         """
@@ -142,8 +145,8 @@ class Snapshots:
 
 
 def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
-    """All bytes in order, at most `PIECE` at a time: large tensors in pieces of whole
-    rows, small ones together."""
+    """Cuts tensors into pieces of at most `PIECE` bytes, in order: large ones into
+    several of whole rows, small ones together in one."""
     piece: list[TensorPart] = []
     room = PIECE
     for tensor in tensors:

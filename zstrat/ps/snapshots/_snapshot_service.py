@@ -133,6 +133,7 @@ class SnapshotService:
         return await self._thread.close(deadline) and finished
 
     def statistics(self) -> dict[str, int]:
+        """How many snapshots there are, and the memory that they keep, in bytes."""
         return {
             "snapshots": len(self._snapshots),
             "undo_bytes": self._snapshots.log_bytes,

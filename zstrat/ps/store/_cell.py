@@ -75,6 +75,8 @@ class Buffer:
         return self._window is not None and self._window() is not None
 
     def lease(self) -> np.ndarray:
+        """The value, read-only and without a copy. Leases that live at the same time
+        share one window, which therefore dies with the last of them."""
         array = self.array
         if not array.size:
             return np.empty(array.shape, array.dtype)  # frombuffer wants a byte

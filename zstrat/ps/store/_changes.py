@@ -27,18 +27,19 @@ T = TypeVar("T", bound=Message)
 
 
 class ChangeLog(Protocol):
-    """Whoever keeps a second copy of a store."""
+    """Who is told of the changes of a store, to keep a second copy of it."""
 
     def append(self, change: Message) -> None:
-        """Told of each change when it is true, by a message that makes it again: on a
-        store that had all changes before it, and without being decided anew. Sessions
-        in these messages are 0."""
+        """Hears of a change when it has become true, by a message that makes it again
+        on a store that had all changes before it, without deciding anything anew. The
+        session in such a message is 0."""
 
     def spoil(self, why: str) -> None:
-        """The store has changed in a way that cannot be told."""
+        """Hears that the store has changed in a way that no message can tell."""
 
     def hold(self, message: Message) -> Message | asyncio.Future[Message]:
-        """The answer to whoever has changed the store, or will be when it may leave."""
+        """Passes on the answer to a change: at once, or by a future that has it when
+        the second copy has the change, too."""
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:
         """`hold`, for an answer that is awaited already."""
@@ -55,7 +56,7 @@ async def acknowledged(log: ChangeLog | None, answer: T) -> T:
 def tell(
     log: ChangeLog, plan: CreatePlan | InitializePlan | OptimizerPlan | BindPlan
 ) -> None:
-    """What was committed."""
+    """Tells the log of a plan that was committed."""
     match plan:
         case CreatePlan(entries=entries, arrays=arrays):
             if entries:

@@ -100,7 +100,11 @@ class CreatePlan:
     cells: list[Cell] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Raises ResourceExhaustedError if there is no memory."""
+        """Copies the values into cells.
+
+        Raises:
+            ResourceExhaustedError: There is no memory.
+        """
         for entry, array in zip(self.entries, self.arrays, strict=True):
             try:
                 self.cells.append(Cell(array))
@@ -123,8 +127,12 @@ class InitializePlan:
     cells: list[Cell] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Raises InvalidArgumentError for values that are not what was announced, and
-        ResourceExhaustedError if there is no memory."""
+        """Has the shipped initializer make the values.
+
+        Raises:
+            InvalidArgumentError: A value is not what was announced.
+            ResourceExhaustedError: There is no memory.
+        """
         initialize = self.load_code(self.code) if self.entries else None
         for entry in self.entries:
             try:

@@ -51,7 +51,8 @@ class Fold:
     sum: np.ndarray | None = None
 
     def take(self, memory: memoryview, offset: int, chunk: bytes | memoryview) -> None:
-        """Adds what came to its part of the value; ``memory`` is that of the body."""
+        """Adds a chunk to its part of the value; the sum goes to ``memory``, which is
+        the body's. The chunk begins at the byte ``offset`` of the body."""
         dtype = self.source.dtype
         if not self.is_current:
             return
@@ -68,8 +69,9 @@ class Fold:
 
     @property
     def is_current(self) -> bool:
-        """Whether the variable is what it was. Asked while somebody else has its turn,
-        it may be so for the last time: what is read then is thrown away later."""
+        """Whether the variable has not changed since the fold began. It may change as
+        soon as it was asked, if another request has its turn: what is computed from
+        that is thrown away when the body is whole."""
         held = self.held
         return held.version == self.version and held.cell.host is self.source
 
@@ -120,7 +122,7 @@ def fold_of(
     if is_busy or held.version < held.no_fold_until or not _is_fast(spec.dtype):
         return None
     fold = Fold(held, ufunc, source, held.version)
-    held.fold = ref(fold)
+    held.fold = ref(fold)  # weak: it dies with the connection of its sender
     return fold
 
 

@@ -103,7 +103,8 @@ class Ledger:
         return place > 0 and step < self._over[place - 1][1]
 
     def raise_to(self, low_water: int) -> None:
-        """All steps below are over. A lower mark than before, come late, is ignored."""
+        """Notes that all steps below the mark are over, and forgets them. A mark that
+        is lower than the present one came late, and is ignored."""
         old, new = self.low_water, low_water
         if new <= old:
             return
@@ -125,14 +126,14 @@ program that holds it, or one per worker, and those that were started anew."""
 
 @final
 class Writers:
-    """Of one session on the parameter server ``task``."""
+    """The own updates of all processes in one session on the server ``task``."""
 
     def __init__(self, task: str) -> None:
         self._task = task
         self._ledgers: OrderedDict[int, Ledger] = OrderedDict()
 
     def __len__(self) -> int:
-        """Numbers that are remembered."""
+        """How many updates of all writers are remembered."""
         return sum(map(len, self._ledgers.values()))
 
     def ledger_of(self, push: Push) -> Ledger:
@@ -163,5 +164,5 @@ class Writers:
 
     @property
     def ledgers(self) -> Iterable[tuple[int, Ledger]]:
-        """All, by their writers, the latest one last."""
+        """Each writer with its ledger, the one that was used last at the end."""
         return self._ledgers.items()

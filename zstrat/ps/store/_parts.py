@@ -44,7 +44,8 @@ _ENDS: Final = {1: "st", 2: "nd", 3: "rd"}
 
 @dataclass(slots=True)
 class _Runs:
-    """Of one step. ``attempt``: the newest run that is known."""
+    """The runs of one eager step: ``attempt`` is the number of the newest one that is
+    known, ``names`` says what each part does."""
 
     attempt: int = 0
     names: dict[int, Sequence[str]] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Parts:
         return self._count
 
     def claim(self, step: int, attempt: int, ledger: Ledger) -> None:
-        """From now on no run before this one has an effect.
+        """Notes that a run begins: no run of the step before it has an effect any more.
 
         Raises:
             StaleSessionError: A later run has begun.
@@ -129,8 +130,8 @@ class Parts:
         return AppliedParts(entries, 0)
 
     def noted(self) -> Iterator[tuple[int, int, int, Sequence[str]]]:
-        """All that is remembered: step, attempt, part, names; a step without parts has
-        the part -1."""
+        """What is remembered, as (step, attempt, part, names). Each step comes first
+        with the part -1, which has no names, so that one without parts is told, too."""
         for step, runs in self._steps.items():
             yield step, runs.attempt, -1, ()
             for part, names in runs.names.items():
@@ -143,7 +144,7 @@ class Parts:
         )
 
     def _forget(self, low_water: int) -> None:
-        """What is over does not run again."""
+        """Forgets steps below the mark, as they are over and do not run again."""
         if low_water <= self._low_water:
             return
         self._low_water = low_water
@@ -152,7 +153,7 @@ class Parts:
 
 
 def require_same(step: int, before: Sequence[str], now: Sequence[str]) -> None:
-    """Two runs of a part have to do the same.
+    """Refuses a run of a part that does something else than an earlier run did.
 
     Raises:
         RetryDiffersError: Names the first updates that differ.

@@ -144,7 +144,7 @@ class Pin:
     # ---- what happens to the cell ------------------------------------------------
 
     def save(self, rows: np.ndarray) -> None:
-        """These rows ([n], inside, maybe repeated) are about to be written."""
+        """Keeps old rows ([n], inside, maybe repeated) that are about to be written."""
         # Once: it may be released on another thread meanwhile.
         base, log = self._bytes, self._log
         if base is None:
@@ -165,7 +165,8 @@ class Pin:
             self.release()
 
     def freeze(self, base: np.ndarray) -> None:
-        """The cell has left this memory, which ``base`` keeps from being written."""
+        """Takes the memory over, as the value has moved elsewhere: nobody writes to
+        ``base`` any more."""
         if self._bytes is not None:
             self._bytes = _bytes(base)
         self.is_frozen = True
@@ -189,7 +190,8 @@ class Pin:
         self._kept(0, 0)
 
     def view(self, start: int, stop: int) -> np.ndarray | None:
-        """These bytes without a copy; None if they may change, or did.
+        """The bytes ``[start, stop)`` of the pinned value without a copy; None if they
+        may change still, or have changed.
 
         Raises: As `copy`.
         """
@@ -200,7 +202,7 @@ class Pin:
         return base
 
     def forget(self, stop: int) -> None:
-        """The bytes before ``stop`` are not wanted any more."""
+        """Keeps the bytes before ``stop`` no more: rows of them are not logged."""
         if stop >= self.nbytes:
             self.release()
         elif self.width:

@@ -39,14 +39,16 @@ _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 
 @dataclass(frozen=True, slots=True)
 class ServerUpdate:
+    """One update of one variable, validated."""
+
     held: HeldVariable
     op: UpdateOp
     operands: Sequence[np.ndarray]
     checked: Checked | None = None
-    """If an optimizer makes it."""
+    """What the optimizer needs, if one makes the update."""
 
     def compute(self) -> None:
-        """A plain update; those of an optimizer go through its programs."""
+        """Makes a plain update. Updates of an optimizer go through its programs."""
         cell = self.held.cell
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
@@ -291,7 +293,7 @@ class BindPlan:
     tree: Tree | None = None
 
     def compute(self) -> None:
-        """Raises what `Bindings.trace` does."""
+        """Traces the transformation for the tree. Raises as `Bindings.trace`."""
         with self.optimizer.programs.here():
             self.tree = self.optimizer.bindings.trace(self.data, self.find)
 

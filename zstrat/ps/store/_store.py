@@ -75,7 +75,7 @@ class Counts:
 
 
 class Store:
-    """All variables that one task holds for one session.
+    """The variables that one task holds for one session, and what moves them.
 
     ``task`` names the parameter server in errors; ``largest`` bounds the bytes of rows
     that one request may ask for.
@@ -187,8 +187,8 @@ class Store:
             self.log.append(DeleteVariables(0, list(keys)))
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Drops what is there of a creation that failed elsewhere, but for what was
-        there before it."""
+        """Drops what a creation that failed elsewhere has left here. What an earlier
+        program had created under the same keys stays."""
         mine = [key for key in keys if key in self.variables and key not in self.kept]
         self._delete(mine)
         for number in optimizers:
@@ -217,8 +217,9 @@ class Store:
         self.kept_optimizers.clear()
 
     def begin_anew(self) -> None:
-        """Another program goes on with what is here, under another session's number:
-        it tells its optimizers and trees again, and its steps are new ones."""
+        """Prepares the store for another program that goes on with what is here, under
+        another session's number. Variables and slots stay. That program tells its
+        optimizers and trees again, and its steps are new ones."""
         self.kept.update(self.variables)
         self.kept_optimizers.update({each.optimizer: each.name for each in self.engine})
         for held in self.variables.values():
@@ -261,18 +262,20 @@ class Store:
         return self._duplicate(push) or self.plan_again(push)
 
     def plan_again(self, push: Push) -> PushPlan:
-        """`plan_push` of one that another store has applied, as the next one after all
-        that this one has: nobody asks whether it is a duplicate."""
+        """Plans a push that the primary has applied, in a backup that has applied all
+        that came before. It is not asked whether it is a duplicate: the primary has
+        decided that."""
         return push_plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
-        """All closures below are over: pushes of theirs are duplicates from now on."""
+        """Notes that all closures below the mark are over. From now on a push of one of
+        them counts as a duplicate, and none of them has to be remembered."""
         if self.log is not None:
             self.log.append(RaiseMark(0, low_water))
         self.ledger.raise_to(low_water)
 
     def raise_writer_mark(self, writer: int, low_water: int) -> None:
-        """All own updates below of this process are over."""
+        """Notes that all own updates of a process below the mark are over."""
         self.writers.of(writer).raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
@@ -340,7 +343,8 @@ class Store:
     # ---- steps that are over -----------------------------------------------------
 
     def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
-        """What steps below the mark, and these, push from now on has no effect."""
+        """Ends all steps below the mark and those of ``over``: what they push from now
+        on has no effect. What they have applied stays known until `end_steps`."""
         if self.log is not None:
             self.log.append(Fence(0, low_water, list(over), []))
         self.ledger.close([StepRun(0, low_water), *over])
@@ -349,7 +353,7 @@ class Store:
         """Forgets the steps below the mark.
 
         Returns:
-            Those of ``asked`` that have applied something.
+            The steps of ``asked`` that have applied something here.
         """
         applied = [step for step in asked if self.ledger.has_applied(step)]
         self.raise_mark(low_water)
@@ -360,10 +364,12 @@ class Store:
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
-        """The same code under the same id again has nothing to do.
+        """Plans to load an optimizer. `Done` if it is there, from the same code under
+        the same id.
 
         Raises:
-            AlreadyExistsError: The program before this one had another one there.
+            AlreadyExistsError: The program before has left slots of an optimizer of
+                another name under this id.
         """
         before = self.kept_optimizers.get(optimizer, name)
         if before != name:
@@ -380,11 +386,12 @@ class Store:
     def plan_binding(
         self, optimizer: int, arrays: Sequence[np.ndarray]
     ) -> BindPlan | Done:
-        """The same tree again has nothing to do.
+        """Plans to bind the variables of a tree to an optimizer. `Done` if they are
+        bound by this very tree.
 
         Raises:
             NotFoundError: The optimizer does not exist.
-            InvalidArgumentError: It is no array of bytes.
+            InvalidArgumentError: The tree is not one array of bytes.
             BusyError: The optimizer has too many trees.
         """
         known = self.engine.get(optimizer)
@@ -456,7 +463,9 @@ class Store:
         self.counts.updates += updates
 
     def _ledger_of(self, push: Push) -> Ledger:
-        """
+        """The ledger that knows whether a push was applied: the session's, or that of
+        its writer.
+
         Raises:
             InvalidArgumentError: The mark of its writer is above the step.
         """

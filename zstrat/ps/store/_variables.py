@@ -55,7 +55,7 @@ class HeldVariables(dict[int, HeldVariable]):
         return sum(held.cell.nbytes for key in keys if (held := self.get(key)))
 
     def versions(self, keys: Iterable[int]) -> list[int]:
-        """Of those that are gone: -1."""
+        """The versions of these variables; -1 for one that is gone."""
         found = map(self.get, keys)
         return [-1 if held is None else held.version for held in found]
 
@@ -77,7 +77,7 @@ class HeldVariables(dict[int, HeldVariable]):
             del self[key]
 
     def jump(self, by: int) -> None:
-        """All versions grow by so much, also those that will be given."""
+        """Raises all versions by so much, those of variables to come as well."""
         self.first_version += by
         for held in self.values():
             held.version += by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._variable_plan import Numbers as Numbers
-from ._variable_plan import Placement as Placement
-from ._variable_plan import PlacementRule as PlacementRule
+from ._variable_placement import Numbers as Numbers
+from ._variable_placement import PlacementRule as PlacementRule
+from ._variable_placement import VariablePlacement as VariablePlacement
 from ._variable_plan import draft as draft

@@ -24,7 +24,7 @@ from zstrat.cluster import (
     worker_count,
 )
 from zstrat.config import Settings, environment, settings_from
-from zstrat.coordinator import ClusterSession
+from zstrat.coordinator import ClusterSession, hold_session, join_session
 from zstrat.data import InputContext
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
@@ -89,8 +89,8 @@ def _connect(
     spec: ClusterSpec, settings: Settings, is_chief: bool, index: int
 ) -> ClusterSession:
     if is_chief:
-        return ClusterSession.hold(spec, settings)
-    return ClusterSession.join(spec, settings, index)
+        return hold_session(spec, settings)
+    return join_session(spec, settings, index)
 
 
 @final

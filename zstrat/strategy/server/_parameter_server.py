@@ -28,6 +28,7 @@ from zstrat.coordinator import (
     CoordinatedStrategy,
     StoreServers,
     Workers,
+    connect_session,
 )
 from zstrat.program import hide_frames, worker_context
 from zstrat.strategy._strategy import Closing, Strategy
@@ -35,7 +36,7 @@ from zstrat.strategy.input._unbuilt import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
 
 from ._server_variables import ServerVariables
-from ._variable_plan import PlacementRule
+from ._variable_placement import PlacementRule
 from ._worker_strategy import ParameterServerExtended, worker_strategy
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         stores_per_ps: int = 1,
         resume: str | None = None,
         settings: Settings | None = None,
-        connect: Connect = ClusterSession.connect,
+        connect: Connect = connect_session,
     ) -> None:
         self._given: Final = cluster_resolver
         """Tasks that were started for this program end with it."""

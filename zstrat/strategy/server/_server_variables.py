@@ -1,7 +1,7 @@
 """Variables on parameter servers: how they are made, read and updated through handles.
 
 `ServerVariables` is the creator of the strategy's scope and the home of all that was
-created in it. Where each goes and what key it has is decided by `_variable_plan`.
+created in it. Where each goes and what key it has is decided by `_variable_placement`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from zstrat.variables import (
     joined,
 )
 
-from ._variable_plan import Numbers, Placement, PlacementRule, draft
+from ._variable_placement import Numbers, PlacementRule, VariablePlacement
+from ._variable_plan import draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -74,7 +75,7 @@ class ServerVariables(StrategyCreator):
         bind_workers: Callable[[str], int] | None = None,
     ) -> None:
         self._session, self._servers = session, session.servers
-        self._numbers = Numbers(session.origin, Placement(ps_count, rule))
+        self._numbers = Numbers(session.origin, VariablePlacement(ps_count, rule))
         self._partitioner = partitioner
         self._bind_workers = bind_workers
         # Keys are taken in the order of placement.

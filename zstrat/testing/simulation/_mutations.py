@@ -203,7 +203,7 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator._queue.Queue.lost": _unlost
     },
     "a checkpoint does not wait for steps": {
-        "zstrat.coordinator._rest.Rest.begin": _restless
+        "zstrat.coordinator._session_pause.SessionPause.begin": _restless
     },
     "answers leave before the backup has it": {
         f"{_COPIES}._forwarding.Forwarding._may_leave": True

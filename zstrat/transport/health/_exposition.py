@@ -190,7 +190,7 @@ HISTOGRAMS: Final = (
         Unit.COUNTS,
     ),
 )
-"""Of workers and parameter servers, since their session began."""
+"""Histograms of workers and parameter servers, since their session began."""
 
 METRICS: Final[Mapping[str, Sequence[Metric]]] = {
     "ps": (*_OF_ALL, *_OF_A_PS),
@@ -198,14 +198,15 @@ METRICS: Final[Mapping[str, Sequence[Metric]]] = {
     "chief": _OF_A_PROGRAM,
     "program": _OF_A_PROGRAM,
 }
-"""By job; a program that shares the parameter servers of a chief is none of them."""
+"""The metrics of a task by its job. A program that shares the parameter servers of a
+chief has none of the cluster's jobs, and is called "program"."""
 
 _MEMBERS: Final = (
     _gauge("in_flight", "coordinator_worker_in_flight", "Closures there."),
     _counter("completed", "coordinator_worker_completed", "Closures it did."),
     _counter("losses", "coordinator_worker_losses", "How often it was lost."),
 )
-"""Of one worker, as the program sees it."""
+"""Metrics of one worker, as the program sees it."""
 
 
 def number_at(values: Mapping[str, PlainTree], path: Sequence[str]) -> float | None:

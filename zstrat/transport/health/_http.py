@@ -103,7 +103,7 @@ def parse_request(head: bytes) -> HttpRequest:
     """The request that these bytes are, up to the empty line.
 
     Raises:
-        BadRequest: They are none, or not one for us; says why.
+        BadRequest: They are no request, or none that is answered here; says why.
     """
     first, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     line = _LINE.fullmatch(first)
@@ -273,7 +273,13 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def _waited(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
-        """The block waits for the other side, which has not gone, but for so long."""
+        """Runs a block that waits for the other side, ``arrival`` seconds at most.
+        Meanwhile it is known who waits, so that whoever does longest can be dropped.
+
+        Raises:
+            ConnectionResetError: The other side has gone.
+            TimeoutError: It took too long.
+        """
         if writer.is_closing():  # to write then is a mistake, says uvloop
             raise ConnectionResetError
         self._waited_for[writer] = None

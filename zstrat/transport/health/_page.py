@@ -126,6 +126,7 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """As a policy names what may run. A browser takes it of the text in the element."""
+    """The name of a script or style in a Content-Security-Policy: the digest of the
+    text in its element."""
     digest = hashlib.sha256(text.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

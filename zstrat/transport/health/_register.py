@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 class Reporting(Protocol):
-    """Something of this process that is asked on its own loop, but for what it was
-    registered as telling from ``anywhere``."""
+    """Something of this process that can say how it is. It is asked on its own loop,
+    unless it was registered as one that may be asked from ``anywhere``."""
 
     def readiness(self) -> str:
         """Why it could not be used now; "" if it can be."""
@@ -54,10 +54,14 @@ class SharedAnswer(Generic[T]):
         self._coming: Future[T] | None = None
 
     async def ask(self, patience: float) -> T:
-        """
+        """The answer, from a call that the loop comes round to within ``patience``
+        seconds. Whoever asks meanwhile shares that call.
+
         Raises:
             TimeoutError: The loop has not come round to it in so many seconds.
             RuntimeError: The loop is closed.
+
+        Cancellation: the others who ask get their answer all the same.
         """
         if self._coming is None or self._coming.done():
             coming: Future[T] = Future()
@@ -76,7 +80,8 @@ class SharedAnswer(Generic[T]):
 
 
 class RegisterEntry:
-    """One of them, with the way to ask it. Does not keep it alive."""
+    """Something that can say how it is, with the way to ask it. Does not keep it
+    alive."""
 
     def __init__(
         self,
@@ -119,7 +124,7 @@ class RegisterEntry:
 
 
 class Register:
-    """All of this process. From any thread."""
+    """All that is registered in this process. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +139,7 @@ class Register:
             self._all = [each for each in self._all if not each.is_of(owner)]
 
     def present(self) -> list[RegisterEntry]:
-        """Those whose loop is there."""
+        """The entries whose loop is not closed and whose owner still lives."""
         with self._lock:
             self._all = [each for each in self._all if not each.is_over]
             return list(self._all)
@@ -166,7 +171,8 @@ def register(
 
 
 def unregister(owner: Reporting) -> None:
-    """It has ended. What is collected, or has its loop closed, is forgotten anyway."""
+    """Forgets an owner that has ended. Owners that are collected, or whose loop is
+    closed, are forgotten by themselves."""
     REGISTER.remove(owner)
 
 

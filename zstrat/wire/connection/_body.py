@@ -154,6 +154,8 @@ class Assembly:
 
 
 class Sink(Protocol):
+    """Works on a body while it arrives, and then answers: see the top of this file."""
+
     def take(self, memory: memoryview, offset: int, chunk: Frame) -> None:
         """The next chunk, of any size, whose place in ``memory`` begins at ``offset``.
 

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class Liveness:
-    """``sent_at`` and ``heard_at`` are written by the owner, once per message."""
+    """Whether one peer is alive, by the times of its messages and of ours.
+
+    The owner writes ``sent_at`` and ``heard_at`` with each message. All times are
+    seconds of the clock that the owner reads.
+    """
 
     __slots__ = ("_ticked_at", "_times", "broken_at", "heard_at", "sent_at")
 
@@ -56,6 +60,8 @@ class Liveness:
         return self.broken_at is None and missed < 2 * self._times.beat
 
     def is_lost(self, now: float, *, greeted: bool) -> bool:
+        """Whether the peer has been silent, or away, for longer than it may: see the
+        top of this file. Call `tick` before, which forgives what was our own sleep."""
         times = self._times
         if self.broken_at is not None:
             return now - self.broken_at > times.reconnect
@@ -76,11 +82,12 @@ class Liveness:
 Token = TypeVar("Token")
 
 SCAN: Final = 0.01
-"""Seconds between two looks at all deadlines, at the least."""
+"""Fewest seconds between two looks at all deadlines, however close these lie."""
 
 
 class Waiting(NamedTuple, Generic[Token]):
-    """``message`` is kept if the other side may ask for it `Again`."""
+    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock;
+    ``message`` is kept only if the other side may ask for it `Again`."""
 
     token: Token
     deadline: float
@@ -89,8 +96,11 @@ class Waiting(NamedTuple, Generic[Token]):
 
 
 class Requests(Generic[Token]):
-    """By number. A lower bound of all deadlines costs a request one comparison; looking
-    at all of them is dear but rare, because deadlines hardly ever pass."""
+    """The requests of one connection that have no outcome yet, by their numbers.
+
+    ``due`` is a lower bound of all deadlines, which costs each request one comparison.
+    To look at all deadlines costs more, but happens only when the bound has passed.
+    """
 
     __slots__ = ("_waiting", "due")
 
@@ -109,16 +119,17 @@ class Requests(Generic[Token]):
         kind: type[Message],
         message: Message | None = None,
     ) -> None:
+        """Notes a request of the class ``kind`` that was sent under ``number``."""
         self._waiting[number] = Waiting(token, deadline, kind, message)
         if deadline < self.due:
             self.due = deadline
 
     def take(self, number: int) -> Waiting[Token] | None:
-        """The request of that number, which waits no more."""
+        """Takes the request of that number out; None if it does not wait."""
         return self._waiting.pop(number, None)
 
     def take_late(self, now: float) -> list[Waiting[Token]]:
-        """Those whose deadline has passed, which wait no more."""
+        """Takes out the requests whose deadline has passed."""
         if now < self.due:
             return []
         late = [n for n, each in self._waiting.items() if each.deadline <= now]
@@ -128,7 +139,7 @@ class Requests(Generic[Token]):
         return taken
 
     def take_all(self) -> list[Waiting[Token]]:
-        """All of them, for none will be answered."""
+        """Takes out all requests, as none will be answered any more."""
         taken = list(self._waiting.values())
         self._waiting.clear()
         self.due = float("inf")

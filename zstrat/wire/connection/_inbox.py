@@ -136,8 +136,8 @@ class Inbox:
         return _arrived((announced.request, message, is_heavy, None))
 
     def _sink(self, announced: Announced) -> Sink | None:
-        """Of a request; whoever takes a notice, an answer or shipped bytes wants all of
-        them."""
+        """What works on the body while it arrives, if anything does. Only requests have
+        a sink: notices, answers and shipped bytes are wanted whole."""
         if self._absorb is None or announced.outside or not announced.request & 1:
             return None
         return self._absorb(announced.build(()), announced.specs)
@@ -175,19 +175,22 @@ class Inbox:
 
 
 _OBJECTS: Final = 256
-"""Bytes that a message costs beside those of its frames, about."""
+"""About how many bytes of Python objects a message costs beside those of its frames, so
+that a peer cannot fill the memory with empty messages."""
 
 _LOOKS: Final = 10
-"""Ticks, at the least, in which a peer read nothing before it is given up."""
+"""Fewest ticks without progress before a peer is given up. One tick after a long sleep
+of this process counts as a tenth of the patience at most: it was not the peer's fault.
+"""
 
 
 class Backlog:
-    """What a peer sent while it did not read what waits for it. Of one connection;
-    without a bound if ``most`` is infinite.
+    """What one peer has sent while it does not read the answers that wait for it.
 
-    A peer that asks, and does not read the answers, would fill the memory of whoever
-    answers. So above a bound of answers that wait, its messages are kept as they came,
-    up to as many bytes again; and one that reads nothing at all for long is given up.
+    A peer that asks on and never reads would fill the memory of whoever answers. So
+    when more than ``most`` bytes of answers wait, its messages are kept unread, up to
+    ``most`` bytes again, and a peer that reads nothing for ``patience`` seconds is
+    given up. ``most`` may be infinite: then there is no bound.
     """
 
     __slots__ = (
@@ -208,10 +211,10 @@ class Backlog:
         self._given, self._still, self._looked_at = 0, 0.0, now
 
     def keep(self, frames: Sequence[Frame]) -> None:
-        """Keeps a message.
+        """Keeps a message unread, behind the others.
 
         Raises:
-            ProtocolError: They are too many.
+            ProtocolError: More than ``most`` bytes would be kept.
         """
         self._nbytes += _OBJECTS + sum(map(len, frames))
         if self._nbytes > self._most:
@@ -219,7 +222,7 @@ class Backlog:
         self.messages.append(frames)
 
     def take(self) -> Sequence[Frame]:
-        """The first of them, which is kept no longer."""
+        """Takes the message out that was kept first."""
         frames = self.messages.popleft()
         self._nbytes -= _OBJECTS + sum(map(len, frames))
         return frames
@@ -228,8 +231,8 @@ class Backlog:
         self.messages.clear()
 
     def is_deaf(self, outbox: Outbox, now: float) -> bool:
-        """Whether the peer has taken nothing of what waits for it in all its time. To
-        be asked at every tick: if this process slept, the peer could not be served."""
+        """Whether the peer has read nothing for ``patience`` seconds although something
+        waits for it. To be asked at every tick, as the time is counted tick by tick."""
         since, self._looked_at = now - self._looked_at, now
         if not len(outbox) or outbox.given != self._given:
             self._given, self._still = outbox.given, 0.0

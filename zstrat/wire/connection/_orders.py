@@ -1,4 +1,4 @@
-"""What a `Peer` tells its shell to do."""
+"""What a `Peer` tells its shell to do: the shell carries these orders out in turn."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Token = TypeVar("Token")
 
 
 class OrderState(enum.Enum):
+    """How far a connection is; it only goes forward."""
+
     GREETING = enum.auto()
     OPEN = enum.auto()
     CLOSED = enum.auto()
@@ -41,15 +43,21 @@ class Requested(NamedTuple):
 
 
 class Noticed(NamedTuple):
+    """Hand the notice on; nothing is answered."""
+
     message: Message
 
 
 class Answered(NamedTuple, Generic[Token]):
+    """The request of this token has succeeded: give its caller the answer."""
+
     token: Token
     message: Message
 
 
 class Failed(NamedTuple, Generic[Token]):
+    """The request of this token has failed: raise the error to its caller."""
+
     token: Token
     error: Exception
 

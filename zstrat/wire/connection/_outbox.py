@@ -37,6 +37,8 @@ _NO_CHUNK: Final = 0, memoryview(b"")
 
 
 class _WaitingFrames(NamedTuple):
+    """A message of the ordered queue, with the body that follows it in chunks."""
+
     frames: Frames
     is_heavy: bool
     body: Iterator[tuple[int, memoryview]] | None
@@ -52,6 +54,11 @@ _waiting: Final[Callable[[Any], _WaitingFrames]] = partial(
 
 
 class Outbox:
+    """The two queues of one side of a connection: see the top of this file.
+
+    `say` and `put` fill them, and `take` gives out what may leave now.
+    """
+
     def __init__(self, limits: Limits, lane: SharedMemoryLane | None) -> None:
         self._limits, self._credit = limits, limits.window
         self._lane = lane
@@ -181,6 +188,7 @@ class Outbox:
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""
+        # No more than a window, whatever it returns: that bounds what is under way.
         self._credit = min(self._limits.window, self._credit + chunks)
 
     def take(self) -> Frames | None:

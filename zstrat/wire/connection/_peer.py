@@ -60,6 +60,7 @@ from ._body import Allocate, Frame, allocate
 from ._deadlines import Liveness, Requests
 from ._greeting import MismatchOf, described, quoted
 from ._inbox import Arrived, Backlog, Inbox
+from ._memory_offers import MemoryOffers
 from ._orders import (
     Answered,
     Closed,
@@ -73,7 +74,6 @@ from ._orders import (
     Token,
 )
 from ._outbox import Frames, Outbox
-from ._sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +130,7 @@ class Peer(Generic[Token]):
         self.outbox = Outbox(limits, lane)
         """What is to be sent; only `transmit` takes from it."""
         self._inbox = Inbox(allocate, lane, limits, initiator=initiator, absorb=absorb)
-        self._sharing = Sharing(lane, self.outbox)
+        self._memory_offers = MemoryOffers(lane, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
         self._promised: dict[int, int] = {}
@@ -171,7 +171,8 @@ class Peer(Generic[Token]):
         return bool(self.held) and self.outbox.nbytes <= self._most_unread
 
     def resume(self) -> Sequence[Order[Token]]:
-        """The next of the messages that were held back."""
+        """Takes the next message that was held back, as `received` would have. Call it
+        only if `may_resume`."""
         frames = self._backlog.take()
         try:
             announced = decode_header(frames[0], self.incoming)
@@ -190,7 +191,8 @@ class Peer(Generic[Token]):
         return ()
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
-        """Time has passed. To be called at `due` at the latest."""
+        """Looks whether the peer is lost and which requests are late, and says what is
+        due. To be called at `due` at the latest."""
         if self.state is OrderState.CLOSED:
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
@@ -204,7 +206,7 @@ class Peer(Generic[Token]):
             if life.is_quiet(now) and not self.outbox.is_urgent:
                 self.outbox.say(_BEAT)
             self._return_credit(1)
-            self._sharing.release()
+            self._memory_offers.release()
         return [
             Failed(each.token, self._too_late(each.kind))
             for each in self._requests.take_late(now)
@@ -222,7 +224,7 @@ class Peer(Generic[Token]):
 
     @property
     def is_heard(self) -> bool:
-        """Whether it greeted, and lives, by `Liveness.is_heard`."""
+        """Whether the connection is open, and the peer was heard just now."""
         return self.state is _OPEN and self._life.is_heard
 
     # ---- what this side wants -----------------------------------------------------
@@ -254,7 +256,9 @@ class Peer(Generic[Token]):
         self._sent += 1
 
     def promise(self, number: int, nbytes: int) -> None:
-        """The outcome of a request will have so many bytes: it waits already."""
+        """Counts the outcome of a request, which will have so many bytes, as one that
+        waits already: so a peer that asks for much with short messages is held back
+        before the answers take memory."""
         if number in self._serving and number not in self._promised:
             self._promised[number] = nbytes
             self.outbox.nbytes += nbytes
@@ -293,12 +297,12 @@ class Peer(Generic[Token]):
 
     def transmit(self, now: float) -> Frames | None:
         """The next message to send, or None until something changes."""
-        outbox, sharing = self.outbox, self._sharing
+        outbox, offers = self.outbox, self._memory_offers
         if self.state is _OPEN:
             if outbox.wants_lane and self.hello is not None:
-                sharing.offer(self.hello)
-            if sharing.unread:
-                sharing.release_many()
+                offers.offer(self.hello)
+            if offers.unread:
+                offers.release_many()
         frames = outbox.take()
         if frames is not None:
             self._life.sent_at = now
@@ -394,13 +398,13 @@ class Peer(Generic[Token]):
                 if wanted and self.state is _OPEN and not self.outbox.is_urgent:
                     self.outbox.say(_BEAT)
             case Released():
-                self._sharing.on_released(message)
+                self._memory_offers.on_released(message)
             case Hello():
                 return self._on_hello(message)
             case Offer():
-                self._sharing.on_offer(message, self.hello)
+                self._memory_offers.on_offer(message, self.hello)
             case Mapped():
-                self._sharing.on_mapped(message)
+                self._memory_offers.on_mapped(message)
             case Goodbye(reason=reason, returns=returns):
                 words = f"it left: {quoted(reason, 500)}"
                 returns = returns if 0 < returns <= LONGEST_RETURN else 0.0
@@ -474,7 +478,7 @@ class Peer(Generic[Token]):
         self.unread = self.outbox.nbytes
         self.outbox.drop()
         self._inbox.drop()
-        self._sharing.close()
+        self._memory_offers.close()
         failed: list[Order[Token]] = [
             Failed(each.token, PeerLostError(self.name, reason, left, returns))
             for each in self._requests.take_all()

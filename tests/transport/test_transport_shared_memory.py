@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.transport import Arena, Mapping, hello
-from zstrat.transport._shared import Blocks, Quota, SharedLane
+from zstrat.transport._shared_memory import Blocks, Quota, SharedLane
 
 PAGE = 4096
 

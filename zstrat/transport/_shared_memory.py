@@ -120,6 +120,7 @@ class Quota:
         self._left, self._lock = most, threading.Lock()
 
     def take(self, nbytes: int) -> bool:
+        """Takes so many bytes; False, and nothing is taken, if fewer are left."""
         with self._lock:
             if nbytes > self._left:
                 return False
@@ -143,7 +144,11 @@ class Arena:
     """
 
     def __init__(self, capacity: int = CAPACITY, quota: Quota = QUOTA) -> None:
-        """Raises: OSError: the kernel has no anonymous memory files, or no memory."""
+        """Makes an arena of ``capacity`` bytes.
+
+        Raises:
+            OSError: The kernel has no anonymous memory files, or no memory.
+        """
         self._quota, self._touched = quota, _PAGE
         self.descriptor = os.memfd_create(
             "zstrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -172,7 +177,8 @@ class Arena:
     def begin(
         self, raws: Sequence[np.ndarray], nbytes: int
     ) -> tuple[int, Iterator[None]] | None:
-        """The same, with an iterator that copies so much with each step."""
+        """Begins to copy a body: its offset, and an iterator that copies `_STEP` bytes
+        with each step, so that a large body does not hold up the loop."""
         start = self._reserve(nbytes)
         return None if start is None else (start, self._copy(raws, start, _STEP))
 
@@ -223,9 +229,14 @@ class Mapping:
     """The arena of a peer, as this process sees it: ``memory`` is read-only."""
 
     def __init__(self, pid: int, descriptor: int, capacity: int, word: bytes) -> None:
-        """Raises: OSError: it cannot be opened, or is not what the peer says it is."""
+        """Maps the arena behind a descriptor of the process ``pid``.
+
+        Raises:
+            OSError: It cannot be opened, or is not what the peer says that it is.
+        """
         if not _PAGE < capacity <= CAPACITY:
             raise OSError(f"an arena of {capacity} bytes: at most {CAPACITY}")
+        # O_NONBLOCK: the peer names the file, and opening a pipe would block the loop.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         file = os.open(f"/proc/{pid}/fd/{descriptor}", flags)
         try:
@@ -247,6 +258,7 @@ class Mapping:
         Raises:
             ValueError: It does not lie within the arena.
         """
+        # The first page has the word and the proof.
         if offset < _PAGE or offset % _PAGE or offset + nbytes > self.memory.size:
             raise ValueError(f"{nbytes} bytes at {offset} are outside of the arena")
         return lend(self.memory[offset : offset + nbytes], released, offset)
@@ -262,7 +274,11 @@ def _check(file: int, capacity: int) -> None:
 
 class SharedLane:
     """The arenas of one connection: ours, made when there is a use for it, and the
-    peer's. Implements `zstrat.wire.connection._lane.SharedMemoryLane`."""
+    peer's.
+
+    Implements `zstrat.wire.connection._lane.SharedMemoryLane`, where the methods are
+    explained. Arenas that cannot be had are no error: bodies go by socket then.
+    """
 
     def __init__(self, me: Hello) -> None:
         self._host = me.host

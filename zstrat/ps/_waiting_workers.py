@@ -1,8 +1,9 @@
-"""Workers that report themselves at a parameter server, for the program that has it.
+"""Workers that no program knows wait at a parameter server for one that takes them.
 
-The server is where they can reach: it passes them on to the program whose session it
-serves, and the answer back. Who finds no program there waits for one. What is decided
-about a worker, the program decides.
+A worker can reach the server, but not the program. So it reports itself to the server,
+which passes the report on to the program whose session it serves, and the answer back.
+If no program is there, the worker waits for one. Only the program decides whether it
+takes a worker.
 
 Lives on the loop. Law of the file: whoever changes the session calls `look` afterwards.
 """
@@ -32,7 +33,7 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class _WaitingReport:
-    """Who has reported what, and what ends it if nobody answers."""
+    """What a worker has reported, and the timer that ends its wait."""
 
     peer: object
     message: ReportWorker
@@ -41,8 +42,8 @@ class _WaitingReport:
 
 
 @final
-class WorkerReports:
-    """Those that wait at one parameter server, named ``task`` in errors.
+class WaitingWorkers:
+    """The workers that wait at one parameter server, named ``task`` in errors.
 
     Args:
         tell: Sends a notice to the program that has the session, if it is there.
@@ -57,13 +58,15 @@ class WorkerReports:
         self._numbers = itertools.count(new_incarnation())
 
     def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
-        """The answer of the program; DeadlineExceededError at the latest when the
-        patience of the worker is over. Who says the same again has not heard it, as its
-        connection broke: the first one is not waited for any more.
+        """The answer of the program, which the future gets; or DeadlineExceededError,
+        when the patience of the worker is over.
+
+        A peer that reports the same worker again did not hear an answer, as its
+        connection broke. The new report replaces the old one.
 
         Raises:
-            BusyError: Too many wait; or another one of this peer does, who is there for
-                one worker.
+            BusyError: `MAX_WAITING_REPORTS` workers wait, or this peer has reported
+                another worker, which is not answered yet.
         """
         for number, waiting in list(self._waiting.items()):
             if waiting.peer is not peer:
@@ -90,12 +93,13 @@ class WorkerReports:
         return answer
 
     def look(self) -> None:
-        """The program may not have heard of those that wait."""
+        """Tells the program of all workers that wait. To be called when a session is
+        opened, as its program may not have heard of them."""
         for number in self._waiting:
             self._pass_on(number)
 
     def answered(self, message: AnswerReport) -> None:
-        """The program has decided."""
+        """Passes on what the program has decided about a worker."""
         waiting = self._take(message.report)
         if waiting is None or waiting.answer.done():
             return  # its patience is over, or it is gone
@@ -105,14 +109,14 @@ class WorkerReports:
             waiting.answer.set_exception(from_wire(message.error))
 
     def lost(self, peer: object) -> None:
-        """Nobody is there to be answered."""
+        """Forgets what a peer has reported whose connection has ended."""
         gone = [n for n, waiting in self._waiting.items() if waiting.peer is peer]
         for number in gone:
             if (waiting := self._take(number)) is not None:
                 waiting.answer.cancel()
 
     def close(self, error: ZstratError) -> None:
-        """Tells all who wait that they do so in vain."""
+        """Ends all waits with the error, as nothing will be answered any more."""
         for number in list(self._waiting):
             self._fail(number, error)
 

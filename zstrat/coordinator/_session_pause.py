@@ -85,7 +85,7 @@ class Gate:
 
 
 @final
-class Rest:
+class SessionPause:
     """Holds one session at rest. It knows the dispatcher of the moment."""
 
     def __init__(self, fences: Fences) -> None:

@@ -40,7 +40,7 @@ def short(task: str) -> str:
 
 
 @final
-class SeenRun:
+class RunStatus:
     """The tasks of one session."""
 
     def __init__(self) -> None:

@@ -3,19 +3,14 @@
 import asyncio
 import threading
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from coordinator_fakes import good
 
 import zstrat.program as zs
 from zstrat.errors import PSUnavailableError, UnavailableError
 from zstrat.variables import VariableSpec
 from zstrat.wire import UpdateOp
-
-
-@zs.function
-def good():
-    return jnp.float32(1)
 
 
 @zs.function(eager=True)
@@ -203,7 +198,7 @@ def test_a_new_coordinator_is_held_too(world):
 def test_updates_of_the_program_wait_or_are_waited_for(world):
     world.coordinator()
     spec = VariableSpec(1, "v", (), "float32", 0)
-    ps, gate = world.ps[0], world.session.cluster.rest.gate
+    ps, gate = world.ps[0], world.session.cluster.pause.gate
     ps.reads = False
 
     def update():
@@ -243,7 +238,7 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
 
     asyncio.run(give_up())
     with Resting(world) as resting:
-        while not world.session.cluster.rest.gate.is_closed:
+        while not world.session.cluster.pause.gate.is_closed:
             world.until(lambda: True)
         assert not resting.held.is_set()
         world.on_loop(ps.answer_pushes)
@@ -265,7 +260,7 @@ def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
     world.until(lambda: len(ps.pushes) == 1)
     world.on_loop(ps.kill, "the line was cut")
     with Resting(world) as resting:
-        while not world.session.cluster.rest.gate.is_closed:
+        while not world.session.cluster.pause.gate.is_closed:
             world.until(lambda: True)
         world.on_loop(lambda: ps.come_back(same=True))
         world.until(lambda: len(ps.pushes) == 2)

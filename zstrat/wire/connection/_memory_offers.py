@@ -1,7 +1,7 @@
-"""The talk of two peers about memory that they share: offered, mapped, released.
+"""What two peers say about memory that they share: it is offered, mapped, and released.
 
-Nothing is offered before there was a body for it, and only once per connection. A
-connection without a lane says no to what it is offered.
+A side offers its memory when it has the first body for it, and once per connection. A
+connection without a lane answers an offer with an empty proof, which means no.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from ._outbox import Outbox
 
 
-class Sharing:
-    """Of one connection. ``unread`` are bodies of the peer that nothing reads any more:
-    where there are any, call `release_many` before a message."""
+class MemoryOffers:
+    """The offers of both sides of one connection.
+
+    ``unread`` has the bodies in the peer's memory that nothing here reads any more. If
+    it is not empty, call `release_many` before each message that is sent.
+    """
 
     __slots__ = ("_is_offered", "_lane", "_outbox", "_was_offered", "unread")
 
@@ -39,17 +42,22 @@ class Sharing:
                 self._outbox.say(offer)
 
     def release_many(self) -> None:
-        """Says which bodies were read, if there are enough for a message. What is left
-        is said with the next tick."""
+        """Tells the peer which of its bodies were read, if they are worth a message; if
+        they are not, `release` tells it at the next tick."""
         if self._lane is not None and len(self.unread) >= self._lane.most_unread:
             self.release()
 
     def release(self) -> None:
-        """Says which bodies were read."""
+        """Tells the peer which of its bodies were read, if any were."""
         if self._lane is not None and self.unread:
             self._outbox.say(Released(self._lane.take_unread()))
 
     def on_offer(self, offer: Offer, of: Hello | None) -> None:
+        """Maps the memory that the peer offers, and answers with the proof.
+
+        Raises:
+            ProtocolError: It has not greeted yet, or offers memory a second time.
+        """
         if of is None:
             raise ProtocolError("expected Hello, got Offer")
         if self._was_offered:
@@ -59,6 +67,12 @@ class Sharing:
         self._outbox.say(Mapped(proof))
 
     def on_mapped(self, mapped: Mapped) -> None:
+        """Hears whether the peer has mapped our memory.
+
+        Raises:
+            ProtocolError: We have offered none, or the proof is wrong: then the peer
+                cannot read what we would put there.
+        """
         if self._lane is None or not self._is_offered:
             raise ProtocolError("it mapped memory that it was not offered")
         if not self._lane.agreed(mapped.proof):
