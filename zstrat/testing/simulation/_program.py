@@ -9,7 +9,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any, final
 
 from zstrat.coordinator.unthreaded import LoopCoordinator
-from zstrat.errors import BusyError, DeadlineExceededError, PSUnavailableError
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PSUnavailableError,
+    UnavailableError,
+)
 
 from ._contract import Training
 from ._training_session import LIVES, TrainingSession
@@ -58,6 +63,8 @@ class TrainingProgram:
         self._is_open = False
         self._left: list[str] | None = None
         """A program has the servers; else what was left of copies, as `copies` says."""
+        self._was_hurt = False
+        """A server was killed, which may have held something."""
         self._chain: list[Training] = []
         """Those that go on with one another, of the present name."""
         self._names = 0
@@ -84,7 +91,9 @@ class TrainingProgram:
             self._session = session = TrainingSession(self, coordinator, training)
             try:
                 await session.run()
-            except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
+            except (UnavailableError, DeadlineExceededError, BusyError) as error:
+                if not (self._was_hurt or self._scenario.restores) and is_lost(error):
+                    training.broken(f"no server was lost, and there was {error!r}")
                 if "filling it again failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
                 if self._scenario.is_guarded:
@@ -140,8 +149,8 @@ class TrainingProgram:
         self._left, self._is_open = self.copies(), False
 
     def hurt(self) -> None:
-        """A server is in trouble."""
-        self._left = None
+        """A server was killed."""
+        self._left, self._was_hurt = None, True
 
     @property
     def is_changing(self) -> bool:
@@ -192,3 +201,8 @@ class TrainingProgram:
     @property
     def new_number(self) -> int:
         return self._around.draw()
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether it says that what a server held is gone."""
+    return isinstance(error, PSUnavailableError) and error.lost

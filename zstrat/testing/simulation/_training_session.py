@@ -361,7 +361,7 @@ class TrainingSession:
                 await moves.level(PS_WAIT)
             else:
                 address = present[int(draw() * len(present))]
-                await moves.drain(address, 0.3 + 5.0 * draw())
+                await moves.vacate(address, 0.3 + 5.0 * draw())
                 self._drained(address)
         except InvalidArgumentError as error:
             if "cannot be drained" not in str(error):
@@ -375,11 +375,10 @@ class TrainingSession:
         replication = self._coordinator.cluster.replication
         assert replication is not None
         for store in replication.placement.stores:
-            for copy in (store.primary, store.backup):
-                process = None if copy is None else replication.processes[copy.process]
-                if process is not None and process.address == address:
-                    if process.is_closed:
-                        self._training.broken(f"store {store.number} is in a drained ps")
+            for copy in filter(None, (store.primary, store.backup)):
+                process = replication.processes[copy.process]
+                if process.address == address and process.is_closed:
+                    self._training.broken(f"store {store.number} is in a drained ps")
         if self._program.draw() < 0.5:
             self._program.kill(address, 2.0 * self._program.draw())
 
