@@ -83,6 +83,7 @@ CAUGHT = {
     "a backup does not hear of the next program": 11,
     "two copies part when a program goes on": 131,
     "versions do not jump at a promotion": 203,
+    "a server that comes later is of another session": 111,
 }
 """A seed that catches it, by the name of the mutation."""
 

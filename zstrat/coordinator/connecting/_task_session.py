@@ -209,14 +209,24 @@ class TaskSession:
             async with asyncio.timeout_at(deadline):
                 await self._entered.wait()
         except TimeoutError:
-            raise self.refusal or DeadlineExceededError(
-                f"{self.name} at {self.address} is connected, but did not open a "
-                "session in time: a step of an earlier one may run there without end; "
-                "look at its log, and start it again"
-            ) from None
+            raise self._late() from None
         if self.opened is None:
             raise self.refusal or PeerLostError(self.name, "lost while it was opened")
         return self.opened
+
+    def _late(self) -> ZstratError:
+        """Why it is not in our session yet, which it should be by now."""
+        if isinstance(self.refusal, PeerLostError):
+            return DeadlineExceededError(
+                f"{self.name} at {self.address} was lost while it was connected "
+                f"({self.refusal.reason}), and is not back in time; look at its log, "
+                "and start it again"
+            )
+        return self.refusal or DeadlineExceededError(
+            f"{self.name} at {self.address} is connected, but did not open a "
+            "session in time: a step of an earlier one may run there without end; "
+            "look at its log, and start it again"
+        )
 
     def reopen(self, reason: str) -> None:
         """Enters again, as the task says that it is not ours."""

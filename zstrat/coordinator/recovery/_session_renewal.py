@@ -154,10 +154,10 @@ class SessionRenewal:
             await replication.left.unless_lost(replication.open(deadline))
 
     def _keep_origin(self) -> None:
-        replication = self._cluster.replication
-        processes = () if replication is None else replication.processes
-        for task in (*self._cluster.ps, *processes):
+        for task in self._cluster.ps:
             task.keep_origin(self.origin)
+        if (replication := self._cluster.replication) is not None:
+            replication.keep_origin(self.origin)
 
     # ---- another session -------------------------------------------------------------
 

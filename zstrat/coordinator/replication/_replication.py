@@ -187,6 +187,10 @@ class Replication:
         await self.create_stores(deadline)
         return None
 
+    def keep_origin(self, origin: int) -> None:
+        """What keys are counted from, for all processes, also those that come later."""
+        self._known.keep_origin(origin)
+
     async def create_stores(self, deadline: float) -> None:
         """Takes all processes, and has them make the stores that they do not have by
         themselves. Comes before `open`.

@@ -88,6 +88,13 @@ class StoreProcesses:
         session.start()
         return session
 
+    def keep_origin(self, origin: int) -> None:
+        """What all are told that keys are counted from, also those that come later:
+        copies that say different origins are taken for parts of different sessions."""
+        self._opening = replace(self._opening, origin=origin)
+        for session in self.sessions:
+            session.keep_origin(origin)
+
     def start(self) -> None:
         """Begins to greet all."""
         for session in self.sessions:

@@ -41,6 +41,7 @@ class LoopCoordinator:
         session: Its number: the incarnation in the HELLO of its links.
         ps, workers: Addresses.
         replicas: Copies of what each parameter server holds: 0 or 1.
+        stores_per_ps: Logical servers of each of them.
         draw: Draws the number of a session anew.
         name: What the session is called, to go on with what was left under that name.
     """
@@ -55,6 +56,7 @@ class LoopCoordinator:
         *,
         prefetch: int,
         replicas: int = 0,
+        stores_per_ps: int = 1,
         draw: Callable[[], int],
         name: str = "",
     ) -> None:
@@ -65,7 +67,9 @@ class LoopCoordinator:
             workers,
             times,
             make_link,
-            SessionOptions(prefetch, replicas=replicas, name=name),
+            SessionOptions(
+                prefetch, replicas=replicas, stores_per_ps=stores_per_ps, name=name
+            ),
             draw=draw,
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)

@@ -88,6 +88,10 @@ class Faults:
             copies = None  # it cannot be lost once more
         elif fault.kind in ("kill", "power") and not servers:
             concerned.pop()  # however often
+        is_of_program = self._is_of_program(fault) and fault.kind != "succeed"
+        if is_of_program and self._program.is_changing:
+            copies = []  # what moves has one copy, which is enough where none is lost
+            concerned = [name for name in self._ill_until if name != "chief0"]
         if copies is not None and all(self._is_well(name) for name in concerned):
             for name in servers:
                 self._ill_until[name] = now + fault.length
@@ -95,6 +99,12 @@ class Faults:
         elif now < latest:
             self.healed_at = max(self.healed_at, now + _LOOK + fault.length)
             self._world.at(now + _LOOK, partial(self._wait, fault, latest))
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether no server has trouble that others may not know of."""
+        servers = [name for name in self._ill_until if name.startswith("ps")]
+        return all(self._is_well(name) for name in servers)
 
     def _is_well(self, name: str) -> bool:
         until = self._ill_until.get(name)

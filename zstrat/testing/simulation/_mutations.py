@@ -132,6 +132,12 @@ def _unbegun(original: Callable[..., Any], store: Any, change: Any) -> Any:
     return None if isinstance(change, BeginAnew) else original(store, change)
 
 
+def _untold(self: Any, origin: int) -> None:
+    """Servers that are added later do not hear what keys are counted from."""
+    for session in self.sessions:
+        session.keep_origin(origin)
+
+
 def _no_pair(found: object) -> None:
     """No two copies are known to go on together."""
 
@@ -223,6 +229,11 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "two copies part when a program goes on": {
         "zstrat.coordinator.replication._succession._pair": _no_pair
+    },
+    "a server that comes later is of another session": {
+        "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (
+            _untold
+        )
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

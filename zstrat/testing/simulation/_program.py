@@ -9,7 +9,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any, final
 
 from zstrat.coordinator.unthreaded import LoopCoordinator
-from zstrat.errors import BusyError, DeadlineExceededError, PSUnavailableError
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PSUnavailableError,
+    UnavailableError,
+)
 
 from ._contract import Training
 from ._training_session import LIVES, TrainingSession
@@ -28,6 +33,8 @@ class TrainingProgram:
     """All sessions of one run.
 
     Args:
+        kill: Kills the server at an address, and starts it again so many seconds later.
+        is_calm: Whether no server has trouble that somebody may not know of yet.
         over: Called when all is done that was to be done.
         healed_at: When no fault will be left, as far as is known.
     """
@@ -40,6 +47,8 @@ class TrainingProgram:
         readers: Readers,
         addresses: tuple[Sequence[str], Sequence[str]],
         *,
+        kill: Callable[[str, float], object],
+        is_calm: Callable[[], bool],
         over: Callable[[], object],
         healed_at: Callable[[], float],
     ) -> None:
@@ -47,11 +56,15 @@ class TrainingProgram:
         self._scripts, self._readers = scripts, readers
         self._ps, self._workers = addresses
         self._over, self.healed_at = over, healed_at
+        self.kill, self.is_calm = kill, is_calm
         self.trainings: list[Training] = []
         self._coordinator: LoopCoordinator | None = None
+        self._session: TrainingSession | None = None
         self._is_open = False
         self._left: list[str] | None = None
         """A program has the servers; else what was left of copies, as `copies` says."""
+        self._was_hurt = False
+        """A server was killed, which may have held something."""
         self._chain: list[Training] = []
         """Those that go on with one another, of the present name."""
         self._names = 0
@@ -68,16 +81,19 @@ class TrainingProgram:
                 link(number),
                 prefetch=self._scenario.prefetch,
                 replicas=self._scenario.replicas,
+                stores_per_ps=self._scenario.stores_per_ps,
                 draw=self._around.draw,
                 name=self._name(),
             )
             self._coordinator = coordinator
             training = self._training()
             self._readers.training = training
-            session = TrainingSession(self, coordinator, training)
+            self._session = session = TrainingSession(self, coordinator, training)
             try:
                 await session.run()
-            except (PSUnavailableError, DeadlineExceededError, BusyError) as error:
+            except (UnavailableError, DeadlineExceededError, BusyError) as error:
+                if not (self._was_hurt or self._scenario.restores) and is_lost(error):
+                    training.broken(f"no server was lost, and there was {error!r}")
                 if "filling it again failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
                 if self._scenario.is_guarded:
@@ -106,8 +122,8 @@ class TrainingProgram:
         training = Training(
             len(self.trainings) + 1,
             self._around.world,
-            len(self._ps),
-            has_copies=bool(self._scenario.replicas),
+            len(self._ps) * self._scenario.stores_per_ps,
+            has_copies=bool(self._scenario.replicas) or self._scenario.moves,
         )
         self.trainings.append(training)
         if self._scenario.resumes:
@@ -133,12 +149,21 @@ class TrainingProgram:
         self._left, self._is_open = self.copies(), False
 
     def hurt(self) -> None:
-        """A server is in trouble."""
-        self._left = None
+        """A server was killed."""
+        self._left, self._was_hurt = None, True
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether servers come or go: the store that moves has one copy meanwhile."""
+        return (
+            self._is_open and self._session is not None and self._session.is_changing
+        )
 
     def copies(self) -> list[str] | None:
         """The processes that have copies of stores, if each store has two, and there is
         something that nobody may lose."""
+        if self.is_changing:
+            return None
         if self._chain and not any(each.has_created for each in self._chain):
             return None
         if not self._is_open:
@@ -151,11 +176,18 @@ class TrainingProgram:
         if placement.without_backup:
             return None
         copies = [(each.primary, each.backup) for each in placement.stores]
-        return [f"ps{copy.process}" for pair in copies for copy in pair if copy]
+        at = {address: f"ps{index}" for index, address in enumerate(self._ps)}
+        names = [at[process.address] for process in replication.processes]
+        return [names[copy.process] for pair in copies for copy in pair if copy]
 
     @property
     def scenario(self) -> Scenario:
         return self._scenario
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """Addresses of all that there are."""
+        return self._ps
 
     @property
     def scripts(self) -> Scripts:
@@ -169,3 +201,8 @@ class TrainingProgram:
     @property
     def new_number(self) -> int:
         return self._around.draw()
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether it says that what a server held is gone."""
+    return isinstance(error, PSUnavailableError) and error.lost

@@ -143,6 +143,8 @@ class Run:
             scripts,
             self._readers,
             (ps, workers),
+            kill=self._kill,
+            is_calm=lambda: self._faults.is_calm,
             over=self._end,
             healed_at=lambda: self._faults.healed_at,
         )
@@ -155,6 +157,11 @@ class Run:
         # A server that is told to stop leaves what it holds if what it has begun ends
         # within that time: a job that takes longer is no break of the promise.
         return min(seconds, TIMES.drain / 2)
+
+    def _kill(self, address: str, seconds: float) -> None:
+        process = self._processes[self._network.hosts[f"tcp://{address}"]]
+        process.kill()
+        self._world.at(self._world.now + seconds, process.start_again)
 
     def _end(self) -> None:
         self._is_over = True

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, final
 
 MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""
+
+
+_MOVING: Final = frozenset({6, 15, 29, 31, 33, 35, 36})
+"""Of each forty seeds those in which stores move."""
 
 
 class Fault(NamedTuple):
@@ -75,6 +79,9 @@ class Scenario:
     else takes it from them, so none may be said to be lost."""
     resumes: bool = False
     """A program that is started again goes on with what the one before has left."""
+    moves: bool = False
+    """The program drains servers, adds them again and levels, beside its steps."""
+    stores_per_ps: int = 1
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
@@ -82,9 +89,18 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     when their steps are over, lost servers, or lines that break often. In each fourth
     seed there are second copies of the servers. In each tenth servers are told to stop
     and started again, and in each twentieth they are replaced and do not know. In each
-    tenth programs are killed, and others go on with what they have left."""
-    if seed % 4 == 3:
-        return _with_copies(seed, workers, servers)
+    tenth programs are killed, and others go on with what they have left. In seven of
+    forty, of all these kinds, servers come and go."""
+    drawn = _with_copies if seed % 4 == 3 else _without_copies
+    scenario = drawn(seed, workers, servers)
+    if seed % 40 not in _MOVING:
+        return scenario
+    chance = random.Random(f"moves {seed}")
+    stores = chance.choice([1, 1, 2])
+    return replace(scenario, moves=True, stores_per_ps=stores)
+
+
+def _without_copies(seed: int, workers: int, servers: int) -> Scenario:
     chance = random.Random(f"scenario {seed}")
     theme = chance.choice(["mixed", "zombies", "losses", "lines"])
     hands_over = seed % 20 == 9

@@ -14,6 +14,8 @@ import numpy as np
 
 from zstrat.coordinator.unthreaded import Code, LoopCoordinator
 from zstrat.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
     PSUnavailableError,
     UnavailableError,
     WorkerLostError,
@@ -64,6 +66,21 @@ class SessionProgram(Protocol):
 
     @property
     def new_number(self) -> int: ...
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """Addresses of all that there are."""
+        ...
+
+    @property
+    def kill(self) -> Callable[[str, float], object]:
+        """Kills the server at an address, and starts it again so many seconds later."""
+        ...
+
+    @property
+    def is_calm(self) -> Callable[[], bool]:
+        """Whether no server has trouble that somebody may not know of yet."""
+        ...
 
     @property
     def healed_at(self) -> Callable[[], float]:
@@ -129,6 +146,7 @@ class TrainingSession:
         self._tables = _specs(300, "table", (length, 2), "float32", count)
         self._updates: set[asyncio.Task[None]] = set()
         self._beside: asyncio.Task[Any] | None = None
+        self._change: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """All of it."""
@@ -172,6 +190,8 @@ class TrainingSession:
         for place in range(self._first, self._first + self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
+            if self._scenario.moves:
+                self._change_soon(draw())
             if not self._scenario.only_steps:
                 await self._something_else(draw())
         if self._beside is not None:
@@ -311,6 +331,57 @@ class TrainingSession:
             except PSUnavailableError as error:
                 await self._told(error)
 
+    # ---- servers that come and go
+
+    @property
+    def is_changing(self) -> bool:
+        return self._change is not None and not self._change.done()
+
+    def _change_soon(self, chance: float) -> None:
+        """Now and then, one change at a time; the program may think better of it. Where
+        nothing may be lost it begins none while a server is in trouble: a store that
+        moves has one copy meanwhile, and that may be where the trouble is."""
+        if self.is_changing:
+            if chance > 0.98:
+                self._change.cancel()
+        elif chance < 0.2 and (
+            not self._scenario.is_guarded or self._program.is_calm()
+        ):
+            loop = asyncio.get_running_loop()
+            self._change = loop.create_task(self._changed(), name="change of servers")
+
+    async def _changed(self) -> None:
+        moves, draw = self._coordinator.cluster.moves, self._program.draw
+        present = list(moves.addresses.values())
+        away = [each for each in self._program.servers if each not in present]
+        try:
+            if away and draw() < 0.6:
+                await moves.add(away[int(draw() * len(away))], None, PS_WAIT)
+            elif draw() < 0.2:
+                await moves.level(PS_WAIT)
+            else:
+                address = present[int(draw() * len(present))]
+                await moves.vacate(address, 0.3 + 5.0 * draw())
+                self._drained(address)
+        except InvalidArgumentError as error:
+            if "cannot be drained" not in str(error):
+                raise
+        except (DeadlineExceededError, UnavailableError, PSUnavailableError) as error:
+            if isinstance(error, PSUnavailableError):
+                self._look_at(error)
+
+    def _drained(self, address: str) -> None:
+        """Nothing is left there that anybody could lose."""
+        replication = self._coordinator.cluster.replication
+        assert replication is not None
+        for store in replication.placement.stores:
+            for copy in filter(None, (store.primary, store.backup)):
+                process = replication.processes[copy.process]
+                if process.address == address and process.is_closed:
+                    self._training.broken(f"store {store.number} is in a drained ps")
+        if self._program.draw() < 0.5:
+            self._program.kill(address, 2.0 * self._program.draw())
+
     # ---- checkpoints
 
     async def _save(self) -> None:
@@ -366,6 +437,10 @@ class TrainingSession:
         await self._join()
         for task in list(self._updates):
             await task
+        if self._change is not None:
+            await asyncio.wait([self._change])
+            if not self._change.cancelled():
+                self._change.result()
         await self._settle()
         loop = asyncio.get_running_loop()
         now = loop.time()
