@@ -155,9 +155,7 @@ class TrainingProgram:
     @property
     def is_changing(self) -> bool:
         """Whether servers come or go: the store that moves has one copy meanwhile."""
-        return (
-            self._is_open and self._session is not None and self._session.is_changing
-        )
+        return self._is_open and self._session is not None and self._session.is_changing
 
     def copies(self) -> list[str] | None:
         """The processes that have copies of stores, if each store has two, and there is
