@@ -341,7 +341,7 @@ class TrainingSession:
         """Now and then, one change at a time; the program may think better of it. Where
         nothing may be lost it begins none while a server is in trouble: a store that
         moves has one copy meanwhile, and that may be where the trouble is."""
-        if self.is_changing:
+        if self._change is not None and not self._change.done():
             if chance > 0.98:
                 self._change.cancel()
         elif chance < 0.2 and (
