@@ -44,6 +44,8 @@ def chosen(*told, stores=1):
         (([primary()], [backup(whole=False)]), (0, True)),
         # It was alone, and had not heard of the copy that was to be its backup.
         (([primary(sure=True)], [backup(view=6, whole=False)]), (0, True)),
+        # Of a store without second copies, which was to move.
+        (([primary(view=0, sure=True)], [backup(view=2, whole=False)]), (0, True)),
         (([primary(view=5)], [primary(view=6, sure=True)]), (1, True)),  # a failover
         (([primary(view=5)], [primary(view=8)], [backup(view=8)]), (1, True)),
         (([backup(view=5)], [], [primary(view=8, sure=True)]), (2, True)),
@@ -62,7 +64,8 @@ def test_a_copy_of_the_newest_view_goes_on(told, goes_on):
         ([], [backup()]),  # the other one may have gone on alone
         ([], [backup(sure=True, whole=False)]),
         ([primary()], [backup(view=6, whole=False)]),  # of one that had replaced it
-        ([primary(view=0, sure=True)], [backup(view=6, whole=False)]),
+        # It was started again, and somebody else had it.
+        ([primary(view=0, sure=True, variables=0)], [backup(view=6, whole=False)]),
         ([primary(view=5, sure=True)], [backup(view=8)]),  # nor is an older one taken
         ([], [], [primary(store=1, sure=True)]),
         ([primary(sure=True)], [primary(1, sure=True, origin=10)]),

@@ -152,11 +152,17 @@ def _pair(found: Sequence[FoundCopy]) -> tuple[FoundCopy, FoundCopy] | None:
 def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
     """The primary that is alone. It is not of the newest view if the program was lost
     while a process had made an empty copy, and the primary had not heard of that yet.
+
+    One that has heard of no view at all has all if it has anything: what others have
+    was copied from it, and it is told a view before that. If it has nothing, it is a
+    process that was started again.
     """
     alone = [
         each
         for each in found
-        if each.copy.is_primary and each.copy.is_sure and each.copy.view
+        if each.copy.is_primary
+        and each.copy.is_sure
+        and (each.copy.view or each.copy.variables)
     ]
     return sorted(alone, key=lambda each: each.copy.view)[-1:]
 

@@ -160,7 +160,7 @@ class Faults:
             noticed = self._world.now + (TIMES.patience if silently else 0.0)
             self._ill_until[name] = max(self._ill_until.get(name, 0.0), noticed)
         elif name.startswith("ps"):
-            self._program.hurt()
+            self._program.hurt(name)
         process.kill(silently=silently)
         self._world.at(until, process.start_again)
 

@@ -63,6 +63,9 @@ class TrainingProgram:
         self._is_open = False
         self._left: list[str] | None = None
         """A program has the servers; else what was left of copies, as `copies` says."""
+        self._holders: set[str] = set()
+        """Servers that the last program had, and that were not killed since it was: where
+        there are none, nobody is left who could tell the next one of it."""
         self._was_hurt = False
         """A server was killed, which may have held something."""
         self._chain: list[Training] = []
@@ -135,7 +138,7 @@ class TrainingProgram:
         *before, _ = self._chain or [training]
         if resumed and not before:
             training.broken("it goes on with what no program has left")
-        if not resumed and any(each.has_created for each in before):
+        if not resumed and self._holders and any(each.has_created for each in before):
             training.broken("it goes on with nothing, and nobody was told of a loss")
         for each in before if resumed else ():
             training.go_on_with(each)
@@ -146,11 +149,15 @@ class TrainingProgram:
 
     def died(self) -> None:
         """The program was killed: what it knew of copies is so until a server dies."""
+        if self._is_open and self._coordinator is not None:
+            present = self._coordinator.cluster.moves.addresses.values()
+            self._holders = {f"ps{self._ps.index(address)}" for address in present}
         self._left, self._is_open = self.copies(), False
 
-    def hurt(self) -> None:
+    def hurt(self, server: str) -> None:
         """A server was killed."""
         self._left, self._was_hurt = None, True
+        self._holders.discard(server)
 
     @property
     def is_changing(self) -> bool:
