@@ -64,7 +64,7 @@ class TrainingProgram:
         self._left: list[str] | None = None
         """A program has the servers; else what was left of copies, as `copies` says."""
         self._holders: set[str] = set()
-        """Servers that the last program had, and that were not killed since it was: where
+        """Servers that the last program had, and that were not killed since it was: if
         there are none, nobody is left who could tell the next one of it."""
         self._was_hurt = False
         """A server was killed, which may have held something."""
