@@ -277,6 +277,9 @@ class Cluster:
                 self.options.stores_per_ps,
                 self.name,
             )
+            pairs = zip(self.replication.processes, self.ps, strict=False)
+            for process, server in pairs:  # further stores have no process yet
+                process.require_same_process(server)
         return self.replication
 
     # ---- how it is -------------------------------------------------------------------

@@ -284,6 +284,11 @@ class TaskSession:
         if self.line is not None:
             self.line.lose(reason, gone=self.gone, own=not self.gone)
 
+    def require_same_process(self, other: TaskSession) -> None:
+        """Another session of ours on the same task has what is ours: a process that has
+        been started since then has nothing, and is not taken for it."""
+        self._life = other._life
+
     def keep_origin(self, origin: int) -> None:
         """From now on it is opened as a session whose keys are counted from there."""
         self._request.keep_origin(origin)

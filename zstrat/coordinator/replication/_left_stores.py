@@ -112,6 +112,7 @@ class LeftStores:
         Cancellation: nothing has changed.
         """
         told, loop = self._told, asyncio.get_running_loop()
+        noticed_within = self._timeouts.patience + self._timeouts.reconnect
         until: float | None = None
         while True:
             lives = list(self._owner.lives)
@@ -123,14 +124,14 @@ class LeftStores:
             )
             told.update(zip(asked, said, strict=True))
             if lives != self._owner.lives:
-                until = loop.time() + self._timeouts.patience
+                until = loop.time() + noticed_within
                 continue
             copies = {number: each.copies for number, each in told.items()}
             try:
                 return successors(self._name, session, copies, len(self._owner.servers))
             except PSUnavailableError:
-                if until is None:  # a connection that has broken may come back so long
-                    until = loop.time() + 2 * self._timeouts.reconnect
+                if until is None:  # who lost the other one silently notices it by then
+                    until = loop.time() + noticed_within
                 if loop.time() >= until:
                     raise
             await asyncio.sleep(_ASKED_AGAIN)  # who has lost the other one hears it yet

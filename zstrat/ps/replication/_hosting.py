@@ -48,9 +48,11 @@ HostingRequest = AskCopies | HostStore | DropStore
 
 @dataclass(frozen=True, slots=True)
 class _HostedCopy:
-    """``view`` is that in which it was asked for."""
+    """``view`` is that in which it was asked for; ``origin`` that of its session, which
+    a program that goes on with it keeps, and one that begins anew does not."""
 
     session: int
+    origin: int
     view: int
     hosted: StoreHosted
     service: PsService
@@ -263,17 +265,18 @@ class HostedStores:
 
     async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
         store, copy = message.store, self._copies.get(message.store)
-        if copy is not None:
-            if (copy.session, copy.view) == (message.session, message.view):
-                return copy.hosted  # asked again, as the answer was lost
-            await self._drop(store, "an empty one takes its place")
         owner = self._own.owner
         assert owner is not None, "it has the session of the message"
+        asked = message.session, owner.origin, message.view
+        if copy is not None:
+            if (copy.session, copy.origin, copy.view) == asked:
+                return copy.hosted  # asked again, as the answer was lost
+            await self._drop(store, "an empty one takes its place")
         # Another incarnation: nobody may take the empty copy for one that was here.
         me = replace(self._me, index=store, incarnation=self._draw())
         service = self._service(me, (owner, message.view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
-        hosted = await self._serve(me, service, where, message.session, message.view)
+        hosted = await self._serve(me, service, where, owner, message.view)
         if message.serves:
             service.create_store(remote, message.view)
         _LOG.info(
@@ -287,7 +290,7 @@ class HostedStores:
         is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
         service = self._service(me, (owner, left.view, 0) if is_backup else None, left)
         later = partial(self._later, service)
-        await self._serve(me, service, where, owner.session, left.view, later)
+        await self._serve(me, service, where, owner, left.view, later)
         if not is_backup:
             service.take_over(owner)
         _LOG.info(
@@ -326,7 +329,7 @@ class HostedStores:
         me: Hello,
         service: PsService,
         where: str,
-        session: int,
+        owner: Owner,
         view: int,
         handler: Handler | None = None,
     ) -> StoreHosted:
@@ -340,7 +343,7 @@ class HostedStores:
             sockets=self._sockets,
         )
         hosted = StoreHosted(await endpoint.bind(where), me.incarnation)
-        copy = _HostedCopy(session, view, hosted, service, endpoint)
+        copy = _HostedCopy(owner.session, owner.origin, view, hosted, service, endpoint)
         self._copies[me.index] = copy
         return hosted
 
