@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from zstrat.launch import LENGTH, WORD, choose_devices, kept_for_good
+from zstrat.launch import (
+    CONTINUED,
+    LENGTH,
+    STOPPED,
+    WORD,
+    choose_devices,
+    kept_for_good,
+)
 
 from . import ps, worker
 
@@ -130,20 +137,32 @@ class _Server:
             os.close(told)
 
     def _reap(self) -> None:
+        """Tells what has become of daemons."""
         for pid, told in list(self._running.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self._running[pid]
+            while True:
+                flags = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
+                changed, status = os.waitpid(pid, flags)
+                if not changed:
+                    break
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(told, WORD.pack(os.waitstatus_to_exitcode(status)))
-                os.close(told)
+                    os.write(told, WORD.pack(_word(status)))
+                if os.WIFEXITED(status) or os.WIFSIGNALED(status):
+                    del self._running[pid]
+                    os.close(told)
+                    break
+
+
+def _word(status: int) -> int:
+    if os.WIFSTOPPED(status):
+        return STOPPED
+    if os.WIFCONTINUED(status):
+        return CONTINUED
+    return os.waitstatus_to_exitcode(status)
 
 
 def _take_place(daemon: _Daemon) -> None:
     """Makes this process what the daemon would be if it were started."""
-    # For `top` and the like: the command line is that of the fork server.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(f"zstrat-{daemon.job}")
+    _show_as(f"zstrat-{daemon.job}", *daemon.arguments)
     # Ctrl-C at the terminal is for the program; it then ends its daemons.
     os.setsid()
     os.fchdir(daemon.folder)
@@ -154,6 +173,19 @@ def _take_place(daemon: _Daemon) -> None:
     os.environ.clear()
     os.environ.update(daemon.environment)
     choose_devices({"JAX_PLATFORMS": daemon.environment.get("JAX_PLATFORMS", "")})
+
+
+def _show_as(name: str, *arguments: str) -> None:
+    """What `ps` and `top` show in place of the words that the fork server was started
+    with: so many bytes as those had (proc(5): ``arg_start`` and ``arg_end``)."""
+    words = "\0".join((name, *arguments)).encode()
+    with contextlib.suppress(OSError):  # no /proc, or nobody may write there
+        Path("/proc/self/comm").write_text(name)
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = map(int, fields[45:47])
+        with open("/proc/self/mem", "r+b", 0) as memory:
+            memory.seek(start)
+            memory.write(words[: end - start - 1].ljust(end - start, b"\0"))
 
 
 def _ties(daemon: _Daemon) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Daemons of this machine are forked from one process that has imported what they need."""
+"""Daemons of this machine are forked from a process that has imported all they need."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def test_the_next_cluster_has_the_same_one_and_other_libraries_another():
     with LocalCluster(1, 1) as cluster:
         server = server_of(cluster)
         assert server.ppid() == os.getpid()
+        worker = psutil.Process(cluster.pid("worker:0"))
+        assert worker.cmdline()[:3] == ["zstrat-worker", "--index", "0"]
+        assert worker.name() == "zstrat-worker"
     with LocalCluster(1, 0, env={"NPROC": "2", "ZSTRAT_DRAIN": "3"}) as cluster:
         assert server_of(cluster) == server
         with LocalCluster(1, 0, env={"MALLOC_ARENA_MAX": "2"}) as other:

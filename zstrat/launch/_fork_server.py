@@ -38,8 +38,10 @@ _READ_LATER: Final = ("JAX_PLATFORMS", "NPROC", "TF_CONFIG", GPUS_VARIABLE)
 LENGTH: Final = struct.Struct("!I")
 """How long an order is that follows; the descriptors come with it."""
 WORD: Final = struct.Struct("!i")
-"""What a fork server tells of a daemon: its process id, and in the end its exit code,
-or -N for signal N."""
+"""What a fork server tells of a daemon: its process id, then `STOPPED` and `CONTINUED`
+as often as that happens, and in the end its exit code, or -N for signal N."""
+STOPPED: Final = 1 << 16
+CONTINUED: Final = 1 << 17
 
 
 class DaemonProcess(Protocol):
@@ -142,7 +144,10 @@ class ForkedProcess:
     def __init__(self, server: ForkServer, heard: int, stdin: IO[bytes]) -> None:
         self.stdin: IO[bytes] | None = stdin
         self.returncode: int | None = None
-        self._server, self._heard, self._words = server, heard, b""
+        self._server, self._heard = server, heard
+        self._pid: int | None = None
+        self._is_stopped = False
+        self._rest = b""
         self._reading = threading.Lock()
         # At the end of the program a cluster that was made before still ends it.
         weakref.finalize(self, os.close, heard).atexit = False
@@ -154,13 +159,13 @@ class ForkedProcess:
         Raises:
             ProcessLookupError: It never was, as the fork server had ended.
         """
-        while len(self._words) < WORD.size and self.returncode is None:
+        while self._pid is None and self.returncode is None:
             self._hear(None)
-        if len(self._words) < WORD.size:
+        if self._pid is None:
             raise ProcessLookupError(
                 f"the fork server has ended with exit code {self.returncode}"
             )
-        return int(WORD.unpack_from(self._words)[0])
+        return self._pid
 
     def poll(self) -> int | None:
         """Its exit code, or -N for signal N; None while it runs."""
@@ -182,10 +187,14 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Sends it, if it still runs; waits until it is forked."""
+        """Sends it, if it still runs; waits until it is forked, and behind SIGSTOP and
+        SIGCONT until it has stopped or goes on."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.pid, sig)
+        if sig in (signal.SIGSTOP, signal.SIGCONT):
+            while self.poll() is None and self._is_stopped != (sig == signal.SIGSTOP):
+                self._hear(None)
 
     def _hear(self, timeout: float | None) -> bool:
         """Reads what has come within so many seconds; false if nothing has."""
@@ -196,16 +205,24 @@ class ForkedProcess:
         with self._reading:
             if self.returncode is not None or not waiting.poll(0):
                 return True  # another thread was first
-            words = os.read(self._heard, 2 * WORD.size)
-            self._words += words
-            if len(self._words) == 2 * WORD.size:
-                self.returncode = WORD.unpack_from(self._words, WORD.size)[0]
-            elif not words:
-                # The kernel kills a daemon whose fork server has ended.
-                self.returncode = (
-                    -signal.SIGKILL if self._words else self._server.wait()
-                )
+            words = os.read(self._heard, 4096)
+            if not words:  # the kernel kills a daemon whose fork server has ended
+                is_forked = self._pid is not None
+                self.returncode = -signal.SIGKILL if is_forked else self._server.wait()
+            self._rest += words
+            whole = len(self._rest) // WORD.size * WORD.size
+            for (word,) in WORD.iter_unpack(self._rest[:whole]):
+                self._told(word)
+            self._rest = self._rest[whole:]
         return True
+
+    def _told(self, word: int) -> None:
+        if self._pid is None:
+            self._pid = word
+        elif word in (STOPPED, CONTINUED):
+            self._is_stopped = word == STOPPED
+        else:
+            self.returncode = word
 
 
 _keeping: Final = threading.Lock()

@@ -189,7 +189,8 @@ class LocalCluster:
         return code
 
     def stop_task(self, task: str) -> None:
-        """Freezes ``task`` (SIGSTOP): alive for the kernel, silent for its peers."""
+        """Freezes ``task`` (SIGSTOP): alive for the kernel, silent for its peers.
+        Returns when it is."""
         self._child(task).signal(signal.SIGSTOP)
 
     def continue_task(self, task: str) -> None:
