@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from zstrat.launch import choose_devices
+
 from ._arguments import order, parser
 from ._main import MISTAKEN, leave, run
 
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         leave(MISTAKEN)
     # Optimizers run where the variables are, in this machine's memory: a ps that took
     # an accelerator would take it from the worker beside it.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    choose_devices({"JAX_PLATFORMS": "cpu"})
     # XLA's own threads. A ps computes on one thread as it is; with more, XLA cuts
     # updates of a few hundred KiB into pieces, and handing those out takes twice the
     # processor time of the arithmetic (Adagrad on 8192 rows of 16: 340 us against

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
+
+from zstrat.launch import choose_devices
 
 from ._arguments import order, parser
 from ._main import MISTAKEN, leave, run
@@ -31,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         print(f"zstrat-worker: {error}", file=sys.stderr)
         leave(MISTAKEN)
-    # jax reads these once, when it is imported: by the service, later.
-    os.environ.update(choice)
+    choose_devices(choice)
     leave(run(asked))
 
 

@@ -273,7 +273,6 @@ SMALL = {
     "zstrat.launch.fleet._beside": "a program is no task of a fleet",
     "zstrat.launch._units": "the text of systemd's units",
     "zstrat.transport._identity": "the door says who this process is",
-    "zstrat.daemons.ps": "started by name",
     "zstrat.daemons._notify": "systemd's protocol",
 }
 """Files of 60 lines or less that one file imports; in `contrib`, `compat` and

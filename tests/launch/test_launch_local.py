@@ -13,8 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import zstrat as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import ClosedError, DeadlineExceededError, UnavailableError
 from zstrat.launch import LocalCluster, observe
@@ -54,17 +56,25 @@ def wait_gone(pid, seconds=30):
         os.close(descriptor)
 
 
-def told(cluster, task, name):
-    """What the environment of a daemon said when it was started."""
-    with open(f"/proc/{cluster.pid(task)}/environ", "rb") as file:
-        words = dict(word.partition(b"=")[::2] for word in file.read().split(b"\0"))
-    return words.get(name.encode(), b"").decode()
+def found(cluster, folder):
+    """The environment of each worker, as what runs there finds it."""
+
+    def write(context):
+        place = folder / f"worker-{context.input_pipeline_id}.json"
+        place.write_text(json.dumps(dict(os.environ)))
+        return [np.float32(0)]
+
+    with zs.ParameterServerStrategy(cluster) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+        coordinator.create_per_worker_dataset(write).build()
+    files = sorted(folder.glob("worker-*.json"))
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize(
     ("lane", "cores", "each"), [("tcp", range(7), "3"), ("ipc", [5], "1")]
 )
-def test_a_cluster(lane, cores, each, monkeypatch, caplog):
+def test_a_cluster(lane, cores, each, monkeypatch, caplog, tmp_path):
     """Its workers share the cores and GPUs, unless they are told otherwise."""
     monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -85,10 +95,10 @@ def test_a_cluster(lane, cores, each, monkeypatch, caplog):
         assert pids == [cluster.pid(task) for task in cluster.tasks]
         addresses = [sight.text("task", "address") for sight in seen]
         assert addresses == [sight.address for sight in seen]
-        cores_of = [told(cluster, task, "NPROC") for task in cluster.tasks]
-        assert cores_of == ["", each, each]
-        gpus = [told(cluster, task, "CUDA_VISIBLE_DEVICES") for task in cluster.tasks]
-        assert gpus[1:] == ["0,1", "2,3"]
+        environments = found(cluster, tmp_path)
+        assert [env["NPROC"] for env in environments] == [each, each]
+        gpus = [env["CUDA_VISIBLE_DEVICES"] for env in environments]
+        assert gpus == ["0,1", "2,3"]
         assert "task 1 of 2 here has GPU 2, 3" in caplog.text
         assert "ready at" in cluster.log("worker:1")
         assert "running" in repr(cluster)
@@ -103,9 +113,10 @@ def test_a_cluster(lane, cores, each, monkeypatch, caplog):
 def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
     folder, env = tmp_path / "run", {"NPROC": "9", "PYTHONPATH": "given"}
     with LocalCluster(1, 1, lane="tcp", directory=folder, env=env) as cluster:
-        assert told(cluster, "worker:0", "NPROC") == "9"
+        (environment,) = found(cluster, tmp_path)
+        assert environment["NPROC"] == "9"
         path = f"{os.path.abspath(sys.path[0])}:given"
-        assert told(cluster, "worker:0", "PYTHONPATH") == path
+        assert environment["PYTHONPATH"] == path
         cluster.stop_task("worker:0")
         frozen = look(cluster, timeout=3)
         assert [bool(sight.problem) for sight in frozen] == [False, True]

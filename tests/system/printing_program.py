@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 import warnings
@@ -76,8 +77,9 @@ def main():
     print("-- files", flush=True)
     with zs.ParameterServerStrategy(cluster.resolver) as last:
         coordinator = zs.ClusterCoordinator(last)
+        died = os.pidfd_open(cluster.pid("worker:0"))
         value = coordinator.schedule(die)
-        os.waitid(os.P_PID, cluster.pid("worker:0"), os.WEXITED | os.WNOWAIT)
+        select.select([died], [], [])
         cluster.restart("worker:0")
         value.fetch()
     print("-- end", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
 
@@ -134,7 +133,6 @@ def test_a_silent_worker_is_fenced_and_its_steps_are_whole(local, counting, tmp_
         counting.schedule()
     counting.coordinator.join()  # what is in flight from now on is not whole
     local.stop_task("worker:0")
-    os.waitid(os.P_PID, local.pid("worker:0"), os.WSTOPPED | os.WNOWAIT)
     workers = counting.coordinator.metrics
     while not workers()["workers"]["/job:worker/task:0"]["in_flight"]:
         assert not workers()["recoverable_worker_failures"]

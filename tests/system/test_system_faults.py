@@ -170,7 +170,6 @@ def _freeze_with_closures_in_flight(local, coordinator, bump):
     can complete none; how many were scheduled, with indices from 0 on."""
     coordinator.join()
     local.stop_task("worker:0")
-    os.waitid(os.P_PID, local.pid("worker:0"), os.WSTOPPED | os.WNOWAIT)
     scheduled = 0
     while not (metrics := coordinator.metrics())["workers"]["/job:worker/task:0"][
         "in_flight"

@@ -104,7 +104,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(coordinator, pipe):
         value.fetch()
 
 
-def test_when_the_error_was_raised_nothing_runs_any_more(coordinator, pipe):
+def test_when_the_error_was_raised_nothing_runs_any_more(local, coordinator, pipe):
     with coordinator.strategy.scope():
         v = zs.Variable(np.float32(0))
     told, done = pipe("told"), pipe("done")
@@ -123,7 +123,8 @@ def test_when_the_error_was_raised_nothing_runs_any_more(coordinator, pipe):
 
     value = coordinator.schedule(step)
     pid = int(heard(told))
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    # It has stopped itself: returns when that is so.
+    local.stop_task(next(task for task in local.tasks if local.pid(task) == pid))
     coordinator.schedule(fail)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()

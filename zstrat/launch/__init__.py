@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from ._doctor import RunFindings as RunFindings
     from ._doctor import examine as examine
     from ._doctor import examine_run as examine_run
+    from ._fork_server import CONTINUED as CONTINUED
+    from ._fork_server import LENGTH as LENGTH
+    from ._fork_server import STOPPED as STOPPED
+    from ._fork_server import WORD as WORD
+    from ._fork_server import kept_fork_server as kept_fork_server
+    from ._imports import choose_devices as choose_devices
     from ._imports import kept_for_good as kept_for_good
     from ._local import LocalCluster as LocalCluster
     from ._observe import ObservedRun as ObservedRun
@@ -54,7 +60,8 @@ else:
                 "._child": "Child",
                 "._copies": "Copies run_copies",
                 "._doctor": "Finding RunFindings examine examine_run",
-                "._imports": "kept_for_good",
+                "._fork_server": "CONTINUED LENGTH STOPPED WORD kept_fork_server",
+                "._imports": "choose_devices kept_for_good",
                 "._local": "LocalCluster",
                 "._observe": "ObservedRun Observer TaskStatus observe told_by",
                 "._process_output": "ProcessOutput",

@@ -18,14 +18,15 @@ import selectors
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 from zstrat.config import environment
 from zstrat.errors import DeadlineExceededError, UnavailableError
+
+from ._fork_server import DaemonProcess, fork_server, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -99,7 +100,7 @@ class Child:
         """Signals that were sent to the present process."""
         self.address, self.log = "", log
         self._bind, self._env = bind, dict(env)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: DaemonProcess | None = None
         self._report = -1
         self._heard = b""
 
@@ -118,8 +119,8 @@ class Child:
     def start(self, extra: Sequence[str] = ()) -> None:
         """Starts the process; `wait_ready` says when it serves.
 
-        Call it on a thread that lives as long as the child should: the kernel takes
-        the end of that thread for the death of the parent.
+        Raises:
+            OSError: It cannot be.
         """
         if self.is_running:
             raise RuntimeError(f"{self.task} is running already, pid {self.pid}")
@@ -127,26 +128,18 @@ class Child:
         report, child_end = os.pipe()
         self._report, self._heard = report, b""
         self._told.clear()
-        # -P: the folder we happen to run in must not shadow modules of the daemon.
-        command = [sys.executable, "-P", "-m", f"zstrat.daemons.{self.job}"]
-        command += ["--index", str(self.index), "--bind", self.address or self._bind]
-        command += ["--parent", str(os.getpid()), "--report", str(child_end), *extra]
+        server = fork_server(self._env)
+        start = started if server is None else server.start
+        arguments = ["--index", str(self.index), "--bind", self.address or self._bind]
+        arguments += extra
         output = self._open_log()
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=self._env,
-                pass_fds=[child_end],
-                # Ctrl-C at the terminal is for the program; it then ends its daemons.
-                start_new_session=True,
+            self._process = start(
+                self.job, arguments, self._env, output=output, report=child_end
             )
         finally:
             os.close(child_end)
-            if output is not None:
-                output.close()
+            os.close(output)
 
     def hear(self) -> bool:
         """Reads what the child reported; true when it is ready.
@@ -193,7 +186,7 @@ class Child:
         """Kills what is left of the process and closes the pipes."""
         if self._process is not None:
             self.kill()
-            self._judge(self._process.returncode)
+            self._judge(self._process.wait())
             if self._process.stdin is not None:
                 self._process.stdin.close()
             self._process = None
@@ -216,7 +209,7 @@ class Child:
         """The pipe that the report comes through, for a selector."""
         return self._report
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> DaemonProcess:
         if self._process is None:
             raise RuntimeError(f"{self.task} was never started")
         return self._process
@@ -228,8 +221,11 @@ class Child:
         elif code > 0 and code != TRY_AGAIN:
             self.failures.append(f"ended with exit code {code}")
 
-    def _open_log(self) -> IO[bytes] | None:
-        return None if self.log is None else self.log.open("ab")
+    def _open_log(self) -> int:
+        """A descriptor of what it prints to."""
+        if self.log is None:
+            return os.dup(1)
+        return os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def _close_report(self) -> None:
         if self._report >= 0:

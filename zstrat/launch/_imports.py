@@ -1,13 +1,17 @@
-"""What a process brings in that lives for one task: jax and a few hundred modules."""
+"""What a process brings in that lives for one task: jax and a few hundred modules, and
+the variables that jax reads then."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from typing import TYPE_CHECKING
 
+from zstrat.config import set_environment
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @contextlib.contextmanager
@@ -26,3 +30,18 @@ def kept_for_good() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def choose_devices(variables: Mapping[str, str]) -> None:
+    """Sets variables of this process that say which devices jax is to see.
+
+    jax reads those of its own when it is imported. Where it is already, in a process
+    that was forked, it is told; it must not have looked for devices yet.
+    """
+    for name, value in variables.items():
+        set_environment(name, value)
+    if (jax := sys.modules.get("jax")) is not None:
+        for name, value in variables.items():
+            if name.startswith("JAX_"):
+                word = int(value) if value.isdecimal() else value
+                jax.config.update(name.lower(), word)

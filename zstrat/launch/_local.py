@@ -1,21 +1,13 @@
-"""A whole cluster on this machine: real daemons, started and ended by one object.
-
-Linux sends the parent-death signal when the *thread* that started the child ends, not
-the process: a child started from a short-lived thread of the user would die with it. So
-a thread of the cluster starts the children, and lives as long as they do.
-"""
+"""A whole cluster on this machine: real daemons, started and ended by one object."""
 
 from __future__ import annotations
 
 import logging
-import queue
+import os
 import shutil
 import signal
-import threading
 import time
 import weakref
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
@@ -23,52 +15,17 @@ from zstrat.config import environment, settings_from
 from zstrat.errors import ClosedError, DeadlineExceededError
 
 from ._child import Child, KeptLogs, wait_ready
+from ._fork_server import fork_server
 from ._runtime_dir import RuntimeDir, daemon_environment, divided, share, virtual
 from ._task import GRACE
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from zstrat.config import Settings
 
 log = logging.getLogger("zstrat.launch")
-
-_Job = tuple["Callable[[], None]", "Future[None]"]
-
-
-class ChildThread:
-    """Calls functions on its own thread, one after the other."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # A daemon thread: the interpreter must not wait for it before it runs the
-        # exit handlers, which end the children in an orderly way.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Runs ``function`` on the thread; returns or raises what it does."""
-        done: Future[None] = Future()
-        self._jobs.put((function, done))
-        done.result()
-
-    def close(self) -> None:
-        """Ends the thread, and by the kernel's hand whatever child is left."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            function, done = job
-            try:
-                function()
-            except BaseException as error:
-                # Raised again where `call` waits.
-                done.set_exception(error)
-            else:
-                done.set_result(None)
 
 
 class LocalCluster:
@@ -149,13 +106,12 @@ class LocalCluster:
                 path = place.folder / f"{name}.log" if logs == "files" else None
                 child = Child(job, index, place.address(name), path, variables, kept)
                 self._children[child.task] = child
-        thread = ChildThread("zstrat local cluster")
-        self._thread = thread
+        fork_server(daemons)  # so that it ends behind us when the program does
         self._end = weakref.finalize(
             self,
             _end,
+            os.getpid(),
             tuple(self._children.values()),
-            thread,
             self._settings.timeouts.drain,
             self.directory if directory is None else None,
         )
@@ -233,7 +189,8 @@ class LocalCluster:
         return code
 
     def stop_task(self, task: str) -> None:
-        """Freezes ``task`` (SIGSTOP): alive for the kernel, silent for its peers."""
+        """Freezes ``task`` (SIGSTOP): alive for the kernel, silent for its peers.
+        Returns when it is."""
         self._child(task).signal(signal.SIGSTOP)
 
     def continue_task(self, task: str) -> None:
@@ -273,7 +230,7 @@ class LocalCluster:
         fresh = list(children)
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
-            self._thread.call(partial(child.start, extra))
+            child.start(extra)
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
 
     def _child(self, task: str) -> Child:
@@ -294,9 +251,12 @@ def _require_count(name: str, count: int, least: int) -> None:
 
 
 def _end(
-    children: tuple[Child, ...], thread: ChildThread, drain: float, folder: Path | None
+    program: int, children: tuple[Child, ...], drain: float, folder: Path | None
 ) -> None:
-    """Workers first: what they still push needs the parameter servers."""
+    """Workers first: what they still push needs the parameter servers. A process that
+    the program has forked ends without them."""
+    if os.getpid() != program:
+        return
     for job in ("worker", "ps"):
         group = [child for child in children if child.job == job]
         for child in group:
@@ -306,7 +266,6 @@ def _end(
         for child in group:
             child.wait(deadline)
             child.close()
-    thread.close()
     for child in children:
         if child.failures and child.log is not None:
             child.keep_log()

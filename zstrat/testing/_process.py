@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from zstrat.launch import kept_fork_server
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -92,6 +94,8 @@ def leak_check() -> Iterator[None]:
     names = [thread.name for thread in left if thread.is_alive()]
     if names:
         raise AssertionError(f"the test left threads behind: {names}")
+    if (kept := kept_fork_server()) is not None:
+        children.add(kept.pid)  # for the next cluster of this process
     orphans = {pid: _command(pid) for pid in _children() - children}
     if orphans:
         raise AssertionError(f"the test left processes behind: {orphans}")

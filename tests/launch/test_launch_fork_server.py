@@ -1,0 +1,89 @@
+"""Daemons of this machine are forked from a process that has imported all they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from zstrat.errors import UnavailableError
+from zstrat.launch import LocalCluster
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="they are started one by one"),
+]
+
+
+def server_of(cluster):
+    """The process that the daemons of a cluster are forked from."""
+    (parent,) = {psutil.Process(cluster.pid(task)).ppid() for task in cluster.tasks}
+    return psutil.Process(parent)
+
+
+def test_the_next_cluster_has_the_same_one_and_other_libraries_another():
+    with LocalCluster(1, 1) as cluster:
+        server = server_of(cluster)
+        assert server.ppid() == os.getpid()
+        worker = psutil.Process(cluster.pid("worker:0"))
+        assert worker.cmdline()[:3] == ["zstrat-worker", "--index", "0"]
+        assert worker.name() == "zstrat-worker"
+    with LocalCluster(1, 0, env={"NPROC": "2", "ZSTRAT_DRAIN": "3"}) as cluster:
+        assert server_of(cluster) == server
+        with LocalCluster(1, 0, env={"MALLOC_ARENA_MAX": "2"}) as other:
+            assert server_of(other) != server
+            assert server_of(cluster) == server, "it stays as long as it has daemons"
+    with LocalCluster(1, 0) as cluster:
+        assert server_of(cluster) != server
+
+
+def test_daemons_end_with_it_and_are_forked_from_another_then():
+    with LocalCluster(1, 1) as cluster:
+        killed = server_of(cluster)
+        daemons = [psutil.Process(cluster.pid(task)) for task in cluster.tasks]
+        killed.kill()
+        gone, _ = psutil.wait_procs(daemons, timeout=30)
+        assert len(gone) == len(daemons)
+        assert not any(cluster.is_running(task) for task in cluster.tasks)
+        for task in cluster.tasks:
+            cluster.restart(task)
+        assert server_of(cluster) != killed
+
+
+def test_a_process_that_the_program_forks_may_end_and_may_stay():
+    body = """
+import json, os, signal, sys
+from zstrat.launch import LocalCluster
+cluster = LocalCluster(1, 0)
+if (child := os.fork()) == 0:
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+with LocalCluster(1, 0) as other:
+    pass
+assert cluster.is_running("ps:0")
+if (child := os.fork()) == 0:
+    signal.pause()
+print(json.dumps([child, cluster.pid("ps:0")]), flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE) as run:
+        child, daemon = map(psutil.Process, json.loads(run.stdout.readline()))
+        try:
+            run.kill()
+            psutil.wait_procs([daemon], timeout=30)
+            assert not daemon.is_running()
+            assert child.is_running(), "and it has the other end of all pipes"
+        finally:
+            child.send_signal(signal.SIGKILL)
+
+
+def test_that_it_cannot_import_is_said(tmp_path):
+    (tmp_path / "jax.py").write_text("raise ImportError('half installed')")
+    words = "ps:0 ended with exit code 1 before it was ready"
+    with pytest.raises(UnavailableError, match=words):
+        LocalCluster(1, 0, env={"PYTHONPATH": str(tmp_path)})
