@@ -242,6 +242,9 @@ def _loose(
         if not stacked and (is_weak(first) or not weak):
             return list(shards.values())
         return [_part(shard, stacked, weak) for shard in shards.values()]
+    # All of them first: they are made by threads that share the cores, and what is
+    # begun for one replica while others still compute takes three times as long.
+    jax.block_until_ready(list(shards.values()))
     found = []
     # A shard is no array of the host that a program forgot to put on a device.
     with jax.transfer_guard_host_to_device("allow"):
