@@ -85,9 +85,8 @@ def worse_than(reached: Reached, rows: list[dict[str, Any]]) -> list[str]:
         lost = now / before - 1 if row["lower"] else 1 - now / before
         is_outside = now > worst if row["lower"] else now < worst
         if lost > WORSE and is_outside:
-            words.append(
-                f"{name}: {now:.3g} of the limit, it was {before:g} ({worst:g} at worst)"
-            )
+            was = f"{before:g} ({worst:g} at worst)"
+            words.append(f"{name}: {now:.3g} of the limit, it was {was}")
     return words
 
 
