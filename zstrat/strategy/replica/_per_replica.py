@@ -244,7 +244,8 @@ def _loose(
         return [_part(shard, stacked, weak) for shard in shards.values()]
     # All of them first: they are made by threads that share the cores, and what is
     # begun for one replica while others still compute takes three times as long.
-    jax.block_until_ready(list(shards.values()))
+    for shard in shards.values():
+        shard.block_until_ready()
     found = []
     # A shard is no array of the host that a program forgot to put on a device.
     with jax.transfer_guard_host_to_device("allow"):
