@@ -246,18 +246,34 @@ def _loose(
     # begun for one replica while others still compute takes three times as long.
     for shard in shards.values():
         shard.block_until_ready()
-    found = []
+    cut = _part_on if stacked or weak else _view_on
     # A shard is no array of the host that a program forgot to put on a device.
     with jax.transfer_guard_host_to_device("allow"):
-        for device, shard in shards.items():
-            view = np.asarray(shard)
-            with jax.default_device(device):
-                found.append(
-                    _part(view, stacked, weak)
-                    if stacked or weak
-                    else jax.device_put(view)
-                )
-    return found
+        return [
+            cut(device, np.asarray(shard), stacked, weak)
+            for device, shard in shards.items()
+        ]
+
+
+def _view_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) -> Any:
+    with jax.default_device(device):
+        return jax.device_put(view)
+
+
+def _part_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) -> Any:
+    program: Any = _part_program(device, view.shape, view.dtype, stacked, weak)
+    return program(view)
+
+
+@functools.lru_cache(1024)
+def _part_program(
+    device: jax.Device, shape: tuple[int, ...], dtype: Any, stacked: bool, weak: bool
+) -> jax.stages.Compiled:
+    """`_part`, compiled for that device. To call it takes a fifth of the time of the
+    jitted function with that device as the default one."""
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    with jax.default_device(device):
+        return _part.lower(kind(shape, dtype), stacked, weak).compile()
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
