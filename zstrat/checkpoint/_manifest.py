@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.wire import DTYPES
 
-from ._digest import digest_of
-from ._disk import blamed, replace_file
+from ._disk import blamed, digest_of, replace_file
 from ._header import TensorInfo
 
 if TYPE_CHECKING:

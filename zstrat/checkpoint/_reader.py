@@ -18,8 +18,7 @@ import numpy as np
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.wire import DTYPES
 
-from ._digest import Digest
-from ._disk import blamed
+from ._disk import Digest, blamed
 from ._header import PREFIX, TensorInfo, decode_header, header_length
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ import numpy as np
 from zstrat.rows import aligned
 from zstrat.wire import raw
 
-from ._digest import Digest
-from ._disk import blamed, bytes_of, create, send_off, sync_folder, write_all
+from ._disk import Digest, blamed, bytes_of, create, send_off, sync_folder, write_all
 from ._header import encode_header
 
 if TYPE_CHECKING:
