@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, Any, Final
 from jax.extend.core import Literal
 
 from ._jaxprs import ProgramPart, mask_of, operands_of
-from ._owners import leaves_in
+from ._state import leaves_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ._jaxprs import TreeProgram
-    from ._owners import StateOwner
-    from ._state import StateLeaf
+    from ._state import StateLeaf, StateOwner
     from ._transformation import TreeTransformation
 
 _SMALL: Final = 64

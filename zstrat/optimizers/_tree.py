@@ -19,11 +19,12 @@ from jax.tree_util import keystr
 
 from ._cut import TreeCut
 from ._jaxprs import TreeProgram, flat, mask_of, who_wrote
-from ._owners import owners_in, places_in
 from ._state import (
     StateGrowsError,
     initial_of,
     new_state,
+    owners_in,
+    places_in,
     require_same,
     require_unread,
     unwrapped,
@@ -33,8 +34,7 @@ from ._transformation import TreeTransformation, shaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._owners import StateOwner
-    from ._state import StateLeaf, StateOfTree
+    from ._state import StateLeaf, StateOfTree, StateOwner
     from ._transformation import Sizes
 
 T = TypeVar("T")
