@@ -26,8 +26,7 @@ from zstrat.variables import (
     joined,
 )
 
-from ._variable_placement import Numbers, PlacementRule, VariablePlacement
-from ._variable_plan import draft
+from ._variable_placement import Numbers, PlacementRule, VariablePlacement, draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import InitialEntry
 
-    from ._variable_plan import VariablePlan
+    from ._variable_placement import VariablePlan
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
