@@ -1,5 +1,5 @@
-"""Files that are whole or not there, and what tells that their bytes are those that were
-written; errors say which file and what to do.
+"""Files that are whole or not there, with what tells that their bytes are those that
+were written; errors say which file and what to do.
 
 Law of the package: a file gets its final name only when its bytes are on the disk, or
 it is named by nobody (a part file, until a manifest is committed).
