@@ -21,9 +21,8 @@ import numpy as np
 from . import _convert
 from ._abstract import AbstractVariable
 from ._home import read_all, read_all_async, read_parts
-from ._indexing import select
 from ._spec import ComponentRows, VariableSpec
-from ._table import Table
+from ._table import Table, select
 from ._tracing import TraceRecorder, recorder, refuse_read
 from ._variable import Variable, create, like
 
