@@ -1,4 +1,4 @@
-"""Rows of a larger array: as a value (`IndexedSlices`), which variable has them, and which
+"""Rows of a larger array: as a value (`IndexedSlices`), which variable has them, which
 of them an index wants.
 
 A `Table` is one or several variables, in one of two layouts, as in TF: *div* gives each
