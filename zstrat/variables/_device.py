@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._home import Operands, VariableHandle
-    from ._residence import Residence
+    from ._home import Operands, Residence, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.
