@@ -178,7 +178,8 @@ class Manifest:
 
     @staticmethod
     def of(folder: str) -> Manifest:
-        """That of the checkpoint in ``folder``, whose files all have their sizes.
+        """The manifest of the checkpoint in ``folder``, whose files all have their
+        sizes.
 
         Raises:
             NotFoundError: The folder is no checkpoint.
@@ -252,7 +253,7 @@ def _piece(name: str, plain: Any, files: Mapping[str, int], file: str) -> Stored
 
 
 def _is_plain_name(name: str) -> bool:
-    """Not a way out of the folder."""
+    """Whether the name is that of a file in the folder, and no way out of it."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 

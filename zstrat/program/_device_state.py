@@ -65,7 +65,8 @@ class PlannedVariables:
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> PlannedVariables | None:
-        """Those of a plan with other variables; None: optimizers move some of them."""
+        """The variables of a plan with other ones; None: optimizers move some of
+        them."""
         if self._slot_homes:
             return None
         others = {variable.spec.key: variable for variable in variables}
@@ -157,17 +158,18 @@ class PlannedVariables:
         ]
 
     def are_here(self) -> list[bool]:
-        """For each of the plan's reads whether its value lives here."""
+        """Whether the value lives here, for each of the plan's reads."""
         return [isinstance(home, DeviceHome) for home in self._homes]
 
     @property
     def sharding(self) -> Sharding | None:
-        """That of values which all devices of a step have, None if it has one."""
+        """The sharding of values which all devices of a step have; None if it has
+        one."""
         shardings = [residence.sharding for residence in self._residences]
         return next((found for found in shardings if found is not None), None)
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
-        """Those of the next values, and of the slots of each optimizer."""
+        """The shardings of the next values, and of the slots of each optimizer."""
         slots = [home.residence.sharding for home, _, _ in self._slot_homes]
         return [home.sharding for home in self._moved_homes], slots
 
@@ -176,7 +178,7 @@ class PlannedVariables:
         return [home.slots_before(rule, name) for home, rule, name in self._slot_homes]
 
     def slot_leaves(self) -> list[Any]:
-        """All leaves of it in a row."""
+        """All leaves of `slots` in a row."""
         return [x for leaves in self.slots() for x in leaves]
 
     def moved_reads(self) -> list[int]:
@@ -206,7 +208,8 @@ class PlannedVariables:
         slots: Sequence[list[Any]],
         steps: Sequence[int],
     ) -> None:
-        """Twice is as once."""
+        """Makes the same state if it is called twice, as after a Ctrl-C in the first
+        call."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
         for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):

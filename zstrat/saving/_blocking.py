@@ -45,7 +45,8 @@ def _is_looping() -> bool:
 
 
 def _beside(work: Coroutine[Any, Any, T]) -> T:
-    """In a thread: in a notebook the caller's own thread has its loop already."""
+    """Runs a coroutine on a thread: in a notebook the caller's own thread has its loop
+    already."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -87,7 +88,8 @@ class FileThread:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """The same for what has to be undone. Cancellation: it is, when it was made."""
+        """Calls a function whose result has to be undone. Cancellation: it is undone,
+        once it was made."""
         making = self._pool.submit(functools.partial(function, *args, **kwargs))
         try:
             return await asyncio.shield(asyncio.wrap_future(making))

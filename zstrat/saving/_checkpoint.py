@@ -257,7 +257,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    """As another process, on another machine perhaps, finds it."""
+    """The path as another process, on another machine perhaps, finds it."""
     return os.path.abspath(path)
 
 

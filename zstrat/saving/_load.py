@@ -194,7 +194,7 @@ async def load_server(
 
 
 async def _existing(cluster: AskedCluster, server: LoadingServer) -> list[LoadEntry]:
-    """Those of the resets whose slots are there at all."""
+    """The resets whose slots are there at all."""
     client, run = cluster.client, cluster.run_async
     keys = dict.fromkeys(entry.key for entry in server.resets)
     optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
@@ -307,7 +307,7 @@ log = logging.getLogger("zstrat.saving")
 @final
 @dataclass(frozen=True)
 class SavedServers:
-    """Of one cluster."""
+    """What one checkpoint holds for the parameter servers of one cluster."""
 
     path: str
     variables: frozenset[int]
@@ -369,7 +369,8 @@ async def remember_saved(
 async def remember(
     path: str, found: Found, moments: Sequence[ClusterMoment]
 ) -> list[str]:
-    """As `remember_saved`, what a restore has found; returns what it lacks."""
+    """Remembers what a restore has found, as `remember_saved` does what a save wrote;
+    returns what it lacks."""
     lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
@@ -401,7 +402,7 @@ def _lives_on(cluster: ServerConnection, variable: AbstractVariable) -> bool:
 
 
 def _keys(loads: Sequence[Load]) -> set[int]:
-    """Of the variables whose values are loaded."""
+    """The keys of the variables whose values are loaded."""
     return {
         part.spec.key
         for each in loads

@@ -63,7 +63,7 @@ class SnapshotSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For file names: "ps0", "local"."""
+        """The source as file names say it: "ps0", "local"."""
         ...
 
     async def shares(self, path: str) -> bool:

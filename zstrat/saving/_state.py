@@ -190,7 +190,8 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_name(name: Any) -> bool:
-    """Not a way out of the folder: what is doomed is deleted."""
+    """Whether the name is that of a checkpoint in the folder, and no way out of it:
+    what is doomed is deleted."""
     return (
         isinstance(name, str)
         and _NUMBERED.fullmatch(name) is not None

@@ -62,7 +62,8 @@ class Logical:
         return sum(piece.pinned.info.nbytes for piece in self.pieces)
 
     def stored(self, where: Mapping[int, WrittenPlace]) -> StoredTensor:
-        """As the manifest says it. ``where``: by ``id`` of the pinned tensor."""
+        """The tensor as the manifest says it. ``where``: by ``id`` of the pinned
+        tensor."""
         pieces = tuple(
             StoredPiece(at.file, at.name, piece.start, piece.stop, at.digest)
             for piece in self.pieces

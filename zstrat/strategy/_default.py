@@ -57,7 +57,7 @@ class DefaultStrategy(Strategy):
 
     @property
     def extended(self) -> DefaultExtended:
-        """Of one device, where everything is."""
+        """The other face of this strategy: one device, where everything is."""
         return self._extended
 
     @property

@@ -75,7 +75,7 @@ class Strategy(FirstVersion):
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
     def _function_inputs(self) -> ProcessInputs:
-        """The same, as dataset functions are told."""
+        """Who draws, as dataset functions are told (`_inputs` for whole datasets)."""
         return self._inputs()
 
     def _used(self, method: str) -> None:

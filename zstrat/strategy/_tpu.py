@@ -78,7 +78,8 @@ class TPUExtended(StrategyExtended):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The same: each replica has a copy of every variable on all of its devices."""
+        """The `worker_devices`: each replica has a copy of every variable on all of its
+        own."""
         return self.worker_devices
 
     @property
@@ -91,7 +92,7 @@ class TPUExtended(StrategyExtended):
 
     @property
     def num_replicas_per_host(self) -> int:
-        """As many as fit on one, or as there are."""
+        """How many replicas a host has room for; no more than there are."""
         if self._assignment is None:
             return self._cores_per_host
         room = self._cores_per_host // self._assignment.num_cores_per_replica

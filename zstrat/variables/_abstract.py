@@ -157,7 +157,7 @@ class AbstractVariable(ArrayOperators):
         return self._traced_value(recording)
 
     def read_value(self) -> Any:
-        """The same as `value`."""
+        """Reads as `value` does."""
         return self.value()
 
     def numpy(self) -> np.ndarray:
@@ -205,7 +205,7 @@ class AbstractVariable(ArrayOperators):
         return await self._read_now_async()
 
     async def value_async(self) -> np.ndarray:
-        """The same as `read_value_async`."""
+        """Reads as `read_value_async` does."""
         return await self._read_now_async()
 
     async def sparse_read_async(

@@ -146,7 +146,7 @@ Before: TypeAlias = "Token[Creator | _Unset | None]"
 
 
 class _Unset:
-    """In place of a creator where a thread or task has set none."""
+    """Stands for a creator where a thread or task has set none."""
 
 
 _UNSET: Final = _Unset()
@@ -162,7 +162,7 @@ class CurrentCreator:
         self._installed: Creator | None = None
 
     def get(self) -> Creator | None:
-        """That of this thread or task if it has set one, else the installed one."""
+        """The creator that this thread or task has set, else the installed one."""
         own = self._own.get()
         return self._installed if isinstance(own, _Unset) else own
 

@@ -79,7 +79,7 @@ class DeviceHome(HomeWithSlots):
 
     @property
     def sharding(self) -> Sharding | None:
-        """That of the value, None if it lives on one device."""
+        """The sharding of the value; None if it lives on one device."""
         here = self.residence
         return here.sharding_apart if self.is_apart else here.sharding
 
@@ -130,7 +130,7 @@ class DeviceHome(HomeWithSlots):
         return self._looked_at(variable.name, self._all_copies)
 
     def copy(self, variable: VariableHandle, number: int) -> np.ndarray:
-        """One of them.
+        """The copy of one replica, as an array of numpy.
 
         Raises:
             DataLossError: It is lost.
@@ -275,8 +275,8 @@ class DeviceHome(HomeWithSlots):
         return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
     def take_over_shown(self, value: np.ndarray) -> None:
-        """The inverse of `shown`: every copy begins anew, and so do optimizers whose
-        slots are lost."""
+        """Takes over what `shown` gives: every copy begins anew, and so do optimizers
+        whose slots are lost."""
         self._begin_anew(self._placed(self._shared_out(value)))
 
     def shown_slots(self) -> dict[int, Beside]:
@@ -284,7 +284,7 @@ class DeviceHome(HomeWithSlots):
         return {number: each.on_host() for number, each in self._slots.items()}
 
     def take_over_shown_slots(self, optimizer: int, slots: Beside) -> None:
-        """The inverse of `shown_slots`, for one optimizer."""
+        """Takes over what `shown_slots` gives of one optimizer."""
         self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:

@@ -77,7 +77,7 @@ class VariableHandle(Protocol):
 
     @property
     def components(self) -> tuple[VariableHandle, ...]:
-        """Itself."""
+        """The variable itself, which is in one piece."""
         ...
 
     def value(self) -> Any:
@@ -120,7 +120,7 @@ class KnowsSlots(OptimizerHandle, Protocol):
     """An optimizer that knows what it keeps beside a variable of this process."""
 
     def slot_rule(self, variable: VariableHandle) -> SlotRule:
-        """What it keeps beside it.
+        """What the optimizer keeps beside the variable.
 
         Raises:
             RuntimeError: It has not seen the variable yet.
@@ -171,7 +171,7 @@ class ReadsMany(Protocol):
 
 @runtime_checkable
 class ReadsManyAsync(Protocol):
-    """The same, awaited."""
+    """A home that gives many values for the price of one, to who awaits them."""
 
     async def read_many_async(
         self, variables: Sequence[VariableHandle]
@@ -299,12 +299,12 @@ class Residence(abc.ABC):
     @property
     @abc.abstractmethod
     def sharding(self) -> Sharding | None:
-        """That of values, None if they live on one device."""
+        """The sharding of values; None if they live on one device."""
 
     @property
     @abc.abstractmethod
     def sharding_apart(self) -> Sharding | None:
-        """That of copies, None if they live on one device."""
+        """The sharding of copies; None if they live on one device."""
 
     @abc.abstractmethod
     def mark(self) -> Hashable:
@@ -328,5 +328,5 @@ class Residence(abc.ABC):
         return trees
 
     def returned(self, trees: Any) -> Any:
-        """The inverse, of what the step made."""
+        """Pytrees that a step made, where values are kept: undoes `sent`."""
         return trees

@@ -68,7 +68,7 @@ class Gathering:
 
     @classmethod
     def of(cls, table: Table, ids: Any) -> Gathering:
-        """For ids of any shape.
+        """The gathering for ids of any shape.
 
         Raises:
             ValueError: They are no integers.

@@ -141,7 +141,7 @@ class ShardedVariable(AbstractVariable):
         return jnp.concatenate(parts)[selection.index]
 
     def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
-        """These rows, put together. Cost: one request to each home."""
+        """Fetches rows and puts them together. Cost: one request to each home."""
         wanted = [_count(rows, component) for component, rows in pieces]
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
@@ -163,7 +163,7 @@ class ShardedVariable(AbstractVariable):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """The same as `scatter_update`, which takes any number of rows."""
+        """Updates as `scatter_update`, which takes any number of rows."""
         return self.scatter_update(sparse_delta, use_locking, name)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:

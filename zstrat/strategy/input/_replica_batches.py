@@ -157,7 +157,8 @@ def rows_of(batch: Any) -> int:
 
 
 def sliced(batch: Any, start: int, stop: int) -> Any:
-    """These rows of every leaf: views, where it is numpy's."""
+    """The rows from ``start`` to ``stop`` of every leaf; of numpy's arrays they are
+    views."""
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 

@@ -256,7 +256,7 @@ def _host(address: str) -> str:
 
 
 def _found() -> ClusterResolver:
-    """For a program that gives no resolver."""
+    """The resolver of a program that gives none."""
     if is_joined() and not environment().get("TF_CONFIG", "").strip():
         return resolver_of_jax()
     return detect()

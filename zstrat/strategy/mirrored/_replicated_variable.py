@@ -274,13 +274,13 @@ class SyncOnReadVariable(ReplicatedVariable):
         return whole
 
     def _copies_here(self) -> np.ndarray:
-        """Those of the replicas of this process, ``[replicas, ...]``."""
+        """The copies of the replicas of this process, ``[replicas, ...]``."""
         home = self._home
         assert isinstance(home, DeviceHome), home
         return home.copies(self)
 
     def _traced_copies(self, recording: TraceRecorder) -> Any:
-        """The same in a step."""
+        """The copies of the replicas of this process, as a step sees them."""
         if self._team.local == 1:
             return recording.read(self)[None]
         assert isinstance(recording, KeepsCopies), recording

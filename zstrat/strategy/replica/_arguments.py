@@ -56,7 +56,7 @@ def require_one_each(node: Any, replicas: int) -> None:
 
 
 def require_all_one_each(tree: Any, replicas: int) -> None:
-    """The same of all values per replica in a pytree."""
+    """Refuses as `require_one_each` does, all values per replica in a pytree."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         require_one_each(node, replicas)
 
@@ -107,7 +107,7 @@ class ReplicaCall(NamedTuple):
         return tuple(self.args), dict(self.kwargs)
 
     def given(self, tree: Any) -> ReplicaCall:
-        """The same with other arguments: a pytree as `tree` is."""
+        """This call with other arguments: a pytree as `tree` is."""
         return self._replace(args=tree[0], kwargs=tree[1])
 
 

@@ -129,7 +129,7 @@ def _mark(
 def _mark_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """Of what is made anew of the same parts, as it may be at each call."""
+    """The mark of a value that may be made anew of the same parts at each call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
@@ -156,7 +156,7 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
 
 
 def own_values(fn: types.FunctionType) -> list[Any]:
-    """The same without the globals."""
+    """What a function has captured but for globals: cells and defaults."""
     found: list[Any] = []
     for cell in fn.__closure__ or ():
         try:
@@ -239,7 +239,8 @@ def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
 
 
 def in_words(value: Any) -> str:
-    """The same for another object only where it counts as the same."""
+    """A captured value in words. Two values have the same words only where they count
+    as the same."""
     kind = type(value)
     if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class Watched:
-    """Some functions: what their names and cells are bound to, their code and defaults.
+    """What some functions are bound to: their names and cells, their code and defaults.
 
     A name that nothing is bound to counts, too: one may hide a builtin, later.
     """

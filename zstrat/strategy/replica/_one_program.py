@@ -193,7 +193,7 @@ class TracedRegion:
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """Those of the result."""
+        """The arrays of the result."""
         return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
 
     def told(

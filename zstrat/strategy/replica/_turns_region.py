@@ -114,7 +114,7 @@ class _Region:
         """What the last trace left; there is none before the first."""
 
     def variables(self) -> list[VariableHandle]:
-        """Those that the replicas use.
+        """The variables that the replicas use.
 
         Raises:
             UnevenParts: Rows are looked up that are not here.

@@ -220,7 +220,7 @@ class ServerVariables(StrategyCreator):
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """Its number goes to the next one, as it has no handle."""
+        """Gives the number of an optimizer out again: nobody has a handle of it."""
         with self._lock:
             self._numbers.give_back(optimizer)
 

@@ -250,7 +250,8 @@ class Numbers:
         return list(self._variables_at_risk), list(self._optimizers_at_risk)
 
     def settled(self) -> None:
-        """Of what was doubtful nothing is left, or all is as it should be."""
+        """Called when nothing is left of what was doubtful, or all of it is as it
+        should be."""
         self._variables_at_risk.clear()
         self._optimizers_at_risk.clear()
 
@@ -292,7 +293,8 @@ class Numbers:
             self._optimizers_at_risk.append(optimizer)
 
     def freed(self, variables: Sequence[VariableHandle]) -> None:
-        """These were deleted. Their keys never return: somebody may have a handle."""
+        """Called when variables were deleted. Their keys never return: somebody may
+        have a handle."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)
 

@@ -176,8 +176,8 @@ class GradientCall:
         return (*[x for each in self.operands for x in each], *self.further)
 
     def with_arrays(self, arrays: Sequence[Any]) -> GradientCall:
-        """The same with other arrays, in that order; there may be gradients of more
-        examples."""
+        """This call with other arrays, in the order of `arrays`; there may be gradients
+        of more examples."""
         left = iter(arrays)
         operands = tuple([tuple([next(left) for _ in each]) for each in self.operands])
         made = replace(self, operands=operands, further=tuple(left))
@@ -195,8 +195,8 @@ class GradientCall:
         return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:
-        """For each gradient: the leaf, its variable, whether it is of rows, and its
-        arrays."""
+        """Yields for each gradient: the leaf, its variable, whether it is of rows, and
+        its arrays."""
         for leaf, sparse, mine in zip(
             self.given, self.sparse, self.operands, strict=True
         ):
@@ -239,7 +239,7 @@ class Binds(Protocol):
 
 @runtime_checkable
 class BindsAsync(Protocol):
-    """The same, awaited."""
+    """As `Binds`, for who awaits it."""
 
     async def bind_async(self, call: GradientCall) -> None:
         """`Binds.bind`, without blocking the running loop."""

@@ -83,7 +83,7 @@ class Given:
 
 
 def given_pairs(pairs: Any, tree: Tree | None) -> Given:
-    """Of an iterable of ``(gradient, variable)``.
+    """The gradients of an iterable of ``(gradient, variable)``.
 
     Raises:
         ValueError: It is none, has no gradient, or a variable twice or unknown.
@@ -100,7 +100,7 @@ def given_pairs(pairs: Any, tree: Tree | None) -> Given:
 
 
 def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
-    """Of two pytrees.
+    """The gradients of two pytrees of one structure.
 
     Raises:
         ValueError: Their structures differ, there is no gradient, or a variable is

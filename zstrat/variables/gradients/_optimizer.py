@@ -113,7 +113,8 @@ class Optimizer:
 
     @property
     def state(self) -> Any:
-        """What it keeps, in optax's own structure, as it is now; arrays of jax.
+        """The state of the optimizer as it is now, in optax's own structure; arrays of
+        jax.
 
         Cost: all of it is read from where it lives. While steps are under way, parts of
         several of them may be in it.
@@ -244,7 +245,7 @@ class Optimizer:
         return leaf_rule(tree, leaf)
 
     def slot_rule(self, variable: VariableHandle) -> SlotRule:
-        """What it keeps beside a variable of this process.
+        """What the optimizer keeps beside a variable of this process.
 
         Raises:
             RuntimeError: It has not moved the variable, and ``params=`` was not given.
@@ -260,8 +261,8 @@ class Optimizer:
     def slots_beside(
         self, variable: AbstractVariable | VariableHandle
     ) -> list[SlotInfo] | None:
-        """What it keeps beside a variable; None if it has not moved it yet, and
-        ``params=`` was not given."""
+        """What the optimizer keeps beside a variable; None if it has not moved it yet,
+        and ``params=`` was not given."""
         found = self._place_of(variable.components[0])
         if found is None:
             return None
