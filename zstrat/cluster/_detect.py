@@ -295,7 +295,8 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
 def resolver_of(
     launch: Launch, jobs: Mapping[str, int] | None = None
 ) -> SimpleClusterResolver:
-    """Of processes that are known by their addresses, in the order of ranks.
+    """The resolver of processes that are known by their addresses, in the order of
+    ranks.
 
     Raises:
         ValueError: Their addresses are not known, or there are not as many as tasks.

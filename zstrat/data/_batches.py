@@ -83,7 +83,7 @@ class Rebatched(Derived):
 
     @property
     def rows(self) -> int | None:
-        """Of every whole batch, if all have the same."""
+        """The rows of every whole batch, if all have the same number of them."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
     def spec(self, look: Look) -> Spec:

@@ -76,7 +76,7 @@ class Cached(Derived):
         return self.source.spec(look)
 
     def shared(self, parts: int, index: int) -> Cached:
-        """For the elements of one worker among several, which has a file of its own."""
+        """The cache of one worker among several, which has a file of its own."""
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
         return replace(self, path=path, kept=WholePass())
 

@@ -52,8 +52,7 @@ class CompiledProgram:
         """The result of every run, once known, if the plan is constant."""
 
     def with_others(self, plan: Plan, variables: object) -> CompiledProgram:
-        """The same program for other variables, which ``plan`` has in place of its
-        own."""
+        """This program for other variables, which ``plan`` has in place of its own."""
         del variables
         made = copy.copy(self)
         made.plan, made.constant = plan, None

@@ -46,7 +46,7 @@ class Files(Recipe):
     """Of the parts, in order; of a file in several parts, once for each."""
 
     def every(self, step: int, start: int) -> Self:
-        """The same of parts ``start``, ``start + step``, … alone."""
+        """The dataset of the files ``start``, ``start + step``, … alone."""
         fewer: Self = replace(self, paths=self.paths[start::step])  # type: ignore[type-var]
         return fewer
 

@@ -242,7 +242,8 @@ class _Gathered:
         return self._in_parts(variable)
 
     def _of_variable(self, variable: VariableHandle, number: int | None) -> Any:
-        """Of a variable that was given as an array (by number), or read by itself."""
+        """The gradient of a variable that was given as an array (by number), or read by
+        itself."""
         key = variable.spec.key
         found = [x for x in self.looked_up if _meets(x.sought, key, number)]
         if number is None:

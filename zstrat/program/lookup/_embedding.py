@@ -389,7 +389,8 @@ class _Bag:
         return _Bag(self.ids, valid, self.weights, self.row_ids, self.nrows)
 
     def filled(self, default: int) -> _Bag:
-        """With one more place for each row, which counts if nothing else does."""
+        """This bag with one more place for each row, which counts if nothing else
+        does."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
         row_ids = self.row_ids
         if row_ids is not None:

@@ -73,7 +73,7 @@ def empty(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
 
 
 def whole(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
-    """Both steps."""
+    """How a function is made in both steps at once."""
     return (*empty(reduced, found), (reduced[5], reduced[2]), None, None, fill)
 
 

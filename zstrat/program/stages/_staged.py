@@ -108,7 +108,7 @@ def _jitted(
 def _calls(
     crossings: Sequence[Crossing],
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
-    """Those that can be done as one, in the order of the program."""
+    """The crossings that can be done as one, together, in the order of the program."""
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
     for each in crossings:
         groups.setdefault((each.channel, each.kind), []).append(each)
@@ -303,7 +303,8 @@ class StagedProgram:
         return jax.device_put(array, self._sharding)
 
     def _out_shardings(self) -> list[Any] | None:
-        """Those of the outputs of the last stage; None: they are where inputs are."""
+        """The shardings of the outputs of the last stage; None: they are where inputs
+        are."""
         if self._sharding is None:
             return None
         results, _, slots, operands = self._shape

@@ -256,7 +256,7 @@ class Capture:
 
     @property
     def variables(self) -> list[VariableHandle]:
-        """Those that it reads, and those whose copies it updates."""
+        """The variables that the body reads, and those whose copies it updates."""
         found = dict(self.reads)
         found.update({key: variable for key, (variable, _) in self.own.items()})
         return list(found.values())

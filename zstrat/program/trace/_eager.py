@@ -93,7 +93,7 @@ class Immediate:
         return jnp.asarray(_apart(variable).copies(variable))
 
     def copy(self, variable: VariableHandle, number: int) -> jax.Array:
-        """One of them."""
+        """The copy of one replica."""
         return jnp.asarray(_apart(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:

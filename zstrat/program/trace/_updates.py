@@ -311,7 +311,7 @@ class Moves:
 
 
 def _marked(call: GradientCall) -> GradientCall:
-    """With indices of rows that have to fit 32 bits."""
+    """Marks indices of rows, which have to fit 32 bits."""
     arrays: list[Any] = []
     for _, _, sparse, mine in call.leaves():
         arrays += [marked(reaching(mine[0])), mine[1]] if sparse else mine
