@@ -115,7 +115,8 @@ def write_manifests(
 
 
 def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
-    """Of the folder that is said; else of one that is there, else of nobody else."""
+    """Secrets with the keys of the folder that is said; else of one that is there, else
+    with keys that nobody else has."""
     if keys is not None or KEYS.exists():
         return secrets_from(cluster, keys or KEYS)
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:

@@ -212,7 +212,7 @@ def _lost(metrics: Mapping[str, Any]) -> str:
 
 
 def _rows(metrics: Mapping[str, Any], job: str) -> list[Row]:
-    """Of the tasks of the job, in their order."""
+    """The rows of the tasks of a job, in their order."""
     tasks = [
         (name, task)
         for name, task in metrics["tasks"].items()
@@ -288,13 +288,13 @@ def _fitted(rows: list[Row], room: int, width: int) -> Iterable[Text | Table]:
 
 
 def _urgency(row: Row) -> tuple[bool, float]:
-    """Of two tasks the one with less is shown."""
+    """How urgent it is to show a task: of two the one with less is shown."""
     done = row.get("steps/s") or row.get("pushes/s") or "0"
     return row["state"] != "lost", float(done)
 
 
 def _columns(rows: list[Row], width: int) -> list[str]:
-    """Those for which there is room."""
+    """The columns for which there is room."""
     wide = {
         name: BETWEEN + max(len(name), *(len(row[name]) for row in rows))
         for name in rows[0]

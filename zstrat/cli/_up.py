@@ -146,12 +146,12 @@ def _words(fleet: Fleet, file: Path) -> str:
 
 
 def _code(signalled: KeyboardInterrupt) -> int:
-    """As shells say it, of a signal."""
+    """The exit code of a program that a signal has ended, as shells say it."""
     return 128 + (signalled.args[0] if signalled.args else signal.SIGINT)
 
 
 def _leave_terminal(log: Path) -> None:
-    """What is said from now on goes there."""
+    """Sends what is said from now on to the log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -185,7 +185,8 @@ class _CopiesRun:
 def _started(
     command: tuple[str, ...], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Not by the loop: uvloop forks, with the hooks of all that is loaded here."""
+    """Starts a copy. Not by the loop: uvloop forks, with the hooks of all that is
+    loaded here."""
     return subprocess.Popen(
         [*WATCHING_PARENT, *command],
         stdin=subprocess.DEVNULL,

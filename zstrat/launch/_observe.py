@@ -172,8 +172,8 @@ class ObservedRun:
         return f"no answer from {', '.join(gone)}" if gone else ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """As of the session of a program: ``coordinator`` has its metrics. From any
-        thread."""
+        """What a program's session would tell: ``coordinator`` has its metrics. From
+        any thread."""
         metrics: dict[str, PlainTree] = {
             "seconds": self._clock() - self._began,
             **report(dict(self._seen)),

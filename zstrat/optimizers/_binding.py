@@ -43,7 +43,7 @@ class Binding:
     keys: tuple[tuple[int, ...], ...]
 
     def encoded(self) -> bytes:
-        """As it travels.
+        """The binding as it travels.
 
         Raises:
             ValueError: The tree has containers of classes that a server does not know,

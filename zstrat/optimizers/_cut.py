@@ -67,7 +67,7 @@ class LeafSlots:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """In the order of the state."""
+        """All slots of the leaf, in the order of the state."""
         return tuple(sorted((*self.own, *self.shared)))
 
 
@@ -256,7 +256,7 @@ class _Search:
         return found
 
     def closure(self, used: Iterable[int]) -> set[int]:
-        """These leaves of the shared state, and all that advance them."""
+        """The leaves of the shared state that are used, and all that advance them."""
         return set[int]().union(*[self._reach[n] for n in used])
 
     def leaf(
@@ -366,7 +366,8 @@ class _Search:
     def _coupling(
         self, var: Any, allowed: int, state: int | None, leaf: int
     ) -> Coupling:
-        """In words that name leaves: the one that is looked for, and another one."""
+        """What couples two leaves, in words that name both: the one that is looked for,
+        and another one."""
         foreign = mask_of(self._program.mask, var) & ~allowed
         others = sorted(leaves_in(foreign, self._leaves))
         owned = [

@@ -83,7 +83,7 @@ class LeafRule:
 
     @functools.cached_property
     def has_rows(self) -> tuple[bool, ...]:
-        """Of which of them the first axis is the leaf's own."""
+        """Whether the first axis of each slot is the leaf's own."""
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
@@ -223,7 +223,7 @@ class LeafRule:
         return self._steps[key]
 
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Those of the whole state in which this leaf's slots have these."""
+        """The dtypes of the whole state in which this leaf's slots have these."""
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
             if known is None:

@@ -118,7 +118,7 @@ def _require_same_shapes(tree: TreeTransformation, before: Any, after: Any) -> N
 def require_unread(
     tree: TreeTransformation, program: TreeProgram, about: Sequence[StateLeaf]
 ) -> None:
-    """That an update is the same program without the leaves that it adds.
+    """Refuses an update that is another program without the leaves that it adds.
 
     Args:
         program: The update with them.
@@ -230,7 +230,7 @@ class StateOwner:
 def owners_in(
     structure: TreeStructure, state: StateOfTree, update: Callable[[], TreeProgram]
 ) -> list[StateOwner | None]:
-    """For each leaf of the state whose it is; ``update`` gives the tree's program.
+    """Whose each leaf of the state is; ``update`` gives the tree's program.
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
     belong to those of the tree; any other belongs to the one leaf that it has to do

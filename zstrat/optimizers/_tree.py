@@ -92,7 +92,7 @@ class TreeRule(TreeTransformation):
         )
 
     def owners(self) -> list[StateOwner | None]:
-        """For each leaf of the state the leaf of the tree that it belongs to."""
+        """The leaf of the tree that each leaf of the state belongs to."""
         return self.remembered(
             ("owners",),
             lambda: owners_in(self.structure, self.state_of(), self.update),
@@ -112,7 +112,7 @@ class TreeRule(TreeTransformation):
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
     def early_rule(self) -> TreeRule:
-        """The same with `early`, of the same traces."""
+        """This rule with `early`, of the same traces."""
         kept = {key: x for key, x in self._programs.items() if key[0] in _TRACES}
         return replace(self, early=True, _programs=kept)
 
@@ -142,7 +142,7 @@ class TreeRule(TreeTransformation):
         return tuple([var.aval.dtype for var in states])
 
     def settled(self) -> tuple[Any, ...] | None:
-        """Those that stay as they are; None for those of a new state.
+        """The dtypes of the state that stay as they are; None: those of a new state do.
 
         Raises:
             TypeError: They change with every update.
@@ -205,7 +205,7 @@ class TreeRule(TreeTransformation):
         return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def traced(self) -> TreeRule:
-        """The same, cut; one that grows, if that is what its first update does.
+        """This rule, cut; one whose state grows, if that is what its first update does.
 
         Raises:
             TypeError: Its update returns another state than it was given.

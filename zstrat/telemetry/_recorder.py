@@ -63,12 +63,13 @@ class EagerNotes:
     `PENDING` pushes."""
 
     def spent(self, phase: Phase, began: float, ended: float) -> None:
-        """It has waited for that; what there is no room for counts as computing."""
+        """Notes that the step has waited for ``phase``; what there is no room for
+        counts as computing."""
         if len(self.spans) < PENDING:
             self.spans.append((phase, began, ended))
 
     def aged(self, server: int, versions: int) -> None:
-        """What was pushed there was so old."""
+        """Notes how many versions old what was pushed to a server was."""
         if len(self.stale) < PENDING:
             self.stale.append((server, versions))
 
@@ -106,7 +107,7 @@ class StepTimes:
 
 @final
 class Recorder:
-    """Of one session of a task. Belongs to the loop.
+    """What is noted of one session of a task. Belongs to the loop.
 
     Args:
         phases: Those that there are.
@@ -172,7 +173,7 @@ class Recorder:
             self.digest(self._digested)
 
     def count(self, name: str, amount: float, now: float) -> None:
-        """So many more of something of which the rate is told."""
+        """Counts so many more of something of which the rate is told."""
         self._rate(name, now).add(amount, now)
 
     def start(self, totals: Mapping[str, float], now: float) -> None:
@@ -183,7 +184,7 @@ class Recorder:
             self._rates[name] = Rate(now, total)
 
     def reach(self, totals: Mapping[str, float], now: float) -> None:
-        """They are these by now."""
+        """Notes what has been counted elsewhere: the totals by now."""
         for name, total in totals.items():
             self._rate(name, now).reach(total, now)
 
@@ -235,7 +236,7 @@ class Recorder:
         self.on_capture(True)
 
     def end_capture(self, now: float) -> SpanCapture:
-        """What was kept; in no order.
+        """Ends what `begin_capture` began; returns what was kept, in no order.
 
         Raises:
             NotFoundError: There was no capture.
@@ -315,7 +316,8 @@ class Recorder:
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
 
     def _digest_eager(self, times: list[EagerTimes], now: float) -> None:
-        """All of them together: to sort one number costs as much as to sort many."""
+        """Sorts the times of all eager steps together: to sort one number costs as much
+        as to sort many."""
         found: dict[Phase, list[float]] = {phase: [] for phase in WORKER_PHASES}
         for step, received, prepared, ran, ended, notes in times:
             found[Phase.WAIT] += (step, received, prepared)

@@ -137,7 +137,7 @@ class TimeShares:
         """Seconds of the clock, and seconds spent that were told in each."""
 
     def add(self, name: str, seconds: float, now: float) -> None:
-        """So much was spent with this until now."""
+        """Adds what was spent with this until now."""
         if not seconds:
             return
         second = math.floor(now)

@@ -116,7 +116,7 @@ class _Conversation:
         threading.Thread(target=self._live, name=name, daemon=True).start()
 
     def drain(self) -> None:
-        """By the end of its standard input."""
+        """Tells the daemon to drain: its standard input ends."""
         with self._lock:
             self._is_ending = True
             if self._process is not None:

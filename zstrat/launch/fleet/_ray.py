@@ -67,7 +67,7 @@ def _with_gpus(launch: TaskLaunch, gpus: Sequence[str]) -> TaskLaunch:
 
 
 def _addresses(ray: Any) -> dict[str, str]:
-    """Of the machines, by their names in Ray."""
+    """The addresses of the machines, by their names in Ray."""
     return {each["NodeID"]: str(each["NodeManagerAddress"]) for each in ray.nodes()}
 
 

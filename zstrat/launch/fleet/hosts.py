@@ -106,7 +106,7 @@ class SshHosts:
         return self._with_ports(tasks)
 
     def _own(self, job: str) -> dict[str, int]:
-        """Of the hosts that say so: how many tasks of a job they have."""
+        """How many tasks of a job each host has, of those that say so."""
         return {each.name: each.own(job) for each in self.hosts if each.own(job) >= 0}
 
     def _places(self, job: str, count: int | None, begin: int) -> list[str]:
@@ -153,7 +153,7 @@ class SshHosts:
 
 
 def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
-    """Of a TOML file, or of names.
+    """The hosts of a TOML file, or of names.
 
     Raises:
         ValueError: The file cannot be read, or says what cannot be; names file and key.

@@ -79,7 +79,7 @@ class ClockLine:
 
     @property
     def drift(self) -> float:
-        """By how much more it advances than ours, per second."""
+        """By how much more the other clock advances than ours, per second."""
         last = self.last
         if last is None or last.at <= self.first.at:
             return 0.0

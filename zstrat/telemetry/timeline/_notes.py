@@ -36,8 +36,8 @@ class JaxEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JaxEvents:
-    """Those of one worker; ``words`` says how far they may be wrong, or why there are
-    none."""
+    """What jax noted of one worker; ``words`` says how far times may be wrong, or why
+    there are none."""
 
     events: Sequence[JaxEvent]
     words: str
@@ -92,7 +92,7 @@ class Dispatched(NamedTuple):
 
 @final
 class ProgramNotes:
-    """Of one time line. Times are those of `time.monotonic`.
+    """What the program notes for one time line. Times are those of `time.monotonic`.
 
     Args:
         waiting, running: Closures, when it begins.

@@ -184,7 +184,7 @@ class Training:
         return frozenset(places - self.lost - self.doubtful)
 
     def done_own(self) -> frozenset[int]:
-        """The same of own updates."""
+        """The own updates that are known to be done."""
         self.look()
         fates = (*self.own.items(), *self.past.own.items())
         return frozenset(p for p, fate in fates if fate == "done")

@@ -35,7 +35,7 @@ _LATEST: Final = 15.0
 
 @final
 class Faults:
-    """Those of one run.
+    """What befalls the cluster of one run.
 
     Args:
         program: Knows which processes have copies of stores, if each store has two.

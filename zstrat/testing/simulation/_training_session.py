@@ -107,7 +107,7 @@ class MemoryPoint:
         self.values: list[np.ndarray] = []
 
     async def check(self) -> None:
-        """It is whole."""
+        """Does nothing: what is in memory is whole."""
 
     async def fill(self, client: PsClient) -> None:
         """Has the servers take all values."""
@@ -149,7 +149,7 @@ class TrainingSession:
         self._change: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """All of it."""
+        """Trains, reads and saves as the scenario says, to the session's end."""
         await self._coordinator.open()
         cluster = self._coordinator.cluster
         before = self._program.go_on(self._training, cluster.renewal.resumed)
