@@ -113,10 +113,17 @@ class TensorReader:
         """
         info = self.info(name)
         if out.dtype != info.numpy_dtype or not out.flags.c_contiguous:
-            raise ValueError(f"{name!r} ({info}) into {out.dtype.name}{out.shape}")
+            raise ValueError(
+                f"{self.path}: {name!r} ({info}) is read into an array of its dtype "
+                f"that is C-contiguous, got {out.dtype.name}{out.shape} with strides "
+                f"{out.strides}"
+            )
         offset = start * info.row_bytes
         if start < 0 or offset + out.nbytes > info.nbytes:
-            raise ValueError(f"{self.path}: {name!r} ({info}) ends before that")
+            raise ValueError(
+                f"{self.path}: {name!r} ({info}) has no {out.nbytes} bytes from row "
+                f"{start} on: it has {info.nbytes} in all"
+            )
         view = out.reshape(-1).view(np.uint8).data
         self._fill(view, self._header.places[name].offset + offset, name)
 

@@ -38,7 +38,10 @@ def keygen(
     """
     if rotate:
         if per_task or ps or workers:
-            raise click.UsageError("--rotate makes keys for whoever has some now")
+            raise click.UsageError(
+                "--rotate makes keys for whoever has some now: leave out --per-task, "
+                "--ps and --workers"
+            )
         _rotate(directory)
         return
     counts = {Job.PS: ps, Job.WORKER: workers}

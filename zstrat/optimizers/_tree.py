@@ -157,7 +157,8 @@ class TreeRule(TreeTransformation):
                 return known
         raise TypeError(
             f"the dtypes of the state of optimizer {self.name!r} change with every "
-            "update"
+            "update: write the transformation so that its update gives a state of the "
+            "dtypes that it is given"
         )
 
     def init(self, sizes: Sizes | None = None) -> TreeProgram:

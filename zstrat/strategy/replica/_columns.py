@@ -49,7 +49,10 @@ def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     flat = [jax.tree.flatten(value, is_leaf=is_slices) for value in values]
     treedefs = {treedef for _, treedef in flat}
     if len(treedefs) > 1:
-        raise ValueError(f"the replicas bring different structures: {treedefs}")
+        raise ValueError(
+            f"the replicas bring different structures: {treedefs}: expected one "
+            "structure, the same on all of them"
+        )
     return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
 
 

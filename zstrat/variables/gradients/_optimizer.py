@@ -253,7 +253,9 @@ class Optimizer:
         found = self._place_of(variable)
         if found is None:
             raise RuntimeError(
-                f"optimizer {self.name!r} has not moved variable {variable.name!r} yet"
+                f"optimizer {self.name!r} has not moved variable {variable.name!r} "
+                "yet: apply gradients first, or name the tree when it is made, "
+                "zs.Optimizer(transformation, params=params)"
             )
         call, leaf, number = found
         return slot_rule(call, leaf, number)
