@@ -89,6 +89,7 @@ class StoredTensor:
         return found
 
     def _standing_for(self, row: int) -> StoredPiece:
+        # A row that no gradient had reached is in no piece: it takes what the first has.
         return next((p for p in self.pieces if p.start <= row < p.stop), self.pieces[0])
 
     def __str__(self) -> str:
@@ -132,6 +133,8 @@ class Manifest:
         """
         head = len(_HEAD % (b"0" * 32))
         body = data[head : -len(_TAIL)]
+        # Byte by byte, before any of it is parsed: what is damaged may be JSON all the
+        # same.
         if data != _HEAD % digest_of([body]).encode() + body + _TAIL:
             raise DataLossError(file, "", "damaged or cut short: its digest is another")
         try:
@@ -156,6 +159,8 @@ class Manifest:
             case _:
                 raise DataLossError(file, "", "not the manifest of a checkpoint")
         for name, size in files.items():
+            # The digest is against damage, not against an attacker, who could name
+            # files anywhere.
             if not _is_plain_name(name) or not _is_number(size):
                 raise DataLossError(file, "", f"names the file {name!r:.80} ({size!r})")
         found = {
@@ -258,4 +263,5 @@ def _is_plain_name(name: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    # Not `isinstance`: True is an int to it. And what is larger is no size of a file.
     return type(value) is int and 0 <= value < 2**63

@@ -94,6 +94,8 @@ class TreeCut:
     ) -> None:
         program = update()
         self.coupling, found = _by_leaf(tree, state, owners, program)
+        # What is computed inside of a branch cannot be an operand. Where all branches
+        # are computed and one is selected, it can, and leaves may come apart after all.
         if self.coupling is not None and _has_branches(program):
             selected = update(selects=True)
             coupling, again = _by_leaf(tree, state, owners, selected)
@@ -161,6 +163,7 @@ def _by_leaf(
     shared = [n for n, owner in enumerate(owners) if owner is None]
     search = _Search(tree, state, owners, program)
     if program.acts:
+        # What acts (a callback) has to happen once; cut, it would for each leaf.
         return Coupling(0, None), _together(own, shared)
     common = search.shared_state()
     if isinstance(common, Coupling):
@@ -288,6 +291,7 @@ class _Search:
         union = 0
         for var in wanted:
             union |= mask_of(mask, var)
+        # The usual case (Adam, SGD), told without a look at any equation.
         if not union & ~allowed and not self._tree.early:
             return set(), self._shared_in(union)
         ways = self._ways(wanted, allowed, size)
@@ -322,6 +326,8 @@ class _Search:
                 before = self._before(var)
                 fails = any(ways.get(each) is _FAILS for each in before)
                 left = [each for each in before if each not in ways]
+                # Depth first, by a stack of its own: programs of large trees are deeper
+                # than Python lets calls be.
                 if left and not fails:
                     stack += left
                     continue

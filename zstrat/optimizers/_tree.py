@@ -113,6 +113,7 @@ class TreeRule(TreeTransformation):
 
     def early_rule(self) -> TreeRule:
         """This rule with `early`, of the same traces."""
+        # Traces take most of the time, and do not depend on how they are cut.
         kept = {key: x for key, x in self._programs.items() if key[0] in _TRACES}
         return replace(self, early=True, _programs=kept)
 
@@ -215,6 +216,8 @@ class TreeRule(TreeTransformation):
             self.cut()
         except StateGrowsError:
             found = replace(self, grows=True, _programs={})
+            # Leaves that the first update adds are there from the start then, as zeros:
+            # only an update that does not look at them gives what optax gives.
             require_unread(found, found.update(), found.state())
             found.cut()
             return found
