@@ -89,7 +89,8 @@ class StoredTensor:
         return found
 
     def _standing_for(self, row: int) -> StoredPiece:
-        # A row that no gradient had reached is in no piece: it takes what the first has.
+        # A row that no gradient had reached is in no piece: it takes what the first
+        # one has.
         return next((p for p in self.pieces if p.start <= row < p.stop), self.pieces[0])
 
     def __str__(self) -> str:

@@ -121,8 +121,8 @@ class TensorReader:
         offset = start * info.row_bytes
         if start < 0 or offset + out.nbytes > info.nbytes:
             raise ValueError(
-                f"{self.path}: {name!r} ({info}) has no {out.nbytes} bytes from row "
-                f"{start} on: it has {info.nbytes} in all"
+                f"{self.path}: {name!r} ({info}) ends before that: {out.nbytes} bytes "
+                f"from row {start} on are wanted, and it has {info.nbytes} in all"
             )
         view = out.reshape(-1).view(np.uint8).data
         self._fill(view, self._header.places[name].offset + offset, name)
