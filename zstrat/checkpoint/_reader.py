@@ -114,9 +114,9 @@ class TensorReader:
         info = self.info(name)
         if out.dtype != info.numpy_dtype or not out.flags.c_contiguous:
             raise ValueError(
-                f"{self.path}: {name!r} ({info}) is read into an array of its dtype "
-                f"that is C-contiguous, got {out.dtype.name}{out.shape} with strides "
-                f"{out.strides}"
+                f"{self.path}: {name!r} ({info}) cannot be read into "
+                f"{out.dtype.name}{out.shape} with strides {out.strides}: expected its "
+                "own dtype, C-contiguous"
             )
         offset = start * info.row_bytes
         if start < 0 or offset + out.nbytes > info.nbytes:
