@@ -327,10 +327,12 @@ class Strategy(FirstVersion):
             devices = self._devices()
             call = ReplicaCall(self, team, fn, args, kwargs)
             try:
+                # In a step the step itself refuses text; outside of one nobody else
+                # looks.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
                 return as_one_program(call, _spread.mesh_of(devices, team.local))
-            except NeedsTurns:
+            except NeedsTurns:  # found while it was traced: nothing was computed yet
                 return regroup(in_turns(call, devices))
             except UnevenParts:
                 return uneven(call, devices)

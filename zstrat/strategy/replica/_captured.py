@@ -82,6 +82,8 @@ def named(
     """
     if type(fn) is types.FunctionType:
         compared.append(fn)
+        # By the identity of the code, which closures made anew share; `FunctionCache`
+        # holds the code, so that its number is nobody else's meanwhile.
         return id(fn.__code__), tuple(
             [_mark(value, captured, compared, depth) for value in captured_values(fn)]
         )
@@ -136,6 +138,8 @@ def _mark_of_parts(
         parts = value
     elif kind is slice:
         parts = value.start, value.stop, value.step
+    # Identity serves both: a long tuple would take too long to compare, and a function
+    # of a module is not made anew at each call.
     elif kind is tuple or (kind is types.FunctionType and is_global(value)):
         captured.append(value)
         return id(value)
@@ -284,6 +288,8 @@ def beneath(fn: Any) -> list[types.FunctionType]:
     left = [(each, home) for each in _functions(fn, home)]
     while left and len(found) < MAX_FUNCTIONS:
         each, caller = left.pop()
+        # Its own globals are those of a library (functools.wraps): what it names there
+        # is no matter of the user's module.
         is_wrapper = each.__globals__ is not caller and "__wrapped__" in vars(each)
         known = caller if is_wrapper else each.__globals__
         if (id(each), id(known)) in found:

@@ -260,6 +260,8 @@ class StepPlace:
         is_instead = bool(own) or len(live) < len(self.steps)
         last = self.steps[-1] if self.steps else None
         is_compiled = last is not None and not (last.why_not or made.why_not)
+        # The last one whose function is gone stays: a lambda that is made anew for each
+        # call comes back as another object.
         gone = [x for x in self.steps if x not in live and x.may_return()][-1:]
         old = own[: max(0, len(own) + 1 - MAX_VARIANTS)]
         kept = [x for x in live if x not in old and x.may_return()]
@@ -286,6 +288,8 @@ class FunctionCache:
         compared: list[types.FunctionType] = []
         name, marks = named(fn, captured, compared)
         place = self._places.get(name)
+        # Without the lock: this is each call of `run`. Lists of steps are replaced,
+        # never changed.
         if place is not None:
             found = place.find(marks)
             if found is not None:
@@ -381,5 +385,7 @@ def _called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
     names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]
     for each in names:  # the object's own ones, if it has them
         functools.update_wrapper(step, each, updated=())
+    # It would hold the function, and all that it has captured, for as long as the step
+    # is kept.
     del step.__dict__["__wrapped__"]
     return step
