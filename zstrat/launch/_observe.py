@@ -139,6 +139,7 @@ LINES: Final = 200
 
 def told_by(status: TaskStatus) -> TaskTold:
     """What a task said of itself, or why it said nothing."""
+    # An observer has no session, so it knows no other phases than these two.
     state = "lost" if status.problem else "open"
     return TaskTold(state, status.address, status.problem, status.values)
 
@@ -203,6 +204,8 @@ class ObservedRun:
         while True:
             began = loop.time()
             self.take(await self._observer.look(EVERY))
+            # From begin to begin: a look at tasks that do not answer takes as long as
+            # one may.
             await asyncio.sleep(began + EVERY - loop.time())
 
     def __enter__(self) -> Self:

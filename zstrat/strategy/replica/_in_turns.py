@@ -172,12 +172,16 @@ class ReplicaInTurns(ReplicaRecorder):
         if self.live:
             return rows_now(table, ids, self._rows)
         if self._fiber.is_inside:
+            # A trace that jax makes of a function of its own cannot hand out what it
+            # looks up.
             raise lookup_inside(table)
         return rows_of(table, marked(ids), self.read)
 
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
             refuse_update(call.variables[0].spec, "apply a gradient to")
+        # Without a look at whether it is its own: gradients are always summed over
+        # replicas.
         self._fiber.meet(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:
@@ -294,6 +298,8 @@ class _SameCreations:
                 "that replica 0 has not created: all replicas create the same variables"
             )
         first, variable = self._made.variables[place]
+        # Names alone: what else differs (values drawn at random, say) is the first
+        # one's, as TF has it.
         if first.name != request.name:
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} with mismatching name on "

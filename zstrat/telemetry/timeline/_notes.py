@@ -147,6 +147,7 @@ class ProgramNotes:
         self.steps += closures
         if self._has_room(len(self.ended)):
             self.ended.append((closures, now))
+        # First over, then told: whoever is told may end the capture at once.
         if self._goal is not None and self.steps >= self._goal:
             self._is_over = True
             if self._done is not None:
@@ -191,6 +192,7 @@ def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
     names, spans = list(Phase), capture.spans
     place = {name: number for number, name in enumerate(names)}
     steps = np.array([span.step for span in spans], np.int64)
+    # By place among the names that go along: another version may order them otherwise.
     phases = np.array([place[span.phase] for span in spans], np.uint8)
     times = np.array([(span.began, span.ended) for span in spans], np.float64)
     traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)
