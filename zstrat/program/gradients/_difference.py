@@ -130,7 +130,7 @@ class Difference:
             try:
                 value, (of_given, of_values) = differentiate(given, values)
             except Met as met:
-                # The lookup is met by a function that is differentiated around this one.
+                # A function that is differentiated around this one has met the lookup.
                 if not recordings or met.by is not recordings[-1]:
                     raise
             else:
