@@ -18,7 +18,7 @@ from zstrat.launch._runtime_dir import share
 
 from ._engine import End, FleetTask
 from ._fleet import Fleet
-from ._task_host import TaskHost
+from ._piped import TaskHost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
