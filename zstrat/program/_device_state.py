@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zstrat.variables import DeviceHome, read_all
 
+from .trace._updates import device_home
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from threading import RLock
@@ -44,13 +46,13 @@ class PlannedVariables:
         self._plan = plan
         self._moved = moved
         self._moves = bool(moved)
-        self._moved_homes = [_home(variable) for variable in moved]
+        self._moved_homes = [device_home(variable) for variable in moved]
         self._slot_homes = [
-            (_home(variable), rule, variable.name) for variable, rule in slots
+            (device_home(variable), rule, variable.name) for variable, rule in slots
         ]
         self._homes = [variable.home for variable in plan.variables]
-        homes = [*self._homes, *[variable.home for variable in moved]]
-        self._here = [home for home in homes if isinstance(home, DeviceHome)]
+        self._read_homes = [x for x in self._homes if isinstance(x, DeviceHome)]
+        self._here = [*self._read_homes, *self._moved_homes]
         found = {id(home.residence): home.residence for home in self._here}
         self._away = [
             variable
@@ -150,7 +152,7 @@ class PlannedVariables:
         """The values of the plan's reads: those from here as they live here, others as
         arrays of numpy."""
         if not self._away:
-            return [_home(variable).value() for variable in self._plan.variables]
+            return [home.value() for home in self._read_homes]
         read = iter(read_all(self._away))
         return [
             home.value() if isinstance(home, DeviceHome) else next(read)
@@ -216,12 +218,6 @@ class PlannedVariables:
             home.take_over_slots(rule, leaves)
         for residence, number in zip(self._residences, steps, strict=True):
             residence.steps = number
-
-
-def _home(variable: VariableHandle) -> DeviceHome:
-    home = variable.home
-    assert isinstance(home, DeviceHome)
-    return home
 
 
 def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:

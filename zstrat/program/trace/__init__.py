@@ -34,6 +34,7 @@ from ._structure import split as split
 from ._updates import Recorded as Recorded
 from ._updates import apart_from_now as apart_from_now
 from ._updates import copies_of as copies_of
+from ._updates import device_home as device_home
 from ._updates import has_copies as has_copies
 from ._updates import is_apart as is_apart
 from ._updates import is_on_read as is_on_read

@@ -94,9 +94,8 @@ def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
     """The copies, ``[count, ...]``, of these or of a value that all of them share."""
     if value.ndim > len(variable.shape):
         return value
-    home = variable.home
-    assert isinstance(home, DeviceHome)
-    return jnp.broadcast_to(value, (home.residence.copies, *value.shape))
+    copies = device_home(variable).residence.copies
+    return jnp.broadcast_to(value, (copies, *value.shape))
 
 
 def is_on_read(variable: VariableHandle) -> bool:
@@ -110,8 +109,7 @@ def apart_from_now(variable: VariableHandle) -> None:
     Raises:
         DataLossError: The value is lost.
     """
-    home = variable.home
-    assert isinstance(home, DeviceHome)
+    home = device_home(variable)
     with home.residence.turn:  # another thread may come here, too
         if home.is_apart:
             return
@@ -251,6 +249,13 @@ def _last(indices: jax.Array, size: int) -> jax.Array:
 def is_here(variable: VariableHandle) -> bool:
     """Whether the step computes the next value of this variable itself."""
     return isinstance(variable.home, DeviceHome)
+
+
+def device_home(variable: VariableHandle) -> DeviceHome:
+    """The home of a variable that is known to live on devices of this process."""
+    home = variable.home
+    assert isinstance(home, DeviceHome), home
+    return home
 
 
 class Moves:

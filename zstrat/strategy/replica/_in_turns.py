@@ -24,6 +24,7 @@ from zstrat.program.trace import (
     apart_from_now,
     as_replica,
     copies_of,
+    device_home,
     has_copies,
     keep_copies,
     lookup_inside,
@@ -37,7 +38,6 @@ from zstrat.program.trace import (
 )
 from zstrat.strategy._context import ReplicaContext
 from zstrat.variables import (
-    DeviceHome,
     Table,
     creator,
     is_staging,
@@ -209,13 +209,11 @@ class ReplicaInTurns(ReplicaRecorder):
         # Real values under another recorder: of what is differentiated.
         if is_traced or not isinstance(self.outer, Immediate):
             raise update_inside(variable.spec, op.name)
-        home = variable.home
-        assert isinstance(home, DeviceHome)
         # In numpy: a program that is under way may wait for the turn.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
-            home.update_copy(variable, number, op, updates)
+            device_home(variable).update_copy(variable, number, op, updates)
 
 
 def _own_updates(
