@@ -70,7 +70,7 @@ async def save(
 
     Cancellation, and all errors: the folder is what it was.
     """
-    variables = components_of(graph)
+    variables = saved_components(graph)
     await steadily(variables, lambda: _save(graph, variables, path, metadata))
 
 
@@ -112,7 +112,7 @@ def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
     return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
-def components_of(graph: Graph) -> list[Variable]:
+def saved_components(graph: Graph) -> list[Variable]:
     """The components of all variables of a graph, each once, whatever variables share
     it."""
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}

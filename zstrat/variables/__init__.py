@@ -3,7 +3,7 @@
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
-from ._convert import require_traceable as require_traceable
+from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep

@@ -153,7 +153,7 @@ class AbstractVariable(ArrayOperators):
         if recording is None:
             refuse_read(self._spec)
             return self._read_now()
-        _convert.require_traceable(self._spec)
+        _convert.require_untruncated(self._spec)
         return self._traced_value(recording)
 
     def read_value(self) -> Any:
@@ -194,7 +194,7 @@ class AbstractVariable(ArrayOperators):
         if recording is None:
             refuse_read(self._spec)
             return read_rows(table, indices)
-        _convert.require_traceable(self._spec)
+        _convert.require_untruncated(self._spec)
         return recording.lookup(table, _convert.traced_ids(table, indices))
 
     async def read_value_async(self) -> np.ndarray:

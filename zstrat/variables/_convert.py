@@ -88,7 +88,7 @@ def traced_operand(
     Raises:
         ValueError: Its shape is not the variable's, or its dtype does not fit.
     """
-    require_traceable(spec)
+    require_untruncated(spec)
     array = _traced(spec, value, what)
     _check_shape(spec, array.shape[examples:], spec.shape, what)
     return array
@@ -117,7 +117,7 @@ def traced_rows(
         ValueError: Ranks, shapes or dtypes do not fit.
         IndexError: Indices are known, and one is outside the first axis.
     """
-    require_traceable(spec)
+    require_untruncated(spec)
     given = value_of(indices)
     index = jnp.asarray(given)
     rows = _traced(spec, values, what)
@@ -175,7 +175,7 @@ def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
         )
 
 
-def require_traceable(spec: VariableSpec) -> None:
+def require_untruncated(spec: VariableSpec) -> None:
     """Refuses a 64-bit variable in a step while jax computes with 32 bits.
 
     Raises:

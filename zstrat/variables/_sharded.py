@@ -135,7 +135,7 @@ class ShardedVariable(AbstractVariable):
         if recording is None:
             refuse_read(self._spec)
             return self._fetched(pieces)[selection.index]
-        _convert.require_traceable(self._spec)
+        _convert.require_untruncated(self._spec)
         parts = [recording.read(component)[rows] for component, rows in pieces]
         parts = parts or [jnp.zeros((0, *self.shape[1:]), self.dtype)]
         return jnp.concatenate(parts)[selection.index]

@@ -115,7 +115,7 @@ def _calls(
     return tuple([(*key, tuple(found)) for key, found in groups.items()])
 
 
-def shared(cut: Sequence[Stage], inputs: int) -> list[int]:
+def shared_inputs(cut: Sequence[Stage], inputs: int) -> list[int]:
     """Arguments that several stages take: they go to the device once."""
     taken = [n for stage in cut for n in stage.takes if n < inputs]
     return sorted({n for n in taken if taken.count(n) > 1})
@@ -149,7 +149,7 @@ class StagedProgram:
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
         self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
-        self._shared = shared(cut, given)
+        self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
         made = [len(values), *[len(jax.tree.leaves(tree)) for tree in beside]]
         self._made = made

@@ -132,7 +132,7 @@ def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
         recorder.reset(before)
 
 
-def copies_of(recording: TraceRecorder, variable: VariableHandle) -> Any:
+def copies_in_step(recording: TraceRecorder, variable: VariableHandle) -> Any:
     """All copies, ``[count, ...]``, as the step sees them."""
     assert isinstance(recording, KeepsCopies), recording
     return recording.copies(variable)
@@ -177,7 +177,7 @@ Write = tuple[Recorded, int]
 """An update, and which of its variables is meant."""
 
 
-def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
+def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     """``value`` after the updates, in order. Shape and dtype stay as they are."""
     for update, number in writes:
         operands = update.operands
@@ -323,7 +323,7 @@ def _marked(call: GradientCall) -> GradientCall:
     return call.with_arrays([*arrays, *call.further])
 
 
-def rows_of(
+def rows_here(
     table: Table, ids: jax.Array, read: Callable[[VariableHandle], jax.Array]
 ) -> jax.Array:
     """The rows of a table of such variables, ``ids.shape + row``: zeros for `ABSENT`,

@@ -82,7 +82,7 @@ class ProcessInputs:
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
-        chosen = settled(options)
+        chosen = input_options(options)
         if chosen.is_per_replica:
             raise not_per_replica()
         refuse_distributed(dataset)
@@ -120,7 +120,7 @@ class ProcessInputs:
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """See `Strategy.distribute_datasets_from_function`."""
-        chosen = settled(options)
+        chosen = input_options(options)
         require_function(dataset_fn)
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
@@ -224,7 +224,7 @@ def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Sha
         yield from shares
 
 
-def settled(options: InputOptions | None) -> InputOptions:
+def input_options(options: InputOptions | None) -> InputOptions:
     """The options; those of the class where there are none.
 
     Raises:

@@ -23,7 +23,7 @@ from zstrat.program.trace import (
     Immediate,
     apart_from_now,
     as_replica,
-    copies_of,
+    copies_in_step,
     device_home,
     has_copies,
     keep_copies,
@@ -31,8 +31,8 @@ from zstrat.program.trace import (
     marked,
     moved,
     own_copy_later,
+    rows_here,
     rows_now,
-    rows_of,
     update_inside,
     updates_copies,
 )
@@ -156,7 +156,7 @@ class ReplicaInTurns(ReplicaRecorder):
             return value if self.live else jnp.copy(value)
         if isinstance(self.outer, Immediate):
             return self.outer.copy(variable, number)
-        row: jax.Array = copies_of(self.outer, variable)[number]
+        row: jax.Array = copies_in_step(self.outer, variable)[number]
         return row
 
     def update(self, update: VariableUpdate) -> None:
@@ -175,7 +175,7 @@ class ReplicaInTurns(ReplicaRecorder):
             # A trace that jax makes of a function of its own cannot hand out what it
             # looks up.
             raise lookup_inside(table)
-        return rows_of(table, marked(ids), self.read)
+        return rows_here(table, marked(ids), self.read)
 
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
@@ -201,7 +201,7 @@ class ReplicaInTurns(ReplicaRecorder):
         number = self._fiber.number
         if not self.live:
             apart_from_now(variable)
-            copies = copies_of(self.outer, variable)
+            copies = copies_in_step(self.outer, variable)
             value = moved(op, operands, copies[number])
             keep_copies(self.outer, variable, copies.at[number].set(value))
             return

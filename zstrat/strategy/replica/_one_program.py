@@ -35,7 +35,7 @@ from zstrat.program.trace import (
     apart_from_now,
     asked,
     claimed,
-    copies_of,
+    copies_in_step,
     has_copies,
     is_of_shapes,
     keep_copies,
@@ -146,7 +146,9 @@ def replicate(
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
         values = [recording.read(variable) for variable in variables]
-    copies = [Spread(copies_of(outside, variable), stacked=True) for variable in own]
+    copies = [
+        Spread(copies_in_step(outside, variable), stacked=True) for variable in own
+    ]
     given = _Given(len(split), variables, own)
 
     def mapped(
