@@ -170,6 +170,7 @@ class Recorder:
             found = self._stale[store] = []
         found.append(versions)
         if len(found) > PENDING:
+            # At the time of the last one: whoever tells of a push has no clock at hand.
             self.digest(self._digested)
 
     def count(self, name: str, amount: float, now: float) -> None:
@@ -191,6 +192,8 @@ class Recorder:
     def _rate(self, name: str, now: float) -> Rate:
         rate = self._rates.get(name)
         if rate is None:
+            # From the begin of the session: what comes for the first time was zero
+            # until now.
             rate = self._rates[name] = Rate(now if self._began is None else self._began)
         return rate
 
@@ -256,6 +259,7 @@ class Recorder:
         self._digested = now
         if self._began is None:
             self._began = now
+        # Whoever began it may be gone and never end it.
         if self._capture is not None and now > self._capture.until:
             self.on_capture(False)
         steps = self._steps
@@ -287,6 +291,8 @@ class Recorder:
     def _busy(self, began: np.ndarray, ended: np.ndarray) -> float:
         """Seconds that the spans cover, and none before has covered: some wait for the
         same thread."""
+        # A sweep over the spans by their begin; `maximum.accumulate` is how far those
+        # before reach.
         order = np.argsort(began)
         began, ended = began[order], np.maximum.accumulate(ended[order])
         before = np.concatenate(([self._busy_until], ended[:-1]))
@@ -339,6 +345,7 @@ class Recorder:
                     waited = float((end - began).sum())
                     self._shares.add(str(phase), waited, now)
                     computed -= waited
+        # Of an eager step what it waited for is within what it computed.
         self._shares.add("compute", max(0.0, computed), now)
 
     def _took(

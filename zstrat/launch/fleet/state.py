@@ -176,6 +176,7 @@ class FleetState:
     def bound(self, task: str, attempt: int, address: str) -> list[FleetOrder]:
         """A process serves at an address."""
         known = self._tasks[task]
+        # Word of a process that was started before: its task is another one by now.
         if attempt != known.attempt or known.phase is not TaskPhase.STARTING:
             return []
         known.phase, known.address = TaskPhase.SERVING, address
@@ -259,6 +260,7 @@ class FleetState:
         self, task: str, known: _TaskState, end: End, now: float
     ) -> list[FleetOrder]:
         """Whether a task of a fleet that runs is started again."""
+        # Nobody of ours: who stops a fleet has it in another stage.
         if end.code == 0:
             words = f"{task} {end.words}: somebody had it drain; not started again"
             return self._over_if_all_down([FleetNote(words, task, is_failure=False)])
@@ -268,6 +270,7 @@ class FleetState:
             return self._over_if_all_down([note])
         window, most = self._patience.window, self._patience.restarts
         known.failures.append(now)
+        # The one just noted stops it.
         while known.failures[0] < now - window:
             known.failures.popleft()
         count = len(known.failures)
@@ -302,6 +305,7 @@ class FleetState:
         """The next wave, if the one before has ended."""
         if self._up(self._wave):
             return []
+        # Workers first: what they push on their way out still finds its servers.
         first = [task for task in self._tasks if not task.startswith("ps:")]
         self._wave = self._up(first) or self._up(self._tasks)
         self._deadline = now + self._patience.drain
