@@ -95,8 +95,8 @@ async def load(
         async with contextlib.AsyncExitStack() as resting:
             for cluster in {id(cluster): cluster for cluster, _ in servers}.values():
                 restores = cluster.restores
-                # Each rests until all is loaded: no step meets some values of before and
-                # some of the checkpoint.
+                # Each rests until all is loaded: no step meets some values of before,
+                # and some of the checkpoint.
                 cut = await resting.enter_async_context(cluster.at_rest())
                 moments.append(ClusterMoment(cluster, cut, restores))
             await disk(_load_local, local, files)

@@ -133,6 +133,8 @@ def replicate(
     shared = [uncut(x) for x in shared]
     split = [Spread(uncut(x.array), x.stacked) for x in split]
     count = team.local
+    # A program over a mesh takes what it reads as arguments, so that has to be known
+    # first.
     found = discovered(fn, shared, split, team)
     recording = recorder.get()
     if recording is None:
@@ -167,10 +169,12 @@ def replicate(
         capture = replica.capture
         changed = [variable for variable, _ in capture.own.values()]
         region = TracedRegion(leaves, treedef, capture, changed)
+        # The last trace counts: jax may trace a function more than once.
         traced[:] = [region]
         copies = [value[None] for _, value in capture.own.values()]
         return [*region.arrays, *copies], [x.operands for x in capture.updates]
 
+    # Nobody else, or XLA reaches the others itself: one program without stages.
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
     else:

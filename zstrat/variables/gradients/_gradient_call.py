@@ -254,6 +254,7 @@ def encoded(call: GradientCall) -> bytes:
     """
     binding = call.binding()
     made = call.optimizer.made.setdefault("encoded", {})
+    # By identity: rules are kept by their optimizer, which keeps this, too.
     key = id(binding.rule), binding.keys
     if key not in made:
         made[key] = binding.encoded()
@@ -279,6 +280,7 @@ def tracing(call: GradientCall) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the transformation, to who applies gradients
+        # Our own words already (`TreeStructure`): they say what to do.
         if isinstance(error, ValueError) and "asks for the path" in str(error):
             raise
         said = str(error).rstrip(".")
@@ -341,6 +343,8 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
     from zstrat.optimizers import dependence_on_padding
 
     for leaf, target, sparse, _ in call.leaves():
+        # Whole and dense: whatever the optimizer does to rows together is what optax
+        # does.
         if not sparse and len(target.components) == 1:
             continue
         rule = call.optimizer.leaf_rule(tree, leaf)
