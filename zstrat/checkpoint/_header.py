@@ -187,7 +187,7 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
 
 
 def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape in the file."""
+    """The dtype and shape that stand in the file for those of a tensor."""
     name = _NAMES.get(info.dtype)
     if name is not None:
         return name, info.shape

@@ -170,7 +170,7 @@ class TensorReader:
             pass
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes the file; may be called again."""
         if self._file >= 0:
             descriptor, self._file = self._file, -1
             os.close(descriptor)
@@ -233,7 +233,7 @@ class CheckpointFiles:
             self[piece.file].read_into(piece.name, first, part)
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes all files; may be called again."""
         for reader in self._open.values():
             reader.close()
 

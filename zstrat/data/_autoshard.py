@@ -106,7 +106,7 @@ class Allotment:
         return begun.elements(), order
 
     def cutter(self) -> Cutter:
-        """A fresh one, for one pass."""
+        """A fresh cutter, for one pass."""
         return cutter(self.batch_size, self.policy, self.worker)
 
 

@@ -57,7 +57,7 @@ class Cached(Derived):
     kept: WholePass = field(default_factory=WholePass, compare=False)
 
     def of(self, source: Recipe) -> Self:
-        """Other elements are kept apart."""
+        """The cache of another recipe, whose elements are kept apart."""
         if source is self.source:
             return self
         return replace(self, source=source, kept=WholePass())

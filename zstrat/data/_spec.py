@@ -78,7 +78,7 @@ class Specified(Protocol):
 
 
 def unknown(recipe: object) -> Spec:
-    """Looks at nothing."""
+    """A look that draws nothing: the spec is not known."""
     del recipe
 
 

@@ -105,7 +105,7 @@ class _CopiesRun:
         self._groups: set[int] = set()
 
     async def whole(self) -> int:
-        """See `run_copies`."""
+        """Runs all copies to their end; see `run_copies`."""
         tasks = [
             asyncio.create_task(self._copy(index), name=f"worker:{index}")
             for index in range(self._copies.count)

@@ -183,7 +183,7 @@ class ObservedRun:
         return {"coordinator": metrics}
 
     def take(self, seen: Iterable[TaskStatus]) -> None:
-        """What one look has found."""
+        """Takes over what one look has found."""
         for status in seen:
             told, before = told_by(status), self._seen.get(status.task)
             if not status.problem:
@@ -199,7 +199,7 @@ class ObservedRun:
         return answered is not None and self._clock() - answered < self._patience
 
     async def look_on(self) -> NoReturn:
-        """Looks until cancelled."""
+        """Looks once a second, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()

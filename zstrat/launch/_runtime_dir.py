@@ -55,7 +55,7 @@ class RuntimeDir:
             raise
 
     def address(self, name: str) -> str:
-        """What a daemon of that name binds."""
+        """The address that a daemon of that name binds."""
         return "127.0.0.1:0" if self.sockets == "tcp" else f"ipc://{self.folder / name}"
 
 

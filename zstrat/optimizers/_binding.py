@@ -137,7 +137,7 @@ def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
 
 
 def _cut_of(rule: TreeRule) -> Any:
-    """What both sides have to agree on."""
+    """How the tree is cut, as both sides have to agree on it."""
     if acts := rule.update().acts or rule.init().acts:
         raise ValueError(
             f"it calls back into Python ({acts}), which a parameter server does not "

@@ -116,7 +116,7 @@ class TreeCut:
 
     @property
     def operand_kinds(self) -> list[Any]:
-        """What they look like."""
+        """The shapes and dtypes of the operands."""
         return [var.aval for var in self.operands]
 
     def gradients_for(self, moved: Iterable[int]) -> set[int]:
@@ -135,7 +135,7 @@ class TreeCut:
         return ProgramPart(self.program.closed, self.operands, [*gradients, *extras])
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        """The operands."""
+        """The values of the operands."""
         if not self.operands:
             return []
         g, _, _, x = self.program.inputs

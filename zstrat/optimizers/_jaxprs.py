@@ -182,7 +182,7 @@ class ProgramPart:
 
     @property
     def equations(self) -> int:
-        """How many there are."""
+        """How many equations the part has."""
         return len(self._eqns)
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:

@@ -126,7 +126,7 @@ def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
 
 
 def is_waited_for(sharding: Sharding) -> bool:
-    """Whether a program over these devices is."""
+    """Whether a program over these devices has to be waited for."""
     devices: set[Any] = sharding.device_set  # untyped
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 

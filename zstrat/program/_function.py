@@ -216,7 +216,7 @@ class Function:
             in_python_step.reset(before)
 
     def _turn_to_python(self, found: _refusals.LoopsOverData) -> None:
-        """From now on, and says so."""
+        """Runs the step in Python from now on, and says so."""
         self._is_python = True
         warnings.warn(
             f"the step function {self.name!r} runs in Python, operation by operation, "

@@ -134,14 +134,14 @@ class ProgressBar:
         self._has_written = False
 
     def add(self, size: int) -> None:
-        """So many bytes more are done."""
+        """Notes that so many bytes more are done."""
         self._done += size
         if self._is_shown and (now := time.monotonic()) >= self._next:
             self._next = now + _PAUSE
             self._show()
 
     def end(self) -> None:
-        """Removes the line."""
+        """Removes the line from the terminal."""
         if self._has_written:
             self._out.write("\r\x1b[K")
             self._out.flush()

@@ -145,7 +145,7 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
 
 
 def _copy(folder: str, path: str) -> None:
-    """From a checkpoint to a plain file."""
+    """Copies the tensors of a checkpoint into a plain file."""
     stored = _stored_values(folder)
     infos = [TensorInfo(name, each.dtype, each.shape) for name, each in stored]
     with (

@@ -30,7 +30,7 @@ Point = tuple[int, dict[str, float]]
 
 
 class TellsMetrics(Protocol):
-    """A coordinator."""
+    """A coordinator, as far as it tells metrics."""
 
     def metrics(self) -> Mapping[str, Any]: ...
 

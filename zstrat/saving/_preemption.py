@@ -275,7 +275,7 @@ class PreemptionCheckpointHandler:
             signal.signal(number, signal.SIG_DFL)  # once more ends at once
 
     def _agreed(self) -> Wish:
-        """What all processes do."""
+        """What all processes do after this run."""
         now = time.monotonic()
         watch = self._config.termination_watcher_fn
         if watch is not None and now - self._asked_at >= _PAUSE:

@@ -56,7 +56,7 @@ class ServerConnection(AskedCluster, Protocol):
 
     @property
     def restores(self) -> int:
-        """How often that was done."""
+        """How often the servers were filled again from a checkpoint."""
         ...
 
     @property

@@ -77,7 +77,7 @@ class SnapshotSource(Protocol):
         ...
 
     async def fetch(self, place: int, offset: int, size: int) -> Buffer:
-        """Bytes of a tensor."""
+        """Fetches some bytes of a tensor."""
         ...
 
 

@@ -25,7 +25,7 @@ _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 @final
 class DefaultExtended(StrategyExtended):
-    """Everything is here."""
+    """The other face of the default strategy: everything is in one place."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy, (_DEVICE,), (_DEVICE,), None)

@@ -343,7 +343,7 @@ class Strategy(FirstVersion):
 
 
 class Closing(abc.ABC):
-    """What has an end."""
+    """Something that has an end, which ``with`` brings about."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -134,7 +134,7 @@ class Recorder:
     # ---- what happened -----------------------------------------------------------
 
     def ran(self, times: StepTimes, now: float) -> None:
-        """Steps have run."""
+        """Takes over what steps that have run have noted."""
         steps = self._steps
         steps.quick += times.quick
         steps.full += times.full

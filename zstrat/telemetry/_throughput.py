@@ -108,7 +108,7 @@ class Rate:
         self._throughput.mark(since, total, total)
 
     def add(self, amount: float, now: float) -> None:
-        """So much came just now."""
+        """Counts what came just now."""
         if amount:
             self.reach(self.total + amount, now)
 

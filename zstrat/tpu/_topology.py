@@ -232,7 +232,7 @@ _MAX_VARINT: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class TopologyMessage:
-    """The fields, as they were sent."""
+    """The fields of a message, as they were sent."""
 
     mesh_shape: tuple[int, ...]
     num_tasks: int

@@ -85,7 +85,7 @@ class DeviceHome(HomeWithSlots):
 
     @property
     def kept(self) -> Sharding:
-        """Where the value lies between steps."""
+        """The sharding of the value between steps."""
         where: Sharding = self._value.sharding
         return where
 
@@ -269,7 +269,7 @@ class DeviceHome(HomeWithSlots):
     # ---- from outside of steps -------------------------------------------------------
 
     def shown(self) -> np.ndarray:
-        """The value from outside of the replicas."""
+        """The value as code outside of the replicas sees it."""
         if not self.is_apart or self._on_read is None:
             return self._first()
         return np.asarray(aggregated(np.asarray(self._value), self._on_read))
@@ -439,7 +439,7 @@ class CopyHome(HomeHere):
         self._home.update_copy(self.container, self.number, op, [operands])
 
     def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
-        """An optimizer is given this copy."""
+        """The error of an optimizer that is given this copy."""
         return NotImplementedError(
             f"{variable.spec} is one copy of {self.container.spec}, and optimizers "
             "move all copies together: give apply_gradients the variable itself"

@@ -141,7 +141,7 @@ class Table:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Names the table in its session."""
+        """The keys of the components, which name the table in its session."""
         return tuple(component.spec.key for component in self.components)
 
     def __eq__(self, other: object) -> bool:

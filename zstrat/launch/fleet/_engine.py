@@ -106,7 +106,7 @@ class RunningTask(Protocol):
         ...
 
     def kill(self) -> None:
-        """Ends it now, whatever it does."""
+        """Ends the task now, whatever it does."""
         ...
 
 

@@ -174,7 +174,7 @@ class FleetState:
         return [self._start(task, now) for task in self._tasks]
 
     def bound(self, task: str, attempt: int, address: str) -> list[FleetOrder]:
-        """A process serves at an address."""
+        """A process serves at an address: the fleet is ready when all do."""
         known = self._tasks[task]
         # Word of a process that was started before: its task is another one by now.
         if attempt != known.attempt or known.phase is not TaskPhase.STARTING:
@@ -188,7 +188,7 @@ class FleetState:
         return [FleetReady()]
 
     def ended(self, task: str, attempt: int, end: End, now: float) -> list[FleetOrder]:
-        """A process is gone."""
+        """A process is gone: decides what follows."""
         known = self._tasks[task]
         if attempt != known.attempt or known.phase is TaskPhase.DOWN:
             return []
@@ -204,7 +204,7 @@ class FleetState:
         return self._advance(now)
 
     def tick(self, now: float) -> list[FleetOrder]:
-        """What is due by now."""
+        """Orders what is due by now."""
         if self._stage is FleetStage.OVER:
             return []
         if self._stage is FleetStage.ENDING:

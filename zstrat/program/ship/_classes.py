@@ -138,7 +138,7 @@ def reduced_class(
 
 
 def reduced_enum(cls: type[enum.Enum], filled: Filled) -> Any:
-    """An enum."""
+    """How an enum is pickled."""
     keywords, said = statement_of_enum(cls)
     members = {name: member.value for name, member in cls.__members__.items()}
     arguments = (cls.__name__, cls.__bases__, keywords, said, members)

@@ -78,7 +78,7 @@ def whole(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
 
 
 def remaining(reduced: Reduced) -> Reduced:
-    """The second step, for `fill`."""
+    """What the second step needs: the arguments of `fill`."""
     return reduced[5], reduced[2]
 
 

@@ -146,7 +146,7 @@ class StandIns:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The trace of the body is inside."""
+        """Watches while the body is traced inside."""
         before, named = met.set(self.met), asked_name.set(self.named)
         hashed = asked_hash.set(self.looked_for)
         try:

@@ -313,7 +313,7 @@ class Capture:
             self._send(call, noted)
 
     def _send(self, call: GradientCall, noted: Callable[..., Recorded]) -> None:
-        """Updates of variables on parameter servers."""
+        """Notes updates of variables on parameter servers."""
         rule = call.rule(is_here=False)
         require_servers(call, rule)
         self.calls.append(call)

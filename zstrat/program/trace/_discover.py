@@ -317,7 +317,7 @@ def _plan(
 
 
 def _emptied(call: GradientCall) -> GradientCall:
-    """Without arrays, which belong to the trace."""
+    """The call without arrays, which belong to the trace."""
     return call.with_arrays([None] * len(call.arrays))
 
 

@@ -97,7 +97,7 @@ class Immediate:
         return jnp.asarray(device_home(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """The copies from now on."""
+        """Replaces the copies of all replicas."""
         device_home(variable).put_copies(np.asarray(copies))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
@@ -131,7 +131,7 @@ class Immediate:
         apply_now(host, self._home)
 
     def require_known_end(self, name: str) -> None:
-        """Nothing: elements are real here."""
+        """Does nothing: elements are real here."""
 
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():

@@ -56,7 +56,7 @@ class Flow:
 
     @property
     def outputs(self) -> int:
-        """How many there are."""
+        """How many outputs the program has."""
         return len(self._jaxpr.outvars)
 
     def inputs_of(self, outputs: Sequence[int]) -> int:

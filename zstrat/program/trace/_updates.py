@@ -85,7 +85,7 @@ def has_copies(variable: VariableHandle, count: int) -> bool:
 
 
 def is_apart(variable: VariableHandle) -> bool:
-    """Whether each replica has its own now."""
+    """Whether each replica has a copy of its own now."""
     home = variable.home
     return isinstance(home, DeviceHome) and home.is_apart
 
@@ -141,7 +141,7 @@ def copies_in_step(recording: TraceRecorder, variable: VariableHandle) -> Any:
 def keep_copies(
     recording: TraceRecorder, variable: VariableHandle, copies: Any
 ) -> None:
-    """The copies from now on."""
+    """Tells the step which copies there are from now on."""
     assert isinstance(recording, KeepsCopies), recording
     recording.put_copies(variable, copies)
 

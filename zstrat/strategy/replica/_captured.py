@@ -380,5 +380,5 @@ class CapturedObjects:
                 self._strongly.append(each)
 
     def are_there(self) -> bool:
-        """Whether all of them are."""
+        """Whether all objects are still there."""
         return not self._gone

@@ -146,7 +146,7 @@ def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def no_rank() -> ValueError:
-    """A scalar is to be gathered."""
+    """The error of a scalar that is to be gathered."""
     return ValueError(
         "gather: the values must have a rank of at least 1; give scalars an axis first "
         "(x[None])"

@@ -104,7 +104,7 @@ class Watched:
         self._held = CapturedObjects([*values, *contents])
 
     def are_same(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all names, cells and codes are bound as they were."""
         if not self._functions:
             return True
         for fn, code, defaults in self._functions:
@@ -129,7 +129,8 @@ class Watched:
         return self._held.are_there()
 
     def are_there(self) -> bool:
-        """Whether it can ever be so again."""
+        """Whether what they were bound to is still there, so that they can be bound so
+        again."""
         return self._held.are_there()
 
     def _are_given_the_same(self) -> bool:
@@ -231,7 +232,7 @@ class CachedStep:
         return self.marks == marks and self.held.are_there() and self.watched.are_same()
 
     def may_return(self) -> bool:
-        """Whether it can ever be that again."""
+        """Whether a function with these marks can ever be given again."""
         return self.held.are_there() and self.watched.are_there()
 
 

@@ -208,7 +208,7 @@ class VariablePlacement:
         return self._placed, list(self._bytes)
 
     def back_to(self, mark: tuple[int, list[int]]) -> None:
-        """What was placed since is not there."""
+        """Forgets what was placed since `mark` was asked."""
         self._placed, self._bytes = mark[0], list(mark[1])
 
     def free(self, ps: int, size: int) -> None:
@@ -281,7 +281,7 @@ class Numbers:
         return specs
 
     def optimizer(self) -> int:
-        """The number of a new optimizer."""
+        """Gives a new optimizer its number."""
         self._optimizers += 1
         self._optimizers_at_risk.append(self._optimizers)
         return self._optimizers

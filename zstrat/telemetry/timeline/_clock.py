@@ -74,7 +74,8 @@ class ClockLine:
 
     @property
     def error(self) -> float:
-        """The larger one of the readings. Seconds."""
+        """How far off the offset may be: the larger error of the two readings, in
+        seconds."""
         return max(self.first.error, 0.0 if self.last is None else self.last.error)
 
     @property

@@ -131,17 +131,17 @@ class ProgramNotes:
         """Something was not noted any more."""
 
     def schedule(self, step: int, began: float, ended: float) -> None:
-        """A call has put a closure into the queue."""
+        """Notes a call that has put a closure into the queue."""
         if self._has_room(len(self.scheduled)):
             self.scheduled.append((step, began, ended))
 
     def dispatch(self, worker: str, closures: int, began: float, ended: float) -> None:
-        """Closures were sent to a worker."""
+        """Notes that closures were sent to a worker."""
         if self._has_room(len(self.dispatched)):
             self.dispatched.append(Dispatched(worker, closures, began, ended))
 
     def end(self, closures: int, now: float) -> None:
-        """A worker has reported so many as ended."""
+        """Notes that a worker has reported so many closures as ended."""
         if self._is_over:
             return
         self.steps += closures
@@ -154,7 +154,7 @@ class ProgramNotes:
                 self._done()
 
     def fetch(self, began: float, ended: float) -> None:
-        """Somebody has waited for a value."""
+        """Notes that somebody has waited for a value."""
         if self._has_room(len(self.fetched)):
             self.fetched.append((began, ended))
 

@@ -186,7 +186,7 @@ class VirtualSocket:
     # ---- what happens to it
 
     def joined(self, line: Line) -> None:
-        """Both ends have shaken hands."""
+        """Called when both ends have shaken hands."""
         if self.is_closed:
             line.end(self)
             return
@@ -197,7 +197,7 @@ class VirtualSocket:
             self._send(line, self._unsent.popleft())
 
     def lost(self, line: Line) -> None:
-        """A connection is over."""
+        """Called when a connection is over."""
         self.lines.pop(line.routing, None)
         if self.is_closed:
             return
@@ -231,7 +231,7 @@ class VirtualSocket:
             self.network.connect(self)
 
     def refused(self) -> None:
-        """Nothing listens there."""
+        """Called when nothing listens at the address."""
         if not self.is_closed:
             self.tell(Happening.RETRIED, 0)
             self._try_later()

@@ -198,7 +198,7 @@ class TrainingSession:
             await self._beside
 
     async def _something_else(self, chance: float) -> None:
-        """What a program does now and then."""
+        """Does what a program does besides training, now and then."""
         if chance < 0.25:
             self._update_soon()
         elif chance < 0.32:
@@ -237,7 +237,7 @@ class TrainingSession:
             return
 
     async def _join(self) -> None:
-        """Until all that is scheduled has ended."""
+        """Waits until all that is scheduled has ended."""
         while True:
             try:
                 await self._coordinator.join()
@@ -324,7 +324,7 @@ class TrainingSession:
         return [*marks, *mine]
 
     async def _steadily(self, work: Callable[[], Any]) -> Any:
-        """Again, while a server is only away."""
+        """Asks again while a server is only away."""
         while True:
             try:
                 return await work()
@@ -385,7 +385,7 @@ class TrainingSession:
     # ---- checkpoints
 
     async def _save(self) -> None:
-        """A checkpoint; one that fails is none."""
+        """Saves a checkpoint; one that fails is none."""
         coordinator, training = self._coordinator, self._training
         if coordinator.cluster.outage_error is not None:
             return
