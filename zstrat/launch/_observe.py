@@ -135,6 +135,7 @@ async def observe(
 EVERY: Final = 1.0
 """Seconds between two looks, and for each task to answer one."""
 LINES: Final = 200
+"""Words about tasks that are kept, the newest ones."""
 
 
 def told_by(status: TaskStatus) -> TaskTold:

@@ -192,6 +192,7 @@ class LeafRule:
     def digest(self) -> bytes:
         """Equal for leaves that are moved alike, whatever their number of rows if they
         are moved row by row. For this process alone."""
+        # Traced in one size for all: leaves of other sizes are moved alike, row by row.
         size = None if self.row_dependence else ROWS
         closed = self.program(size)
         made = hashlib.blake2b(str(closed).encode(), digest_size=16)
@@ -260,6 +261,8 @@ class LeafRule:
         if grown is None or state >= len(grown):
             return False
         rows = self.kind.shape[0]
+        # Not by its shape alone: a slot of another leaf, or of nobody, may have as many
+        # rows.
         return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
 
 

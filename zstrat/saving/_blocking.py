@@ -115,6 +115,7 @@ _PAUSE: Final = 0.1
 _REPORT_AFTER_SECONDS: Final = 0.5
 """Seconds after which an operation is long enough to talk about."""
 _WIDTH: Final = 24
+"""Characters of the bar itself: numbers beside it fit into a terminal of 80."""
 
 
 class ProgressBar:

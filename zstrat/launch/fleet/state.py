@@ -32,6 +32,7 @@ FIRST_PAUSE: Final = 1.0
 """Seconds before the second restart within a window; each one after it waits twice as
 long as the one before."""
 LONGEST_PAUSE: Final = 30.0
+"""Seconds beyond which it grows no more: a machine that came back is used soon."""
 GONE: Final = 5.0
 """Seconds that a killed task has to be gone."""
 

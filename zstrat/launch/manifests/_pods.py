@@ -26,6 +26,7 @@ ROLES: Final = {"ps": "ps", "worker": "worker", PROGRAM: "chief"}
 """Whose key each has, and what TF_CONFIG calls it."""
 
 USER: Final = 1000
+"""Nobody in particular, but not root: clusters may refuse a pod that is root."""
 GROUP: Final = 4711
 """Of the keys: nobody else has it (see "Kubernetes" in docs/engines.md)."""
 TFJOBS_PORT: Final = "tfjob-port"

@@ -46,6 +46,7 @@ LIMIT: Final = 240.0
 """Seconds in which every program has come to its end."""
 
 _FIRST_PORT: Final = 7000
+"""That of the first server or worker; the others have the ones behind it."""
 
 
 @dataclass(frozen=True)

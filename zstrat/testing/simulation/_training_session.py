@@ -42,6 +42,7 @@ QUIET: Final = 1.0
 """Seconds that a program waits when all has healed, for zombies that wake up."""
 PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
+"""Seconds that a session waits for a lost server, or for its last worker."""
 LIVES: Final = 8
 """Programs that go on one after the other with the same variables, at most."""
 PATIENCE: Final = 10.0
