@@ -177,6 +177,8 @@ class ServerVariables(StrategyCreator):
             for number in range(workers)
         ]
         made: list[Any] = self.create_variables(asked)
+        # No checkpoint has them: without their first values a server that is filled
+        # again would lack some.
         if self._session.recovers:
             work = self._servers.keep_initial(_specs(made))
             self._session.run(work, "reading first values")
@@ -263,6 +265,7 @@ class ServerVariables(StrategyCreator):
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
+            # Two threads may tell the same tree: a server takes it as one.
             self._session.run(*self._binding(*tree))
             self._bound.add(tree)
 
@@ -349,6 +352,7 @@ class ServerVariables(StrategyCreator):
         entries: dict[bytes, list[tuple[VariableSpec, InitialEntry]]] = {}
         for new, parts in zip(drafts, specs, strict=True):
             if isinstance(new.value, DeferredValue):
+                # Those of one initializer go together: its code is sent once.
                 code = dump_code(new.value.initializer)
                 described = [(spec, new.entry(spec)) for spec in parts]
                 entries.setdefault(code, []).extend(described)
