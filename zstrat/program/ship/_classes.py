@@ -46,15 +46,20 @@ class KnownClasses:
     """Classes that left this process, and those that arrived in it, by number."""
 
     def __init__(self) -> None:
+        # Held by nobody here: a class of a step that is forgotten is freed with it.
         self._numbers: weakref.WeakKeyDictionary[type, str]
         self._numbers = weakref.WeakKeyDictionary()
         self._classes: weakref.WeakValueDictionary[str, type]
         self._classes = weakref.WeakValueDictionary()
         self._arrived: weakref.WeakSet[type] = weakref.WeakSet()
+        # Again by the same thread: to make a class runs its code, which may unpickle
+        # others.
         self._lock = threading.RLock()
 
     def number(self, cls: type) -> str:
         with self._lock:
+            # A number for good, not the name: two classes of a notebook's cell that was
+            # run twice are different ones.
             if (number := self._numbers.get(cls)) is None:
                 number = uuid.uuid4().hex
                 self._remember(number, cls)
@@ -183,6 +188,7 @@ def _ask(cls: Any) -> PickledHow:
     usual = usual and cls.__reduce__ is object.__reduce__
     notes = cls.__new__ is not object.__new__ and dataclasses.is_dataclass(cls)
     given = any(n in dir(cls) for n in ("__getnewargs__", "__getnewargs_ex__"))
+    # A base in C keeps a state that `object.__new__` would not make.
     python = all(base.__flags__ & HEAP_TYPE for base in cls.__mro__[:-1])
     return PickledHow(
         usual and cls.__getstate__ is object.__getstate__,
@@ -239,6 +245,8 @@ def finish(cls: type, state: Any) -> None:
     for name in [name for name in own if own[name].__class__ is _Field]:
         type.__delattr__(cls, name)
     for name, value in names.items():
+        # Only what differs: to set a name of a class may run code of its metaclass, or
+        # clear caches.
         if own.get(name, own) is not value:
             type.__setattr__(cls, name, value)
     for name, value in generated.items():

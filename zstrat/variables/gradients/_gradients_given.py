@@ -121,6 +121,7 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
 
 def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> Given:
     structure, targets = tree
+    # By key: another handle of the same variable is that leaf, too.
     places = {_key(variable): n for n, variable in enumerate(targets)}
     gradients: dict[int, Any] = {}
     for gradient, variable in found:
