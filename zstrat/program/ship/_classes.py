@@ -245,8 +245,6 @@ def finish(cls: type, state: Any) -> None:
     for name in [name for name in own if own[name].__class__ is _Field]:
         type.__delattr__(cls, name)
     for name, value in names.items():
-        # Only what differs: to set a name of a class may run code of its metaclass, or
-        # clear caches.
         if own.get(name, own) is not value:
             type.__setattr__(cls, name, value)
     for name, value in generated.items():
