@@ -84,19 +84,17 @@ def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepU
     """
     arrays = tuple([np.asarray(array) for array in operands])
     if update.op is UpdateOp.OPERANDS:
-        return shared_updates(update, arrays)
+        return shared(update, arrays)
     if update.call is not None:
         made = update.spec, update.op, update.optimizer, arrays, update.call
         return [StepUpdate(*made)]
     if update.table is None:
         return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
     indices, rows = arrays
-    return component_updates(update, indices, rows)
+    return split(update, indices, rows)
 
 
-def shared_updates(
-    update: PlannedUpdate, arrays: tuple[np.ndarray, ...]
-) -> list[StepUpdate]:
+def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUpdate]:
     """What the updates of an optimizer share: once for each parameter server."""
     firsts = {spec.ps: spec for spec in reversed(update.specs)}
     return [
@@ -116,7 +114,7 @@ def parted(
     return _counted(update, found, rows)
 
 
-def component_updates(
+def split(
     update: PlannedUpdate, indices: np.ndarray, rows: np.ndarray
 ) -> list[StepUpdate]:
     """The updates of the components, from indices ``[n]`` of the table and rows.
