@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstrat.checkpoint import BLOCK
-from zstrat.checkpoint._append import DIRECT_FROM_BYTES, AppendedFile
+from zstrat.checkpoint._writer import DIRECT_FROM_BYTES, AppendedFile
 from zstrat.errors import AlreadyExistsError, ResourceExhaustedError
 from zstrat.rows import aligned
 from zstrat.testing import full_disk

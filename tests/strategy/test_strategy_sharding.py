@@ -19,7 +19,7 @@ from zstrat.program import load
 from zstrat.strategy.server import (
     PlacementRule,
     VariablePlacement,
-    _variable_plan,
+    _variable_placement,
     draft,
 )
 from zstrat.variables import partitioners
@@ -290,10 +290,10 @@ def test_a_large_value_that_is_made_here_is_warned_about(make_cluster, caplog):
     request = requested(None)
     huge = np.broadcast_to(np.zeros((), np.int8), (10**9 + 1,))
     with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_variable_plan, "initial", lambda request: huge)
+        patch.setattr(_variable_placement, "initial", lambda request: huge)
         made = draft(request, in_parts(2))
         assert made.parts == 2
-        patch.setattr(_variable_plan, "initial", lambda request: huge[:-1])
+        patch.setattr(_variable_placement, "initial", lambda request: huge[:-1])
         draft(request, in_parts(2))
     (record,) = caplog.records
     assert "'w' of 1000000001 elements is made whole" in record.message

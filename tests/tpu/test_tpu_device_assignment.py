@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zstrat.tpu._packing import Packing
+from zstrat.tpu._device_assignment import Packing
 from zstrat.tpu.experimental import DeviceAssignment, DeviceOrderMode, Topology
 
 

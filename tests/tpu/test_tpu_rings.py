@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.tpu._packing import ring
+from zstrat.tpu._device_assignment import ring
 
 FLAT_4X4 = "00 10 20 30 31 21 11 12 22 32 33 23 13 03 02 01"
 

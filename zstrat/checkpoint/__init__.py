@@ -3,8 +3,7 @@
 Files only: no jax, no sockets, no variables.
 """
 
-from ._append import BLOCK as BLOCK
-from ._digest import digest_of as digest_of
+from ._disk import digest_of as digest_of
 from ._disk import replace_file as replace_file
 from ._disk import sync_folder as sync_folder
 from ._folder import CheckpointFolder as CheckpointFolder
@@ -19,4 +18,5 @@ from ._manifest import StoredTensor as StoredTensor
 from ._reader import CheckpointFiles as CheckpointFiles
 from ._reader import TensorReader as TensorReader
 from ._reader import verify as verify
+from ._writer import BLOCK as BLOCK
 from ._writer import TensorWriter as TensorWriter

@@ -1,7 +1,12 @@
-"""Files that are whole or not there, and errors that say which file and what to do.
+"""Files that are whole or not there, with what tells that their bytes are those that
+were written; errors say which file and what to do.
 
 Law of the package: a file gets its final name only when its bytes are on the disk, or
 it is named by nobody (a part file, until a manifest is committed).
+
+Digests are xxh3 of 128 bits, in hex: against damage, not against an attacker, as who
+can write a checkpoint can write its manifest. At memory speed, so that nobody has a
+reason to leave them out.
 """
 
 from __future__ import annotations
@@ -12,17 +17,15 @@ import os
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import xxhash
 
-from zstrat.errors import (
-    AlreadyExistsError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from zstrat.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from zstrat.wire import Buffer
+
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -109,3 +112,26 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
                 os.unlink(temporary)
             raise
         sync_folder(os.path.dirname(path))
+
+
+def digest_of(parts: Iterable[Buffer]) -> str:
+    """The digest of the parts, one after the other."""
+    digest = Digest()
+    for part in parts:
+        digest.update(part)
+    return digest.hex()
+
+
+class Digest:
+    """The digest of bytes that come in parts."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, part: Buffer) -> None:
+        self._state.update(bytes_of(part))
+
+    def hex(self) -> str:
+        return self._state.hexdigest()

@@ -115,7 +115,10 @@ def encode_header(
         if not info.name or info.name == "__metadata__" or info.name in entries:
             raise ValueError(f"two tensors, or none, can be called {info.name!r}")
         if info.dtype not in DTYPES or (info.shape and min(info.shape) < 0):
-            raise ValueError(f"tensor {info.name!r} cannot be {info}")
+            raise ValueError(
+                f"tensor {info.name!r} cannot be {info}: expected a dtype of "
+                f"{', '.join(DTYPES)}, and no axis below 0"
+            )
         stored, shape = _stored(info)
         if info.dtype not in _NAMES:
             notes[_MARK + info.name] = info.dtype
@@ -184,7 +187,7 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
 
 
 def _stored(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape in the file."""
+    """The dtype and shape that stand in the file for those of a tensor."""
     name = _NAMES.get(info.dtype)
     if name is not None:
         return name, info.shape

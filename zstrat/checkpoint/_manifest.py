@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.wire import DTYPES
 
-from ._digest import digest_of
-from ._disk import blamed, replace_file
+from ._disk import blamed, digest_of, replace_file
 from ._header import TensorInfo
 
 if TYPE_CHECKING:
@@ -90,6 +89,8 @@ class StoredTensor:
         return found
 
     def _standing_for(self, row: int) -> StoredPiece:
+        # A row that no gradient had reached is in no piece: it takes what the first
+        # one has.
         return next((p for p in self.pieces if p.start <= row < p.stop), self.pieces[0])
 
     def __str__(self) -> str:
@@ -133,6 +134,8 @@ class Manifest:
         """
         head = len(_HEAD % (b"0" * 32))
         body = data[head : -len(_TAIL)]
+        # Byte by byte, before any of it is parsed: what is damaged may be JSON all the
+        # same.
         if data != _HEAD % digest_of([body]).encode() + body + _TAIL:
             raise DataLossError(file, "", "damaged or cut short: its digest is another")
         try:
@@ -157,6 +160,8 @@ class Manifest:
             case _:
                 raise DataLossError(file, "", "not the manifest of a checkpoint")
         for name, size in files.items():
+            # The digest is against damage, not against an attacker, who could name
+            # files anywhere.
             if not _is_plain_name(name) or not _is_number(size):
                 raise DataLossError(file, "", f"names the file {name!r:.80} ({size!r})")
         found = {
@@ -179,7 +184,8 @@ class Manifest:
 
     @staticmethod
     def of(folder: str) -> Manifest:
-        """That of the checkpoint in ``folder``, whose files all have their sizes.
+        """The manifest of the checkpoint in ``folder``, whose files all have their
+        sizes.
 
         Raises:
             NotFoundError: The folder is no checkpoint.
@@ -253,9 +259,10 @@ def _piece(name: str, plain: Any, files: Mapping[str, int], file: str) -> Stored
 
 
 def _is_plain_name(name: str) -> bool:
-    """Not a way out of the folder."""
+    """Whether the name is that of a file in the folder, and no way out of it."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _is_number(value: Any) -> bool:
+    # Not `isinstance`: True is an int to it. And what is larger is no size of a file.
     return type(value) is int and 0 <= value < 2**63

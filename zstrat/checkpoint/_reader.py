@@ -18,8 +18,7 @@ import numpy as np
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.wire import DTYPES
 
-from ._digest import Digest
-from ._disk import blamed
+from ._disk import Digest, blamed
 from ._header import PREFIX, TensorInfo, decode_header, header_length
 
 if TYPE_CHECKING:
@@ -114,10 +113,17 @@ class TensorReader:
         """
         info = self.info(name)
         if out.dtype != info.numpy_dtype or not out.flags.c_contiguous:
-            raise ValueError(f"{name!r} ({info}) into {out.dtype.name}{out.shape}")
+            raise ValueError(
+                f"{self.path}: {name!r} ({info}) cannot be read into "
+                f"{out.dtype.name}{out.shape} with strides {out.strides}: expected its "
+                "own dtype, C-contiguous"
+            )
         offset = start * info.row_bytes
         if start < 0 or offset + out.nbytes > info.nbytes:
-            raise ValueError(f"{self.path}: {name!r} ({info}) ends before that")
+            raise ValueError(
+                f"{self.path}: {name!r} ({info}) ends before that: {out.nbytes} bytes "
+                f"from row {start} on are wanted, and it has {info.nbytes} in all"
+            )
         view = out.reshape(-1).view(np.uint8).data
         self._fill(view, self._header.places[name].offset + offset, name)
 
@@ -164,7 +170,7 @@ class TensorReader:
             pass
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes the file; may be called again."""
         if self._file >= 0:
             descriptor, self._file = self._file, -1
             os.close(descriptor)
@@ -227,7 +233,7 @@ class CheckpointFiles:
             self[piece.file].read_into(piece.name, first, part)
 
     def close(self) -> None:
-        """May be called again."""
+        """Closes all files; may be called again."""
         for reader in self._open.values():
             reader.close()
 

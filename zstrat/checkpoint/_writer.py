@@ -1,30 +1,193 @@
-"""Writes one safetensors file as its bytes become available.
+"""Writes one safetensors file as its bytes become available, past the cache of the
+system where that goes.
 
 The header is known before the first element is there, so nothing is ever held in
 memory: a table of 100 GB goes through a buffer of the caller's. Not for several
 threads at once, but for any thread.
+
+Nobody reads a checkpoint soon after it was written, and the cache has a price that
+others pay: a core copies every byte once more, into pages that have to be found first,
+in stretches of tens of milliseconds during which some kernels let no other thread run.
+A transfer from our memory (``O_DIRECT``) takes a tenth of the processor time, and the
+disk decides how fast it is.
+
+Such transfers take whole blocks, from memory and to places that are multiples of one.
+Law of `AppendedFile`: as long as it is direct, it has a whole number of blocks, and
+what comes behind them waits in the *stage*. Data that lies well goes to the disk from
+where it is; all other data through the stage. What cannot be direct is not: a small
+file, the end of one, a file system that refuses.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
+from zstrat.rows import aligned
 from zstrat.wire import raw
 
-from ._append import AppendedFile
-from ._digest import Digest
-from ._disk import blamed, bytes_of, sync_folder
+from ._disk import Digest, blamed, bytes_of, create, send_off, sync_folder, write_all
 from ._header import encode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import Iterator, Mapping, Sequence
 
     from zstrat.wire import Buffer
 
     from ._header import TensorInfo
+
+
+BLOCK: Final = 4096
+"""What direct transfers are multiples of: the largest block of disks, and a page."""
+
+DIRECT_FROM_BYTES: Final = 4 * 2**20
+"""Bytes of a file from which on it is direct. Also the stage: a transfer of so many
+takes so long that the time between two of them does not show."""
+
+AHEAD: Final = 32 * 2**20
+"""Bytes that went through the cache after which the disk begins to work, while the next
+ones are written: left to itself the system gathers gigabytes, and then makes the writer
+wait for them."""
+
+
+class AppendedFile:
+    """Creates ``path``, which will have ``size`` bytes. For any thread, one at a time.
+
+    Raises, all methods: As `zstrat.checkpoint._disk.blamed` says; the file is removed.
+        AlreadyExistsError: It exists: who creates a file is the only one to write it.
+    """
+
+    def __init__(self, path: str, size: int) -> None:
+        self._path = path
+        with blamed(path, "writing"):
+            self._file = create(path)
+        with self._removed_if_it_fails():
+            self._is_direct = size >= DIRECT_FROM_BYTES and _set_direct(
+                self._file, True
+            )
+            self._stage = aligned(
+                (DIRECT_FROM_BYTES if self._is_direct else 0,), _BYTE, BLOCK
+            )
+        self._held = 0
+        """Bytes that wait in the stage."""
+        self._written = self._sent = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._file >= 0
+
+    def append(self, data: Buffer) -> None:
+        """Contiguous bytes, which are not looked at any more afterwards."""
+        view = bytes_of(data)
+        with self._removed_if_it_fails():
+            while view and self._is_direct:
+                whole = _whole_blocks(view)
+                if whole and self._held % BLOCK == 0:
+                    self._flush()
+                    self._write(view[:whole])
+                    view = view[whole:]
+                else:
+                    view = view[self._put_on_stage(view) :]
+            self._write(view)
+
+    def finish(self) -> None:
+        """Brings all of it to the disk, and closes it."""
+        with self._removed_if_it_fails():
+            if self._is_direct:
+                self._become_plain()
+            self._flush()
+            os.fsync(self._file)
+            descriptor, self._file = self._file, -1
+            os.close(descriptor)
+
+    def abort(self) -> None:
+        """Removes the file, unless it was finished; may be called again."""
+        if self._file < 0:
+            return
+        descriptor, self._file = self._file, -1
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    # ---- private ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _removed_if_it_fails(self) -> Iterator[None]:
+        with blamed(self._path, "writing"):
+            try:
+                yield
+            except BaseException:  # half a file is no use to anybody
+                self.abort()
+                raise
+
+    def _put_on_stage(self, view: memoryview) -> int:
+        """Copies the first bytes; returns how many."""
+        part = np.frombuffer(view[: DIRECT_FROM_BYTES - self._held], _BYTE)
+        self._stage[self._held : self._held + len(part)] = part
+        self._held += len(part)
+        if self._held == DIRECT_FROM_BYTES:
+            self._flush()
+        return len(part)
+
+    def _flush(self) -> None:
+        held, self._held = self._stage[: self._held], 0
+        self._write(held.data)
+
+    def _write(self, view: memoryview) -> None:
+        if self._is_direct:
+            view = self._transfer(view)
+        write_all(self._file, view)
+        self._written += view.nbytes
+        if self._written - self._sent >= AHEAD:
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            send_off(self._file, end - (self._written - self._sent), end)
+            self._sent = self._written
+
+    def _transfer(self, view: memoryview) -> memoryview:
+        """Writes whole blocks past the cache; what the system refuses to take so, which
+        it may do at any byte where a disk or a quota ends, is returned."""
+        while view:
+            try:
+                view = view[os.write(self._file, view) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._become_plain()
+                break
+        return view
+
+    def _become_plain(self) -> None:
+        self._is_direct = False
+        _set_direct(self._file, False)
+
+
+_BYTE: Final = np.dtype(np.uint8)
+
+
+def _whole_blocks(view: memoryview) -> int:
+    """How many bytes of it can be transferred from where they are."""
+    if np.frombuffer(view, _BYTE).ctypes.data % BLOCK:
+        return 0
+    return view.nbytes // BLOCK * BLOCK
+
+
+def _set_direct(descriptor: int, on: bool) -> bool:
+    """Whether the system agrees: a file system may refuse, and a flag that is given
+    when a file is created leaves it there all the same."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 class TensorWriter:

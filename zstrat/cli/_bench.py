@@ -93,7 +93,8 @@ def collectives(
 
 
 def _resolver(file: str | None) -> ClusterResolver | None:
-    """Of a cluster that has this process among its tasks; None: there is none."""
+    """The resolver of a cluster that has this process among its tasks; None: there is
+    none."""
     if file is not None:
         return TomlClusterResolver(file)
     found = TFConfigClusterResolver()

@@ -1,15 +1,26 @@
-"""``zstrat keygen`` and ``zstrat units``: files that a cluster of machines needs."""
+"""``zstrat keygen``, ``zstrat units`` and ``zstrat manifests``: files that a cluster of
+machines, or Kubernetes, needs.
+"""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from zstrat.errors import ZstratError
 from zstrat.launch import write_units
+from zstrat.launch.manifests import (
+    KINDS,
+    PodCluster,
+    manifests,
+    resources_from,
+    secrets_from,
+    written,
+)
 from zstrat.transport import NEXT, PREVIOUS, generate_keys, rotate_keys
 from zstrat.wire import Job
 
@@ -38,7 +49,10 @@ def keygen(
     """
     if rotate:
         if per_task or ps or workers:
-            raise click.UsageError("--rotate makes keys for whoever has some now")
+            raise click.UsageError(
+                "--rotate makes keys for whoever has some now: leave out --per-task, "
+                "--ps and --workers"
+            )
         _rotate(directory)
         return
     counts = {Job.PS: ps, Job.WORKER: workers}
@@ -87,3 +101,119 @@ def units(bindir: Path, to: Path, config: Path) -> None:
             click.echo(path)
     except (OSError, ValueError) as error:
         fail(error)
+
+
+_AMOUNTS = "NAME=AMOUNT,..."
+KEYS: Final = Path("keys")
+
+
+@click.command("manifests")
+@click.argument("engine", type=click.Choice(list(KINDS)))
+@click.option("--name", default="zstrat", show_default=True, help="of all objects")
+@click.option("--image", required=True, help="with zstrat and the program")
+@click.option("--ps", type=_COUNT, default=1, show_default=True)
+@click.option("--workers", type=_COUNT, default=1, show_default=True)
+@click.option("--namespace", default="", help="default: that of kubectl")
+@click.option("--ps-resources", metavar=_AMOUNTS, default="")
+@click.option(
+    "--worker-resources",
+    metavar=_AMOUNTS,
+    default="",
+    help="as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
+)
+@click.option("--program-resources", metavar=_AMOUNTS, default="")
+@click.option("--port", type=int, default=2222, show_default=True, help="of daemons")
+@click.option("--http", type=int, default=9100, show_default=True, help="for probes")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="of each job",
+)
+@click.option("--keys", type=Path, metavar="DIR", help="default: keys")
+@click.option(
+    "--with-secrets",
+    is_flag=True,
+    help="Write the keys, too, as Secrets; new ones, where there is no DIR.",
+)
+@click.option("--insecure", is_flag=True, help="No keys: a network of your own.")
+@click.option("--to", type=Path, metavar="FILE", help="default: standard output")
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
+def write_manifests(
+    engine: str,
+    image: str,
+    name: str,
+    ps: int,
+    workers: int,
+    namespace: str,
+    ps_resources: str,
+    worker_resources: str,
+    program_resources: str,
+    port: int,
+    http: int,
+    restarts: int,
+    keys: Path | None,
+    with_secrets: bool,
+    insecure: bool,
+    to: Path | None,
+    program: tuple[str, ...],
+) -> None:
+    """Write a cluster for Kubernetes: its daemons, and PROGRAM with its arguments.
+
+    As in: zstrat manifests kubernetes --image IMAGE -- python train.py --steps 100
+
+    ENGINE is kubernetes, jobset or tfjob. What is written is YAML, for kubectl apply
+    -f; secret keys are in it only if they are asked for.
+    """
+    if with_secrets and insecure:
+        raise click.UsageError("--with-secrets and --insecure: expected one of them")
+    try:
+        cluster = PodCluster(
+            name,
+            image,
+            ps,
+            workers,
+            program,
+            namespace,
+            {
+                "ps": resources_from(ps_resources),
+                "worker": resources_from(worker_resources),
+                "program": resources_from(program_resources),
+            },
+            port,
+            http,
+            not insecure,
+            restarts,
+        )
+        objects = manifests(engine, cluster)
+        if with_secrets:
+            objects = [*_secrets(cluster, keys), *objects]
+        text = written(cluster, objects, "" if with_secrets else str(keys or KEYS))
+        _put(text, to, is_secret=with_secrets)
+    except (ImportError, OSError, ValueError) as error:
+        fail(error)
+
+
+def _secrets(cluster: PodCluster, keys: Path | None) -> list[dict[str, Any]]:
+    """Secrets with the keys of the folder that is said; else of one that is there, else
+    with keys that nobody else has."""
+    if keys is not None or KEYS.exists():
+        return secrets_from(cluster, keys or KEYS)
+    with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:
+        generate_keys(Path(folder, "keys"))
+        return secrets_from(cluster, Path(folder, "keys"))
+
+
+def _put(text: str, to: Path | None, *, is_secret: bool) -> None:
+    if to is None:
+        sys.stdout.write(text)
+        return
+    try:
+        if is_secret:
+            to.touch(mode=0o600)
+            to.chmod(0o600)
+        to.write_text(text, "utf-8")
+    except OSError as error:
+        raise ValueError(f"--to: cannot write {to}: {error.strerror}") from error
+    click.echo(to)

@@ -20,7 +20,7 @@ _BEHIND: Final = {
     "doctor": "_look.doctor",
     "down": "_up.down",
     "keygen": "_files.keygen",
-    "manifests": "_manifests.write_manifests",
+    "manifests": "_files.write_manifests",
     "run": "_cluster.run",
     "slurm": "_slurm.slurm_command",
     "status": "_look.status",

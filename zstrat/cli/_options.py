@@ -42,7 +42,7 @@ def settings(keys: Path | None) -> Settings:
 
 
 def spec(file: str | None) -> ClusterSpec:
-    """Of a file, or of TF_CONFIG.
+    """The cluster of a file, or of TF_CONFIG.
 
     Raises:
         ValueError: There is neither, or it is no cluster.

@@ -71,7 +71,10 @@ def slurm_command(
     try:
         if here:
             if options:
-                raise ValueError(f"--here submits nothing: {options[0]} is for nobody")
+                raise ValueError(
+                    f"--here submits nothing: {options[0]} is for nobody; options of "
+                    "sbatch go with a call without --here"
+                )
             sys.exit(_run_here(ps, workers, directory, program))
         place = [] if directory is None else [f"--dir={directory.absolute()}"]
         counts = [f"--ps={ps}", f"--workers={workers}", *place]

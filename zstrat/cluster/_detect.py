@@ -120,6 +120,7 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
             text = env.get(rank_name, "")
             yield Launch(name, rank_name, size, int(text) if text.isdecimal() else 0)
             continue
+        # Set for other purposes, too: without a rank it says nothing of us.
         if name == _COMMON and rank_name not in env:
             continue
         rank = _count(env, rank_name)
@@ -295,7 +296,8 @@ def detect(jobs: Mapping[str, int] | None = None) -> ClusterResolver:
 def resolver_of(
     launch: Launch, jobs: Mapping[str, int] | None = None
 ) -> SimpleClusterResolver:
-    """Of processes that are known by their addresses, in the order of ranks.
+    """The resolver of processes that are known by their addresses, in the order of
+    ranks.
 
     Raises:
         ValueError: Their addresses are not known, or there are not as many as tasks.

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Final
 
 _LOWEST: Final = 10_240
+"""Below are ports of services that are known by their numbers: 5432, 6379, 8080."""
 _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL: Final = 32_768
 """Where Linux begins to choose; 49,152 and more on other systems."""
 _TRIES: Final = 1000
+"""Draws for the ports of one call: of over 20,000 nearly all are free."""
 _ANOTHER: Final = (errno.EADDRINUSE, errno.EACCES)
 """What is wrong with one port; another one may do."""
 _IPV6_ALONE: Final = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)

@@ -140,7 +140,8 @@ def should_save_summary(
 
 
 def _acts(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
-    """As `is_chief`; but where worker 0 is not there, the first one that is."""
+    """Whether the task acts for all: as `is_chief`, but where worker 0 is not there,
+    the first one that is."""
     if is_chief(cluster_spec, task_type, task_id):
         return True
     if task_type != "worker" or task_id is None:

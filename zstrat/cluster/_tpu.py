@@ -173,7 +173,7 @@ class TPUClusterResolver(SourceResolver):
         """
         hosts = self._hosts()
         if hosts is None:
-            return {"TPU": local_devices()}
+            return {"TPU": count_local_devices()}
         if hosts.accelerator is None:
             return {}
         devices = devices_per_host(hosts.accelerator, len(hosts.addresses))
@@ -285,7 +285,7 @@ _DEVICES_OF_A_CHIP: Final = {
 """By PCI device id. Google has other devices on this bus, such as network cards."""
 
 
-def local_devices(bus: Path = _BUS) -> int:
+def count_local_devices(bus: Path = _BUS) -> int:
     """Devices in this machine; 0 where there are none, or no such bus."""
     return sum(
         _DEVICES_OF_A_CHIP.get(_read(path / "device"), 0)

@@ -106,7 +106,7 @@ class Allotment:
         return begun.elements(), order
 
     def cutter(self) -> Cutter:
-        """A fresh one, for one pass."""
+        """A fresh cutter, for one pass."""
         return cutter(self.batch_size, self.policy, self.worker)
 
 
@@ -215,6 +215,8 @@ def batch_sizes_for_worker(
     count = workers * replicas_per_worker
     base, more = divmod(global_batch, count)
     sizes = [base + (number < more) for number in range(count)]
+    # Turned, so that the larger ones go to other replicas in each step: over as many
+    # steps as there are workers all read as many rows.
     start = worker * replicas_per_worker
     return sizes[start:] + sizes[:start]
 
@@ -277,6 +279,7 @@ def cutter(batch_size: int | None, policy: AutoShardPolicy, worker: Worker) -> C
         batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
             say whose rows are empty, no steps can be made; it counts as unknown.
     """
+    # All workers read all batches, so each can be cut alone, and whatever its size.
     if policy is AutoShardPolicy.DATA:
         return ByPieces(worker, is_shared=True)
     if not batch_size:
@@ -325,6 +328,8 @@ class BySizes(Cutter):
         if not any(span.stop > span.start for piece in pieces for span in piece):
             return []
         last = pieces[-1][-1]
+        # No rows, but of a batch that is there: a replica without any still knows what
+        # they look like.
         nothing = (Span(last.batch, last.stop, last.stop),)
         return [(*pieces, *[nothing] * (self._replicas - len(pieces)))]
 

@@ -37,7 +37,7 @@ class Unbatched(Derived):
         with ending(self.source.elements()) as elements:
             for element in elements:
                 for row in range(rows_of(element, "unbatch")):
-                    yield _row(element, row)
+                    yield _cut(element, row)
 
     def size(self) -> int:
         size = self.source.size()
@@ -83,7 +83,7 @@ class Rebatched(Derived):
 
     @property
     def rows(self) -> int | None:
-        """Of every whole batch, if all have the same."""
+        """The rows of every whole batch, if all have the same number of them."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
     def spec(self, look: Look) -> Spec:
@@ -114,10 +114,6 @@ def rows_of(element: Element, what: str) -> int:
     return int(sizes[0])
 
 
-def _row(element: Element, row: int) -> Element:
-    return mapped(lambda leaf: leaf[row], element)
-
-
 def _taken(waiting: deque[Element], rows: int) -> Element:
     """The next rows, of which there are enough."""
     parts: list[Element] = []
@@ -132,7 +128,8 @@ def _taken(waiting: deque[Element], rows: int) -> Element:
     return parts[0] if len(parts) == 1 else appended(parts)
 
 
-def _cut(element: Element, rows: slice) -> Element:
+def _cut(element: Element, rows: int | slice) -> Element:
+    """A row of a batch, or some rows of it as a smaller batch: views."""
     return mapped(lambda leaf: leaf[rows], element)
 
 

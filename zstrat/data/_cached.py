@@ -57,7 +57,7 @@ class Cached(Derived):
     kept: WholePass = field(default_factory=WholePass, compare=False)
 
     def of(self, source: Recipe) -> Self:
-        """Other elements are kept apart."""
+        """The cache of another recipe, whose elements are kept apart."""
         if source is self.source:
             return self
         return replace(self, source=source, kept=WholePass())
@@ -76,7 +76,7 @@ class Cached(Derived):
         return self.source.spec(look)
 
     def shared(self, parts: int, index: int) -> Cached:
-        """For the elements of one worker among several, which has a file of its own."""
+        """The cache of one worker among several, which has a file of its own."""
         path = f"{self.path}-{index:05}-of-{parts:05}" if self.path else ""
         return replace(self, path=path, kept=WholePass())
 

@@ -394,7 +394,7 @@ class Dataset(Sources):
         return self._recipe.begun().elements()
 
     def as_numpy_iterator(self) -> Iterator[Element]:
-        """The same as ``iter``: elements are numpy anyway."""
+        """Iterates as ``iter`` does: elements are numpy anyway."""
         return iter(self)
 
     def cardinality(self) -> int:

@@ -91,7 +91,8 @@ def looked_at(recipe: Recipe) -> Spec:
 
 
 def _unshuffled(recipe: Recipe) -> Recipe:
-    """The same without its shuffles, which would fill their buffers for one element."""
+    """The recipe without its shuffles, which would fill their buffers for one
+    element."""
     while isinstance(recipe, Shuffled):
         recipe = recipe.source
     if isinstance(recipe, Derived):

@@ -120,7 +120,8 @@ def parse_no_flags() -> None:
 
 
 def _of_huggingface(source: Any) -> Foreign:
-    """Its elements are dicts of lists: each list is one array, no structure."""
+    """A dataset of HuggingFace, whose elements are dicts of lists: each list is one
+    array, no structure."""
 
     def begin() -> Iterator[Any]:
         for element in source:

@@ -159,7 +159,7 @@ def file_count(recipe: Recipe) -> int | None:
 
 
 def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
-    """The same of files ``worker``, ``worker + workers``, … alone."""
+    """The recipe over the files ``worker``, ``worker + workers``, … alone."""
 
     def fewer(source: Recipe) -> Recipe:
         if isinstance(source, Files):
@@ -179,7 +179,7 @@ def for_files(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
 
 def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
-    """The same with the shard of the worker where the hint is.
+    """The recipe with the shard of the worker where the hint is.
 
     Raises:
         ValueError: There is no hint, and several workers.
@@ -242,7 +242,7 @@ def _shuffled(recipe: Recipe, dealt: int) -> Iterator[Shuffled]:
 
 
 def _walk(recipe: Recipe) -> Iterator[Recipe]:
-    """It and all that it is made of."""
+    """Yields the recipe and all that it is made of."""
     yield recipe
     if isinstance(recipe, Derived):
         yield from _walk(recipe.source)
@@ -252,7 +252,7 @@ def _walk(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _line(recipe: Recipe) -> Iterator[Recipe]:
-    """It and what it is made of, up to where that is several."""
+    """Yields the recipe and what it is made of, up to where that is several."""
     yield recipe
     while isinstance(recipe, Derived):
         recipe = recipe.source

@@ -95,7 +95,7 @@ class Options:
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
-        """The same as ``experimental_distribute.auto_shard_policy``."""
+        """The ``experimental_distribute.auto_shard_policy`` of these options."""
         return self.experimental_distribute.auto_shard_policy
 
     @auto_shard_policy.setter
@@ -103,7 +103,8 @@ class Options:
         self.experimental_distribute.auto_shard_policy = policy
 
     def merge(self, options: Options) -> Options:
-        """Both together; what is set in ``options`` counts."""
+        """These options and others in one; where both say something, ``options``
+        counts."""
         theirs = options.experimental_distribute.chosen
         ours = self.experimental_distribute.chosen
         return Options(ours if theirs is None else theirs)

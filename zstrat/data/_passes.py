@@ -62,7 +62,7 @@ class Recipe(abc.ABC):
         return SlicedPass(self, start=index, step=parts)
 
     def of_each(self, change: Callable[[Recipe], Recipe]) -> Recipe:
-        """The same of changed sources; itself, if it has none."""
+        """The recipe over changed sources; itself, if it has none."""
         del change
         return self
 
@@ -72,15 +72,15 @@ class Recipe(abc.ABC):
         return self.of_each(lambda source: source.apart())
 
     def first(self) -> Recipe:
-        """Itself, begun, as if nobody had passed over it before."""
+        """The recipe, begun, as if nobody had passed over it before."""
         return self.of_each(lambda source: source.first())
 
     def begun(self) -> Recipe:
-        """Itself as a pass that begins now: it has its number among the passes."""
+        """The recipe as a pass that begins now: it has its number among the passes."""
         return self.of_each(lambda source: source.begun())
 
     def again(self, number: int) -> Recipe:
-        """Itself, begun, as the repeat of this number within its pass."""
+        """The recipe, begun, as the repeat of this number within its pass."""
         return self.of_each(lambda source: source.again(number))
 
     def one(self, item: Any) -> Element:
@@ -108,7 +108,7 @@ class Derived(Recipe):
         return self.source.size()
 
     def of(self, source: Recipe) -> Self:
-        """The same of another recipe."""
+        """This operation over another recipe."""
         if source is self.source:
             return self
         changed: Self = replace(self, source=source)  # type: ignore[type-var]
@@ -325,7 +325,7 @@ class Batching(Derived):
 
     @property
     def rows(self) -> int | None:
-        """Of every batch, as far as that is promised."""
+        """The rows of every batch, as far as that is promised."""
         return self.batch_size if self.drop_remainder else None
 
     def size(self) -> int:
@@ -417,5 +417,5 @@ class Prefetched(Derived):
 
 
 def arguments(element: Element) -> tuple[Any, ...]:
-    """As in TF the components of a plain tuple are the arguments."""
+    """The arguments of a mapped function: as in TF, the components of a plain tuple."""
     return element if type(element) is tuple else (element,)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Several(Recipe):
-    """Made of several recipes. Subclasses are final."""
+    """A recipe that is made of several others. Subclasses are final."""
 
     __slots__ = ()
 
@@ -147,7 +147,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
 
 @runtime_checkable
 class Made(Protocol):
-    """A dataset."""
+    """What a function made: anything that has a recipe, as a dataset has."""
 
     @property
     def recipe(self) -> Recipe: ...

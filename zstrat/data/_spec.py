@@ -78,12 +78,12 @@ class Specified(Protocol):
 
 
 def unknown(recipe: object) -> Spec:
-    """Looks at nothing."""
+    """A look that draws nothing: the spec is not known."""
     del recipe
 
 
 def spec_of(element: Element) -> Spec:
-    """Of an element that is here: all its lengths are known."""
+    """The spec of an element that is here: all its lengths are known."""
     return mapped(leaf_spec, element)
 
 
@@ -97,7 +97,7 @@ def leaf_spec(leaf: Any) -> TensorSpec:
 
 
 def stacked_spec(spec: Spec, rows: int | None) -> Spec:
-    """Of a batch."""
+    """The spec of a batch of such elements; ``rows`` None: of any length."""
 
     def stacked(leaf: TensorSpec) -> TensorSpec:
         return TensorSpec((rows, *leaf.shape), leaf.dtype)
@@ -106,7 +106,7 @@ def stacked_spec(spec: Spec, rows: int | None) -> Spec:
 
 
 def row_spec(spec: Spec) -> Spec:
-    """Of a row of a batch."""
+    """The spec of a row of a batch."""
     return mapped(lambda leaf: TensorSpec(leaf.shape[1:], leaf.dtype), spec)
 
 
@@ -120,7 +120,7 @@ def first_axis(spec: Spec) -> int | None:
 
 
 def common_spec(first: Spec, second: Spec) -> Spec:
-    """Of elements of either kind; lengths that differ are not known.
+    """The spec of elements of either kind; lengths that differ are not known.
 
     Raises:
         TypeError: They differ in structure, in the rank of a leaf, or in its dtype.

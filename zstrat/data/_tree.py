@@ -104,7 +104,7 @@ def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
-    """The same structure with another value for each leaf."""
+    """A tree of the same structure with another value for each leaf."""
     if isinstance(tree, dict):
         return {key: mapped(leaf, item) for key, item in tree.items()}
     if isinstance(tree, tuple):

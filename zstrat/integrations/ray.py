@@ -100,7 +100,7 @@ def own_address() -> str:
 
 
 def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> None:
-    """In a worker: what the strategies of this process find."""
+    """Called in a worker: sets what the strategies of this process find."""
     forget_keys()  # of a start before, in the same process
     task = {"type": "worker", "index": index}
     cluster = {"worker": addresses}
@@ -118,7 +118,7 @@ def become_worker(addresses: list[str], index: int, keys: dict[str, str]) -> Non
 
 
 def forget_keys() -> None:
-    """In a worker: removes the keys of its run; returns when they are gone."""
+    """Called in a worker: removes the keys of its run; returns when they are gone."""
     remover, _held.remover = _held.remover, None
     if remover is not None:
         remover.communicate()

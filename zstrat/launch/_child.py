@@ -48,7 +48,7 @@ _OF_THIS_PROCESS: Final = (
 
 
 def inherited() -> dict[str, str]:
-    """What a child finds of our environment."""
+    """The environment that a child gets from ours."""
     found = environment().items()
     return {name: value for name, value in found if name not in _OF_THIS_PROCESS}
 
@@ -222,7 +222,7 @@ class Child:
             self.failures.append(f"ended with exit code {code}")
 
     def _open_log(self) -> int:
-        """A descriptor of what it prints to."""
+        """A descriptor of the file that the child prints to."""
         if self.log is None:
             return os.dup(1)
         return os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -105,7 +105,7 @@ class _CopiesRun:
         self._groups: set[int] = set()
 
     async def whole(self) -> int:
-        """See `run_copies`."""
+        """Runs all copies to their end; see `run_copies`."""
         tasks = [
             asyncio.create_task(self._copy(index), name=f"worker:{index}")
             for index in range(self._copies.count)
@@ -185,7 +185,8 @@ class _CopiesRun:
 def _started(
     command: tuple[str, ...], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Not by the loop: uvloop forks, with the hooks of all that is loaded here."""
+    """Starts a copy. Not by the loop: uvloop forks, with the hooks of all that is
+    loaded here."""
     return subprocess.Popen(
         [*WATCHING_PARENT, *command],
         stdin=subprocess.DEVNULL,

@@ -135,10 +135,12 @@ async def observe(
 EVERY: Final = 1.0
 """Seconds between two looks, and for each task to answer one."""
 LINES: Final = 200
+"""Words about tasks that are kept, the newest ones."""
 
 
 def told_by(status: TaskStatus) -> TaskTold:
     """What a task said of itself, or why it said nothing."""
+    # An observer has no session, so it knows no other phases than these two.
     state = "lost" if status.problem else "open"
     return TaskTold(state, status.address, status.problem, status.values)
 
@@ -172,8 +174,8 @@ class ObservedRun:
         return f"no answer from {', '.join(gone)}" if gone else ""
 
     def statistics(self) -> dict[str, PlainTree]:
-        """As of the session of a program: ``coordinator`` has its metrics. From any
-        thread."""
+        """What a program's session would tell: ``coordinator`` has its metrics. From
+        any thread."""
         metrics: dict[str, PlainTree] = {
             "seconds": self._clock() - self._began,
             **report(dict(self._seen)),
@@ -182,7 +184,7 @@ class ObservedRun:
         return {"coordinator": metrics}
 
     def take(self, seen: Iterable[TaskStatus]) -> None:
-        """What one look has found."""
+        """Takes over what one look has found."""
         for status in seen:
             told, before = told_by(status), self._seen.get(status.task)
             if not status.problem:
@@ -198,11 +200,13 @@ class ObservedRun:
         return answered is not None and self._clock() - answered < self._patience
 
     async def look_on(self) -> NoReturn:
-        """Looks until cancelled."""
+        """Looks once a second, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
             self.take(await self._observer.look(EVERY))
+            # From begin to begin: a look at tasks that do not answer takes as long as
+            # one may.
             await asyncio.sleep(began + EVERY - loop.time())
 
     def __enter__(self) -> Self:

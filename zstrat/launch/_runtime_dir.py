@@ -37,7 +37,8 @@ class RuntimeDir:
 
     @classmethod
     def made(cls, lane: str, directory: str | os.PathLike[str] | None) -> RuntimeDir:
-        """For sockets of this lane, in this folder or in a new one of mode 0700.
+        """A folder for sockets of this lane: the one that is given, or a new one of
+        mode 0700.
 
         Raises:
             ValueError: There is no such lane, or the path is too long for its sockets;
@@ -54,7 +55,7 @@ class RuntimeDir:
             raise
 
     def address(self, name: str) -> str:
-        """What a daemon of that name binds."""
+        """The address that a daemon of that name binds."""
         return "127.0.0.1:0" if self.sockets == "tcp" else f"ipc://{self.folder / name}"
 
 
@@ -125,7 +126,8 @@ def own_folder() -> str:
 
 
 def made_folder(directory: str | os.PathLike[str] | None) -> Path:
-    """That folder, or a new one for temporary files; of mode 0700 if it is made."""
+    """The folder, made if it is not there, or a new one for temporary files; what is
+    made has mode 0700."""
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="zstrat-"))  # mkdtemp makes it 0700
     path = Path(directory).absolute()

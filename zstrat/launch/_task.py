@@ -244,7 +244,7 @@ class Task:
         }
 
     def summary(self) -> str:
-        """One line for people."""
+        """What the task says of itself in one line, for people."""
         megabytes = resident_bytes() / 2**20
         return f"serving at {self.address}, {megabytes:.0f} MiB in memory"
 

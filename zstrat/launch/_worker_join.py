@@ -58,7 +58,7 @@ class JoinPlace:
 
 @final
 class WorkerJoin:
-    """Of one process. ``incarnation`` is that of its task."""
+    """Brings one process in. ``incarnation`` is that of its task."""
 
     def __init__(self, place: JoinPlace, settings: Settings, incarnation: int) -> None:
         self._place, self._settings = place, settings

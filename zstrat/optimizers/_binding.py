@@ -43,7 +43,7 @@ class Binding:
     keys: tuple[tuple[int, ...], ...]
 
     def encoded(self) -> bytes:
-        """As it travels.
+        """The binding as it travels.
 
         Raises:
             ValueError: The tree has containers of classes that a server does not know,
@@ -137,7 +137,7 @@ def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
 
 
 def _cut_of(rule: TreeRule) -> Any:
-    """What both sides have to agree on."""
+    """How the tree is cut, as both sides have to agree on it."""
     if acts := rule.update().acts or rule.init().acts:
         raise ValueError(
             f"it calls back into Python ({acts}), which a parameter server does not "

@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, Any, Final
 from jax.extend.core import Literal
 
 from ._jaxprs import ProgramPart, mask_of, operands_of
-from ._owners import leaves_in
+from ._state import leaves_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ._jaxprs import TreeProgram
-    from ._owners import StateOwner
-    from ._state import StateLeaf
+    from ._state import StateLeaf, StateOwner
     from ._transformation import TreeTransformation
 
 _SMALL: Final = 64
@@ -68,7 +67,7 @@ class LeafSlots:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """In the order of the state."""
+        """All slots of the leaf, in the order of the state."""
         return tuple(sorted((*self.own, *self.shared)))
 
 
@@ -95,6 +94,8 @@ class TreeCut:
     ) -> None:
         program = update()
         self.coupling, found = _by_leaf(tree, state, owners, program)
+        # What is computed inside of a branch cannot be an operand. Where all branches
+        # are computed and one is selected, it can, and leaves may come apart after all.
         if self.coupling is not None and _has_branches(program):
             selected = update(selects=True)
             coupling, again = _by_leaf(tree, state, owners, selected)
@@ -115,7 +116,7 @@ class TreeCut:
 
     @property
     def operand_kinds(self) -> list[Any]:
-        """What they look like."""
+        """The shapes and dtypes of the operands."""
         return [var.aval for var in self.operands]
 
     def gradients_for(self, moved: Iterable[int]) -> set[int]:
@@ -134,7 +135,7 @@ class TreeCut:
         return ProgramPart(self.program.closed, self.operands, [*gradients, *extras])
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        """The operands."""
+        """The values of the operands."""
         if not self.operands:
             return []
         g, _, _, x = self.program.inputs
@@ -162,6 +163,7 @@ def _by_leaf(
     shared = [n for n, owner in enumerate(owners) if owner is None]
     search = _Search(tree, state, owners, program)
     if program.acts:
+        # What acts (a callback) has to happen once; cut, it would for each leaf.
         return Coupling(0, None), _together(own, shared)
     common = search.shared_state()
     if isinstance(common, Coupling):
@@ -257,7 +259,7 @@ class _Search:
         return found
 
     def closure(self, used: Iterable[int]) -> set[int]:
-        """These leaves of the shared state, and all that advance them."""
+        """The leaves of the shared state that are used, and all that advance them."""
         return set[int]().union(*[self._reach[n] for n in used])
 
     def leaf(
@@ -289,6 +291,7 @@ class _Search:
         union = 0
         for var in wanted:
             union |= mask_of(mask, var)
+        # The usual case (Adam, SGD), told without a look at any equation.
         if not union & ~allowed and not self._tree.early:
             return set(), self._shared_in(union)
         ways = self._ways(wanted, allowed, size)
@@ -323,6 +326,8 @@ class _Search:
                 before = self._before(var)
                 fails = any(ways.get(each) is _FAILS for each in before)
                 left = [each for each in before if each not in ways]
+                # Depth first, by a stack of its own: programs of large trees are deeper
+                # than Python lets calls be.
                 if left and not fails:
                     stack += left
                     continue
@@ -367,7 +372,8 @@ class _Search:
     def _coupling(
         self, var: Any, allowed: int, state: int | None, leaf: int
     ) -> Coupling:
-        """In words that name leaves: the one that is looked for, and another one."""
+        """What couples two leaves, in words that name both: the one that is looked for,
+        and another one."""
         foreign = mask_of(self._program.mask, var) & ~allowed
         others = sorted(leaves_in(foreign, self._leaves))
         owned = [

@@ -133,14 +133,15 @@ class TreeProgram:
 
     @functools.cached_property
     def inputs(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Its variables: gradients, values, state, further arguments."""
+        """The inputs of the program: gradients, values, state, further arguments."""
         left = iter(self.closed.jaxpr.invars)
         g, v, s, x = ([next(left) for _ in range(n)] for n in self.counts)
         return g, v, s, x
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
-        """Its results: of ``update`` the new values, then the new state."""
+        """The results of the program: of ``update`` the new values, then the new
+        state."""
         return list(self.closed.jaxpr.outvars)
 
     @property
@@ -181,7 +182,7 @@ class ProgramPart:
 
     @property
     def equations(self) -> int:
-        """How many there are."""
+        """How many equations the part has."""
         return len(self._eqns)
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
@@ -335,7 +336,7 @@ def _branch(
 
 
 def _zeros(var: Any) -> Any:
-    """In place of what no output that is wanted depends on."""
+    """Zeros in place of what no output that is wanted depends on."""
     return jnp.zeros(var.aval.shape, var.aval.dtype)
 
 

@@ -83,7 +83,7 @@ class LeafRule:
 
     @functools.cached_property
     def has_rows(self) -> tuple[bool, ...]:
-        """Of which of them the first axis is the leaf's own."""
+        """Whether the first axis of each slot is the leaf's own."""
         return tuple([slot.rows for slot in self.slots])
 
     def kinds(self, size: int | None = None) -> list[Shape]:
@@ -192,6 +192,7 @@ class LeafRule:
     def digest(self) -> bytes:
         """Equal for leaves that are moved alike, whatever their number of rows if they
         are moved row by row. For this process alone."""
+        # Traced in one size for all: leaves of other sizes are moved alike, row by row.
         size = None if self.row_dependence else ROWS
         closed = self.program(size)
         made = hashlib.blake2b(str(closed).encode(), digest_size=16)
@@ -223,7 +224,7 @@ class LeafRule:
         return self._steps[key]
 
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Those of the whole state in which this leaf's slots have these."""
+        """The dtypes of the whole state in which this leaf's slots have these."""
         for generation in range(GENERATIONS):
             known = self.tree.steady(generation)
             if known is None:
@@ -260,6 +261,8 @@ class LeafRule:
         if grown is None or state >= len(grown):
             return False
         rows = self.kind.shape[0]
+        # Not by its shape alone: a slot of another leaf, or of nobody, may have as many
+        # rows.
         return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
 
 

@@ -143,7 +143,7 @@ FREE: Final = -1
 
 
 def axes_of_rows(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
-    """For each output which of its axes are the rows."""
+    """Which of the axes of each output are the rows."""
     axes: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
         axes.update(zip(eqn.outvars, _through(eqn, axes, rows), strict=True))

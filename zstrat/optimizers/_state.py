@@ -1,13 +1,18 @@
-"""The state of a transformation on a tree, as a flat list of arrays.
+"""The state of a transformation on a tree, as a flat list of arrays, and whose each is.
 
 Keys of ``jax.random`` are kept as the integers that they are made of. A transformation
 whose first update adds leaves to its state (``optax.monitor`` has no measurements yet)
 has them from the start here, zeros at first; that is only done where the update is the
 same program with them as without.
+
+An array of the state belongs to one leaf of the tree, or to nobody. Law of owners: that
+is told by where the array lies in the state, and by what the program makes of it; never
+by its shape.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ._jaxprs import flat
+from ._jaxprs import flat, mask_of
 from ._transformation import shaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ._jaxprs import TreeProgram
-    from ._structure import Path
+    from ._structure import Path, TreeStructure
     from ._transformation import Shape, Sizes, TreeTransformation
 
 
@@ -113,7 +118,7 @@ def _require_same_shapes(tree: TreeTransformation, before: Any, after: Any) -> N
 def require_unread(
     tree: TreeTransformation, program: TreeProgram, about: Sequence[StateLeaf]
 ) -> None:
-    """That an update is the same program without the leaves that it adds.
+    """Refuses an update that is another program without the leaves that it adds.
 
     Args:
         program: The update with them.
@@ -211,3 +216,105 @@ def _wrapped(leaf: Any, random: str | None) -> Any:
     if random is None:
         return leaf
     return jax.random.wrap_key_data(leaf, impl=random)
+
+
+@dataclass(frozen=True)
+class StateOwner:
+    """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
+    path of that leaf begins in its own path; None if it is not in there."""
+
+    leaf: int
+    start: int | None
+
+
+def owners_in(
+    structure: TreeStructure, state: StateOfTree, update: Callable[[], TreeProgram]
+) -> list[StateOwner | None]:
+    """Whose each leaf of the state is; ``update`` gives the tree's program.
+
+    Where the state has a subtree of the tree's structure (moments do), its leaves
+    belong to those of the tree; any other belongs to the one leaf that it has to do
+    with. A count that lies where a leaf of such a subtree would is told by what looks
+    at it: it is made of no gradient, and several leaves are moved with it.
+    """
+    leaves, count = len(structure), len(state.leaves)
+    found = places_in(structure, state)
+    if leaves == 1:
+        return [found.get(n, StateOwner(0, None)) for n in range(count)]
+    program = update()
+    touched = _touched(program)
+    owners: list[StateOwner | None] = []
+    for number in range(count):
+        owner, (made, used) = found.get(number), touched[number]
+        if owner is not None and not made and used - {owner.leaf}:
+            owner = None  # where it is named after the leaf, all the same
+        both = made | used
+        if owner is None and number not in found and len(both) == 1:
+            owner = StateOwner(next(iter(both)), None)
+        owners.append(owner)
+    idle = [n for n, (made, used) in enumerate(touched) if not made | used]
+    _inherit(program, owners, [n for n in idle if owners[n] is None])
+    return owners
+
+
+def _inherit(
+    program: TreeProgram, owners: list[StateOwner | None], idle: list[int]
+) -> None:
+    """Gives owners to what is advanced by the state of one leaf alone, as the updates
+    that an accumulator counts are by its count of gradients."""
+    leaves, _, states, _ = program.counts
+    for _, number in itertools.product(idle, idle):  # one may be advanced by another
+        advances = mask_of(program.mask, program.outputs[leaves + number])
+        given = [owners[n] for n in range(states) if advances >> (2 * leaves + n) & 1]
+        found = {owner.leaf for owner in given if owner is not None}
+        if owners[number] is None and len(found) == 1:
+            owners[number] = StateOwner(found.pop(), None)
+
+
+def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
+    """The leaves of the state that lie in copies of the structure of the tree."""
+    numbered = state.treedef.unflatten(list(range(len(state.leaves))))
+    found: dict[int, StateOwner] = {}
+    _match(structure.treedef, numbered, 0, found)
+    return found
+
+
+def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:
+    """Finds the innermost subtrees of a structure among numbered leaves."""
+    if isinstance(node, int):
+        return False
+    children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
+    inside = [_match(treedef, child, depth + 1, found) for child in children]
+    if any(inside):
+        return True
+    try:
+        parts = treedef.flatten_up_to(node)
+    except ValueError:
+        return False
+    for leaf, part in enumerate(parts):
+        for number in jax.tree.leaves(part):
+            found[number] = StateOwner(leaf, depth)
+    return True
+
+
+def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
+    """For each leaf of the state the leaves of the tree whose gradient or value it is
+    made of, and those whose new value is made of it."""
+    leaves, _, states, _ = program.counts
+    made: list[set[int]] = [set() for _ in range(states)]
+    used: list[set[int]] = [set() for _ in range(states)]
+    for number, var in enumerate(program.outputs):
+        mask = mask_of(program.mask, var)
+        if number >= leaves:
+            made[number - leaves] |= leaves_in(mask, leaves)
+            continue
+        for state in range(states):
+            if mask >> (2 * leaves + state) & 1:
+                used[state].add(number)
+    return list(zip(made, used, strict=True))
+
+
+def leaves_in(mask: int, leaves: int) -> set[int]:
+    """The leaves of the tree whose gradient or value is in a set of inputs."""
+    both = (mask | mask >> leaves) & ((1 << leaves) - 1)
+    return {n for n in range(leaves) if both >> n & 1}

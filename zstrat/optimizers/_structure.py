@@ -57,12 +57,12 @@ class TreeStructure:
 
     @staticmethod
     def of(tree: Any) -> TreeStructure:
-        """That of a pytree, whose leaves are what jax takes for leaves."""
+        """The structure of a pytree, whose leaves are what jax takes for leaves."""
         return TreeStructure(jax.tree.structure(tree))
 
     @staticmethod
     def of_pairs(names: Sequence[str]) -> TreeStructure:
-        """That of a list without paths; ``names`` are for errors."""
+        """The structure of a list without paths; ``names`` are for errors."""
         return TreeStructure(jax.tree.structure(Pairs(range(len(names)), names)))
 
     def words(self, leaf: int) -> str:
@@ -73,7 +73,7 @@ class TreeStructure:
         return jax.tree_util.keystr(path)
 
     def plain(self) -> PlainTree:
-        """As data that travels; inverse of `from_plain`."""
+        """The structure as data that travels; inverse of `from_plain`."""
         numbered = self.treedef.unflatten(list(range(len(self))))
         return _plain(numbered)
 

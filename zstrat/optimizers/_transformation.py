@@ -56,11 +56,11 @@ class Extras:
 
     @staticmethod
     def none() -> Extras:
-        """Those of an update that takes none."""
+        """The further arguments of an update that takes none."""
         return Extras(jax.tree.structure({}), ())
 
     def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """As ``update`` takes them."""
+        """The further arguments as ``update`` takes them."""
         return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
 
 

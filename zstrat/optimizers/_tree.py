@@ -19,11 +19,12 @@ from jax.tree_util import keystr
 
 from ._cut import TreeCut
 from ._jaxprs import TreeProgram, flat, mask_of, who_wrote
-from ._owners import owners_in, places_in
 from ._state import (
     StateGrowsError,
     initial_of,
     new_state,
+    owners_in,
+    places_in,
     require_same,
     require_unread,
     unwrapped,
@@ -33,8 +34,7 @@ from ._transformation import TreeTransformation, shaped
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._owners import StateOwner
-    from ._state import StateLeaf, StateOfTree
+    from ._state import StateLeaf, StateOfTree, StateOwner
     from ._transformation import Sizes
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class TreeRule(TreeTransformation):
         )
 
     def owners(self) -> list[StateOwner | None]:
-        """For each leaf of the state the leaf of the tree that it belongs to."""
+        """The leaf of the tree that each leaf of the state belongs to."""
         return self.remembered(
             ("owners",),
             lambda: owners_in(self.structure, self.state_of(), self.update),
@@ -112,7 +112,8 @@ class TreeRule(TreeTransformation):
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
     def early_rule(self) -> TreeRule:
-        """The same with `early`, of the same traces."""
+        """This rule with `early`, of the same traces."""
+        # Traces take most of the time, and do not depend on how they are cut.
         kept = {key: x for key, x in self._programs.items() if key[0] in _TRACES}
         return replace(self, early=True, _programs=kept)
 
@@ -142,7 +143,7 @@ class TreeRule(TreeTransformation):
         return tuple([var.aval.dtype for var in states])
 
     def settled(self) -> tuple[Any, ...] | None:
-        """Those that stay as they are; None for those of a new state.
+        """The dtypes of the state that stay as they are; None: those of a new state do.
 
         Raises:
             TypeError: They change with every update.
@@ -157,7 +158,8 @@ class TreeRule(TreeTransformation):
                 return known
         raise TypeError(
             f"the dtypes of the state of optimizer {self.name!r} change with every "
-            "update"
+            "update: write the transformation so that its update gives a state of the "
+            "dtypes that it is given"
         )
 
     def init(self, sizes: Sizes | None = None) -> TreeProgram:
@@ -205,7 +207,7 @@ class TreeRule(TreeTransformation):
         return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def traced(self) -> TreeRule:
-        """The same, cut; one that grows, if that is what its first update does.
+        """This rule, cut; one whose state grows, if that is what its first update does.
 
         Raises:
             TypeError: Its update returns another state than it was given.
@@ -214,6 +216,8 @@ class TreeRule(TreeTransformation):
             self.cut()
         except StateGrowsError:
             found = replace(self, grows=True, _programs={})
+            # Leaves that the first update adds are there from the start then, as zeros:
+            # only an update that does not look at them gives what optax gives.
             require_unread(found, found.update(), found.state())
             found.cut()
             return found

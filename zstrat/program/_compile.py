@@ -52,8 +52,7 @@ class CompiledProgram:
         """The result of every run, once known, if the plan is constant."""
 
     def with_others(self, plan: Plan, variables: object) -> CompiledProgram:
-        """The same program for other variables, which ``plan`` has in place of its
-        own."""
+        """This program for other variables, which ``plan`` has in place of its own."""
         del variables
         made = copy.copy(self)
         made.plan, made.constant = plan, None
@@ -127,7 +126,7 @@ def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
 
 
 def is_waited_for(sharding: Sharding) -> bool:
-    """Whether a program over these devices is."""
+    """Whether a program over these devices has to be waited for."""
     devices: set[Any] = sharding.device_set  # untyped
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zstrat.variables import DeviceHome, read_all
 
+from .trace._updates import device_home
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from threading import RLock
@@ -44,13 +46,13 @@ class PlannedVariables:
         self._plan = plan
         self._moved = moved
         self._moves = bool(moved)
-        self._moved_homes = [_home(variable) for variable in moved]
+        self._moved_homes = [device_home(variable) for variable in moved]
         self._slot_homes = [
-            (_home(variable), rule, variable.name) for variable, rule in slots
+            (device_home(variable), rule, variable.name) for variable, rule in slots
         ]
         self._homes = [variable.home for variable in plan.variables]
-        homes = [*self._homes, *[variable.home for variable in moved]]
-        self._here = [home for home in homes if isinstance(home, DeviceHome)]
+        self._read_homes = [x for x in self._homes if isinstance(x, DeviceHome)]
+        self._here = [*self._read_homes, *self._moved_homes]
         found = {id(home.residence): home.residence for home in self._here}
         self._away = [
             variable
@@ -65,7 +67,8 @@ class PlannedVariables:
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
     ) -> PlannedVariables | None:
-        """Those of a plan with other variables; None: optimizers move some of them."""
+        """The variables of a plan with other ones; None: optimizers move some of
+        them."""
         if self._slot_homes:
             return None
         others = {variable.spec.key: variable for variable in variables}
@@ -149,7 +152,7 @@ class PlannedVariables:
         """The values of the plan's reads: those from here as they live here, others as
         arrays of numpy."""
         if not self._away:
-            return [_home(variable).value() for variable in self._plan.variables]
+            return [home.value() for home in self._read_homes]
         read = iter(read_all(self._away))
         return [
             home.value() if isinstance(home, DeviceHome) else next(read)
@@ -157,17 +160,18 @@ class PlannedVariables:
         ]
 
     def are_here(self) -> list[bool]:
-        """For each of the plan's reads whether its value lives here."""
+        """Whether the value lives here, for each of the plan's reads."""
         return [isinstance(home, DeviceHome) for home in self._homes]
 
     @property
     def sharding(self) -> Sharding | None:
-        """That of values which all devices of a step have, None if it has one."""
+        """The sharding of values which all devices of a step have; None if it has
+        one."""
         shardings = [residence.sharding for residence in self._residences]
         return next((found for found in shardings if found is not None), None)
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
-        """Those of the next values, and of the slots of each optimizer."""
+        """The shardings of the next values, and of the slots of each optimizer."""
         slots = [home.residence.sharding for home, _, _ in self._slot_homes]
         return [home.sharding for home in self._moved_homes], slots
 
@@ -176,7 +180,7 @@ class PlannedVariables:
         return [home.slots_before(rule, name) for home, rule, name in self._slot_homes]
 
     def slot_leaves(self) -> list[Any]:
-        """All leaves of it in a row."""
+        """All leaves of `slots` in a row."""
         return [x for leaves in self.slots() for x in leaves]
 
     def moved_reads(self) -> list[int]:
@@ -206,19 +210,14 @@ class PlannedVariables:
         slots: Sequence[list[Any]],
         steps: Sequence[int],
     ) -> None:
-        """Twice is as once."""
+        """Makes the same state if it is called twice, as after a Ctrl-C in the first
+        call."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
         for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
             home.take_over_slots(rule, leaves)
         for residence, number in zip(self._residences, steps, strict=True):
             residence.steps = number
-
-
-def _home(variable: VariableHandle) -> DeviceHome:
-    home = variable.home
-    assert isinstance(home, DeviceHome)
-    return home
 
 
 def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:

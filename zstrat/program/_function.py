@@ -65,7 +65,7 @@ class BoundFunctions:
 
 
 def bound_functions(instance: object, name: str) -> BoundFunctions:
-    """Those kept in the instance.
+    """The functions that are kept in the instance.
 
     Raises:
         TypeError: It is a class, or has no ``__dict__`` to keep them in.
@@ -184,7 +184,7 @@ class Function:
         return program.plan
 
     def within(self, strategy: Scoping) -> Function:
-        """The same step, whose body enters the scope of ``strategy``: what a
+        """This step with a body that enters the scope of ``strategy``: what a
         coordinator ships."""
         body = ScopedBody(self.body, strategy)
         scoped = _blank()
@@ -216,7 +216,7 @@ class Function:
             in_python_step.reset(before)
 
     def _turn_to_python(self, found: _refusals.LoopsOverData) -> None:
-        """From now on, and says so."""
+        """Runs the step in Python from now on, and says so."""
         self._is_python = True
         warnings.warn(
             f"the step function {self.name!r} runs in Python, operation by operation, "

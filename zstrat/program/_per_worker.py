@@ -75,7 +75,7 @@ class PerWorkerVariable(AbstractVariable):
 
     @property
     def distribute_strategy(self) -> Any:
-        """As of `zstrat.Variable`."""
+        """The strategy of the values, as `zstrat.Variable` tells it."""
         return self._variables[0].distribute_strategy
 
     @property
@@ -94,7 +94,7 @@ class PerWorkerVariable(AbstractVariable):
         )
 
     def _own(self) -> Variable:
-        """That of the worker that runs the step.
+        """The variable of the worker that runs the step.
 
         Raises:
             RuntimeError: No step is traced or run.

@@ -152,7 +152,7 @@ def split(
 def _counted(
     update: PlannedUpdate, found: list[StepUpdate], rows: np.ndarray
 ) -> list[StepUpdate]:
-    """With updates of no rows for the components that an optimizer's step lacks."""
+    """Adds updates of no rows for the components that an optimizer's step lacks."""
     specs = update.specs
     if update.op is not UpdateOp.OPTIMIZE_ROWS or len(found) == len(specs):
         return found

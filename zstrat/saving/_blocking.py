@@ -45,7 +45,8 @@ def _is_looping() -> bool:
 
 
 def _beside(work: Coroutine[Any, Any, T]) -> T:
-    """In a thread: in a notebook the caller's own thread has its loop already."""
+    """Runs a coroutine on a thread: in a notebook the caller's own thread has its loop
+    already."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -87,7 +88,8 @@ class FileThread:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """The same for what has to be undone. Cancellation: it is, when it was made."""
+        """Calls a function whose result has to be undone. Cancellation: it is undone,
+        once it was made."""
         making = self._pool.submit(functools.partial(function, *args, **kwargs))
         try:
             return await asyncio.shield(asyncio.wrap_future(making))
@@ -113,6 +115,7 @@ _PAUSE: Final = 0.1
 _REPORT_AFTER_SECONDS: Final = 0.5
 """Seconds after which an operation is long enough to talk about."""
 _WIDTH: Final = 24
+"""Characters of the bar itself: numbers beside it fit into a terminal of 80."""
 
 
 class ProgressBar:
@@ -132,14 +135,14 @@ class ProgressBar:
         self._has_written = False
 
     def add(self, size: int) -> None:
-        """So many bytes more are done."""
+        """Notes that so many bytes more are done."""
         self._done += size
         if self._is_shown and (now := time.monotonic()) >= self._next:
             self._next = now + _PAUSE
             self._show()
 
     def end(self) -> None:
-        """Removes the line."""
+        """Removes the line from the terminal."""
         if self._has_written:
             self._out.write("\r\x1b[K")
             self._out.flush()

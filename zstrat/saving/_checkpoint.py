@@ -54,12 +54,18 @@ class Checkpoint(Tracked):
             trackables = {"root": root, **trackables}
         for name, value in trackables.items():
             if name in _OWN:
-                raise ValueError(f"Checkpoint({name}=...): this name is its own")
+                raise ValueError(
+                    f"Checkpoint({name}=...): this name is its own; expected any name "
+                    f"but {', '.join(sorted(_OWN))}"
+                )
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
-            raise AttributeError(f"Checkpoint.{name} cannot be set")
+            raise AttributeError(
+                f"Checkpoint.{name} cannot be set: it is the checkpoint's own; give "
+                "the object another name"
+            )
         _check(name, value)
         object.__setattr__(self, name, value)
         self._tracked[name] = value
@@ -257,7 +263,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    """As another process, on another machine perhaps, finds it."""
+    """The path as another process, on another machine perhaps, finds it."""
     return os.path.abspath(path)
 
 

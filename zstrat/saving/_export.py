@@ -25,7 +25,7 @@ from zstrat.checkpoint import (
 
 from ._blocking import FileThread, ProgressBar, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
-from ._save import components_of
+from ._save import saved_components
 from ._servers import cluster_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph
@@ -73,7 +73,7 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
             await disk(_copy, folder, final)
         return final
     graph = _values_graph(source)
-    components = components_of(graph)
+    components = saved_components(graph)
     await steadily(components, lambda: _stream(graph, components, final))
     return final
 
@@ -145,7 +145,7 @@ def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
 
 
 def _copy(folder: str, path: str) -> None:
-    """From a checkpoint to a plain file."""
+    """Copies the tensors of a checkpoint into a plain file."""
     stored = _stored_values(folder)
     infos = [TensorInfo(name, each.dtype, each.shape) for name, each in stored]
     with (
@@ -163,7 +163,7 @@ def _copy(folder: str, path: str) -> None:
 def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
     if not isinstance(source, str | os.PathLike):
         graph = _values_graph(source)
-        components = components_of(graph)
+        components = saved_components(graph)
         yield from run_blocking(steadily(components, lambda: _read(graph, components)))
         return
     folder = os.fspath(source)

@@ -95,11 +95,15 @@ async def load(
         async with contextlib.AsyncExitStack() as resting:
             for cluster in {id(cluster): cluster for cluster, _ in servers}.values():
                 restores = cluster.restores
+                # Each rests until all is loaded: no step meets some values of before,
+                # and some of the checkpoint.
                 cut = await resting.enter_async_context(cluster.at_rest())
                 moments.append(ClusterMoment(cluster, cut, restores))
             await disk(_load_local, local, files)
             await _all(load_server(*each, files, disk) for each in servers)
             for moment in moments:
+                # A server that was lost meanwhile and filled again has values of
+                # before.
                 moment.cluster.require_unrestored(moment.restores)
     finally:
         await disk(files.close)
@@ -132,6 +136,7 @@ def sorted_loads(
 
 async def _all(works: Iterable[Any]) -> None:
     """All to their end; then the first error."""
+    # A group of tasks would cancel the others, in the middle of their values.
     for outcome in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
@@ -182,6 +187,7 @@ async def load_server(
         await run(client.load(server.ps, resets), "resetting optimizers")
     if not server.entries:
         return
+    # Asked, not assumed: the same path may be another folder on the server's machine.
     probe = server.entries[0].path
     if (await run(client.sees(probe), "looking for the folder"))[server.ps]:
         for at in range(0, len(server.entries), ENTRIES):
@@ -194,10 +200,11 @@ async def load_server(
 
 
 async def _existing(cluster: AskedCluster, server: LoadingServer) -> list[LoadEntry]:
-    """Those of the resets whose slots are there at all."""
+    """The resets whose slots are there at all."""
     client, run = cluster.client, cluster.run_async
     keys = dict.fromkeys(entry.key for entry in server.resets)
     optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
+    # The pin only lists what there is; no other pin has its number.
     number = secrets.randbits(62)
     refs = [Ref(server.ps, key) for key in keys]
     try:
@@ -296,6 +303,7 @@ def _slot(
             )
         rule = optimizer.slot_rule(variable)
         initial = zip(rule.names, rule.initial(variable.numpy()), strict=True)
+        # The rows that are stored are filled in below.
         out[...] = np.asarray(dict(initial)[load.leaf])
     files.fill(out, tensor, start)
     return out
@@ -307,7 +315,7 @@ log = logging.getLogger("zstrat.saving")
 @final
 @dataclass(frozen=True)
 class SavedServers:
-    """Of one cluster."""
+    """What one checkpoint holds for the parameter servers of one cluster."""
 
     path: str
     variables: frozenset[int]
@@ -323,10 +331,7 @@ class SavedServers:
         files, here = CheckpointFiles(self.path), _OnLoop(client)
         async with FileThread() as disk:
             try:
-                works = [load_server(here, each, files, disk) for each in self.servers]
-                for outcome in await asyncio.gather(*works, return_exceptions=True):
-                    if isinstance(outcome, BaseException):
-                        raise outcome
+                await _all(load_server(here, x, files, disk) for x in self.servers)
             finally:
                 await disk(files.close)
 
@@ -369,7 +374,8 @@ async def remember_saved(
 async def remember(
     path: str, found: Found, moments: Sequence[ClusterMoment]
 ) -> list[str]:
-    """As `remember_saved`, what a restore has found; returns what it lacks."""
+    """Remembers what a restore has found, as `remember_saved` does what a save wrote;
+    returns what it lacks."""
     lacks: list[str] = []
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
@@ -401,7 +407,7 @@ def _lives_on(cluster: ServerConnection, variable: AbstractVariable) -> bool:
 
 
 def _keys(loads: Sequence[Load]) -> set[int]:
-    """Of the variables whose values are loaded."""
+    """The keys of the variables whose values are loaded."""
     return {
         part.spec.key
         for each in loads

@@ -56,7 +56,7 @@ class Found:
         return [part for each in self.loads for part in each.variable.components]
 
     def add(self, other: Found) -> None:
-        """What was found later."""
+        """Adds what was found later."""
         self.pairs += other.pairs
         self.missing += other.missing
         self.wrong += other.wrong
@@ -247,7 +247,7 @@ class Matching:
 
 
 def words(variable: AbstractVariable) -> str:
-    """What a message calls it."""
+    """What a message calls a variable."""
     shape = list(variable.shape)
     return f"variable {variable.name!r} ({variable.dtype.name}{shape})"
 

@@ -30,7 +30,7 @@ Point = tuple[int, dict[str, float]]
 
 
 class TellsMetrics(Protocol):
-    """A coordinator."""
+    """A coordinator, as far as it tells metrics."""
 
     def metrics(self) -> Mapping[str, Any]: ...
 
@@ -43,7 +43,7 @@ class ExportedPoints:
     _until: dict[str, float] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any]) -> list[Point]:
-        """Those that the metrics have and that were not taken before."""
+        """The points of the metrics that were not taken before."""
         found = [*self._scalars(metrics.get("scalars", {}))]
         done = _number(metrics.get("scheduled_closures")) - sum(
             _number(metrics.get(name))

@@ -275,7 +275,7 @@ class PreemptionCheckpointHandler:
             signal.signal(number, signal.SIG_DFL)  # once more ends at once
 
     def _agreed(self) -> Wish:
-        """What all processes do."""
+        """What all processes do after this run."""
         now = time.monotonic()
         watch = self._config.termination_watcher_fn
         if watch is not None and now - self._asked_at >= _PAUSE:
@@ -369,7 +369,7 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
 
 
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
-    """Those of coordinators, of what is saved."""
+    """The sessions of coordinators to which the saved variables belong."""
     variables = [node.value for node in graph_of(checkpoint).variables]
     clusters: list[object]
     clusters = [cluster_of(part) for each in variables for part in each.components]

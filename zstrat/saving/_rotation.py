@@ -180,6 +180,8 @@ class CheckpointManager:
             if self._lock is None:
                 self._lock = await disk(writer_of, self._directory)
             await disk(clean, self._directory, self._name)
+            # The counter itself grows when the checkpoint is written, so a save that
+            # fails leaves it.
             count = int(self._checkpoint.save_counter.numpy()) + 1
             number = count if checkpoint_number is None else int(checkpoint_number)
             name = f"{self._name}-{number}"
@@ -200,6 +202,7 @@ class CheckpointManager:
         passed: list[bool] = []
         if self._interval is not None:
             last = self._last_step
+            # The first save is due however few steps there were, as in TF.
             if last is None or step is None:
                 return True
             passed.append(step - last >= self._interval)
@@ -217,12 +220,16 @@ class CheckpointManager:
             preserved = stored.preserved_at
             state = replace(
                 state,
+                # A program that was killed while it deleted left some of them: they
+                # stay doomed until they are gone.
                 doomed=tuple(each for each in stored.doomed if self._is_there(each)),
                 preserved_at=self._began if preserved is None else preserved,
             )
             added = state.with_saved(name, self._clock())
             return added.rotated(self._keep, self._hours)
 
+        # The list first: what is deleted by half when the program is killed is in no
+        # list then.
         for doomed in update_state(self._directory, change).doomed:
             remove(os.path.join(self._directory, doomed))
 

@@ -70,7 +70,7 @@ async def save(
 
     Cancellation, and all errors: the folder is what it was.
     """
-    variables = components_of(graph)
+    variables = saved_components(graph)
     await steadily(variables, lambda: _save(graph, variables, path, metadata))
 
 
@@ -106,14 +106,15 @@ async def _save(
 
 
 def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
-    """For the manifest: which steps of a cluster are in a checkpoint."""
+    """The steps of a cluster that are in a checkpoint, as the manifest says it."""
     if cut is None:
         return None
     return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
-def components_of(graph: Graph) -> list[Variable]:
-    """All of them, each once, whatever variables share it."""
+def saved_components(graph: Graph) -> list[Variable]:
+    """The components of all variables of a graph, each once, whatever variables share
+    it."""
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}
     return list(found.values())
 

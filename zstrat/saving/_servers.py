@@ -34,7 +34,7 @@ class AskedCluster(Protocol):
 
     @property
     def client(self) -> PsClient:
-        """For coroutines that `run_async` runs."""
+        """What asks the servers, in coroutines that `run_async` runs."""
         ...
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
@@ -56,7 +56,7 @@ class ServerConnection(AskedCluster, Protocol):
 
     @property
     def restores(self) -> int:
-        """How often that was done."""
+        """How often the servers were filled again from a checkpoint."""
         ...
 
     @property

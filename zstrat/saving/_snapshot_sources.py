@@ -63,7 +63,7 @@ class SnapshotSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For file names: "ps0", "local"."""
+        """The source as file names say it: "ps0", "local"."""
         ...
 
     async def shares(self, path: str) -> bool:
@@ -77,7 +77,7 @@ class SnapshotSource(Protocol):
         ...
 
     async def fetch(self, place: int, offset: int, size: int) -> Buffer:
-        """Bytes of a tensor."""
+        """Fetches some bytes of a tensor."""
         ...
 
 

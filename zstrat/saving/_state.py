@@ -88,6 +88,8 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
     if prefix is not None:
         prefixes.add(prefix)
     listed = [each for each in state.saved if each[0] in found]
+    # A save that was killed before it was listed has a higher number than all that are.
+    # What has a lower one was kept for good, and left the list on purpose.
     newest = max((found[name][0] for name, _ in listed), default=-1)
     known = {*state.names, *state.doomed}
     more = [
@@ -133,6 +135,7 @@ def writer_of(directory: str) -> FolderLock:
     """
     path = os.path.join(os.path.realpath(directory), _LOCK)
     with _changing:
+        # Held by reference alone, so a manager that is dropped without `close` lets go.
         lock = _writers.get(path)
         if lock is None:
             lock = _writers[path] = FolderLock(path)
@@ -144,6 +147,8 @@ def clean(directory: str, prefix: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             path = os.path.join(directory, name)
+            # Of a writer that was killed between writing the list and giving it its
+            # name.
             if re.fullmatch(rf"{STATE}\.\w+\.tmp", name):
                 os.unlink(path)
             elif _prefix(name) == prefix and os.path.isdir(path) and sweep(path):
@@ -190,7 +195,8 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _is_name(name: Any) -> bool:
-    """Not a way out of the folder: what is doomed is deleted."""
+    """Whether the name is that of a checkpoint in the folder, and no way out of it:
+    what is doomed is deleted."""
     return (
         isinstance(name, str)
         and _NUMBERED.fullmatch(name) is not None

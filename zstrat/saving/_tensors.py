@@ -62,7 +62,8 @@ class Logical:
         return sum(piece.pinned.info.nbytes for piece in self.pieces)
 
     def stored(self, where: Mapping[int, WrittenPlace]) -> StoredTensor:
-        """As the manifest says it. ``where``: by ``id`` of the pinned tensor."""
+        """The tensor as the manifest says it. ``where``: by ``id`` of the pinned
+        tensor."""
         pieces = tuple(
             StoredPiece(at.file, at.name, piece.start, piece.stop, at.digest)
             for piece in self.pieces
@@ -113,6 +114,7 @@ def _logical(
             pieces.append(LogicalPiece(pinned, stored, start, stop))
         start = stop
     first = pieces[0].pinned.entry
+    # All components of a variable are cut alike, so the first one says it for all.
     by_rows = optimizer is None or first.rows
     shape = tuple(first.shape)
     if by_rows and shape:
@@ -146,6 +148,7 @@ def plain_graph(graph: Graph, logicals: Sequence[Logical]) -> dict[str, Any]:
     for logical in logicals:
         if logical.optimizer is not None:
             mine = slots.setdefault(number[id(logical.optimizer)], {})
+            # A text, as JSON has no other keys.
             beside = mine.setdefault(str(number[id(logical.variable)]), {})
             beside[logical.leaf] = logical.name
     nodes = []

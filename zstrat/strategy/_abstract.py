@@ -40,7 +40,7 @@ class AbstractStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def extended(self) -> Any:
-        """Its `StrategyExtended`."""
+        """The `StrategyExtended` of this strategy."""
         # `Any`: that class imports the contexts, which import this file.
 
     @abc.abstractmethod

@@ -54,20 +54,25 @@ class Scope(Generic[_Entered]):
     def __enter__(self) -> _Entered:
         outer = current()
         if outer is not None and outer.strategy is not self._strategy:
+            # In the replica context of the default strategy, where code is that has
+            # entered nothing, any strategy may be entered.
             if outer.replica is None or not outer.strategy.is_default:
                 refuse_mixing(self._strategy, outer.strategy)
         elif outer is not None and outer.replica is not None:
             refuse_replica_context("scope()")
+        # A scope within an update context is in that still: it knows its copy.
         frame = Frame(self._strategy, update=None if outer is None else outer.update)
         self._entered.append((frame, creator.put_aside()))
         push(frame)
         creator.set(self._creator)
+        # Asked, not imported: a program without Keras must not pay for it.
         if "keras" in sys.modules:
             watch_keras()
         return self._strategy
 
     def __exit__(self, *exc: object) -> None:
         frame, before = self._entered[-1]
+        # First: if it is not the innermost one, nothing here has changed yet.
         pop(frame)
         self._entered.pop()
         creator.put_back(before)
@@ -234,6 +239,8 @@ class ReplicaContext(AbstractReplicaContext):
     @property
     def _is_one_of_many(self) -> bool:
         """Whether this process has other replicas in the same program."""
+        # Replicas that are one program have a traced number; alone, or in turns, it is
+        # an int.
         is_traced = not isinstance(self._replica_id, int)
         return is_traced and self._strategy._team().local > 1
 

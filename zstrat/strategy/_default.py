@@ -25,7 +25,7 @@ _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 @final
 class DefaultExtended(StrategyExtended):
-    """Everything is here."""
+    """The other face of the default strategy: everything is in one place."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__(strategy, (_DEVICE,), (_DEVICE,), None)
@@ -57,7 +57,7 @@ class DefaultStrategy(Strategy):
 
     @property
     def extended(self) -> DefaultExtended:
-        """Of one device, where everything is."""
+        """The other face of this strategy: one device, where everything is."""
         return self._extended
 
     @property

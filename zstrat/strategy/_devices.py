@@ -105,7 +105,7 @@ def relative_name(platform: str, number: int) -> str:
 
 
 def short_name(device: jax.Device) -> str:
-    """The same of a device of this process: its number is that among those of its
+    """The short name of a device of this process; the number counts the devices of its
     kind."""
     kind = _kind(device.platform)
     same = [other for other in local_devices() if _kind(other.platform) == kind]

@@ -318,7 +318,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The same as ``strategy.run``.
+        """Runs a function on each replica, as ``strategy.run`` does.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.

@@ -167,7 +167,7 @@ def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoRetu
     """The error of one strategy in the scope of another one."""
     raise RuntimeError(
         f"Mixing different tf.distribute.Strategy objects: {strategy!r} is not "
-        f"{other!r}, whose scope this code is in"
+        f"{other!r}, whose scope this code is in: leave that scope first"
     )
 
 

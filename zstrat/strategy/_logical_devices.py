@@ -188,7 +188,7 @@ def axes_for(count: int) -> tuple[int, ...]:
 
 
 def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each dimension of the split the numbers of the axes that it is laid over."""
+    """The axes, by number, that each dimension of the split is laid over."""
     in_row = _in_row(extents, split)
     return _anyhow(extents, split) if in_row is None else in_row
 

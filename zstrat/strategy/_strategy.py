@@ -75,7 +75,7 @@ class Strategy(FirstVersion):
         return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
     def _function_inputs(self) -> ProcessInputs:
-        """The same, as dataset functions are told."""
+        """Who draws, as dataset functions are told (`_inputs` for whole datasets)."""
         return self._inputs()
 
     def _used(self, method: str) -> None:
@@ -327,10 +327,12 @@ class Strategy(FirstVersion):
             devices = self._devices()
             call = ReplicaCall(self, team, fn, args, kwargs)
             try:
+                # In a step the step itself refuses text; outside of one nobody else
+                # looks.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
                 return as_one_program(call, _spread.mesh_of(devices, team.local))
-            except NeedsTurns:
+            except NeedsTurns:  # found while it was traced: nothing was computed yet
                 return regroup(in_turns(call, devices))
             except UnevenParts:
                 return uneven(call, devices)
@@ -341,7 +343,7 @@ class Strategy(FirstVersion):
 
 
 class Closing(abc.ABC):
-    """What has an end."""
+    """Something that has an end, which ``with`` brings about."""
 
     @abc.abstractmethod
     def close(self) -> None:

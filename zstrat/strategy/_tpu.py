@@ -78,7 +78,8 @@ class TPUExtended(StrategyExtended):
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The same: each replica has a copy of every variable on all of its devices."""
+        """The `worker_devices`: each replica has a copy of every variable on all of its
+        own."""
         return self.worker_devices
 
     @property
@@ -91,7 +92,7 @@ class TPUExtended(StrategyExtended):
 
     @property
     def num_replicas_per_host(self) -> int:
-        """As many as fit on one, or as there are."""
+        """How many replicas a host has room for; no more than there are."""
         if self._assignment is None:
             return self._cores_per_host
         room = self._cores_per_host // self._assignment.num_cores_per_replica
@@ -276,10 +277,13 @@ def _assigned(
 ) -> np.ndarray:
     """The devices ``[replicas, logical devices]``."""
     if assignment is None:
+        # TF's rule: without an assignment each core is a replica by itself.
         every = [device for devices in tasks for device in devices]
         return np.array(every, object)[:, None]
     topology = assignment.topology
     there = [len(devices) for devices in tasks]
+    # An assignment that was built elsewhere would name devices by numbers of another
+    # system.
     if there != [topology.num_tpus_per_task] * topology.num_tasks:
         raise ValueError(
             "experimental_device_assignment is of a system with "
@@ -317,6 +321,7 @@ def _traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     if is_staging() or (recording is not None and not is_live(recording)):
         return fn
     plain = fn
+    # A partial of a step function is traced as the function is.
     while isinstance(plain, functools.partial):
         plain = plain.func
     if isinstance(plain, Function) and not plain.eager and recording is None:

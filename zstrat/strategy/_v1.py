@@ -194,7 +194,7 @@ class MultiStepContext:
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """By name what `set_non_tensor_output` was last given."""
+        """What `set_non_tensor_output` was last given, by name."""
         return self._non_tensor_outputs
 
     def set_last_step_output(

@@ -33,9 +33,11 @@ Plain = Any
 """What JSON and msgpack have a word for: None, bool, int, float, str, list, dict."""
 
 _PER_OCTAVE: Final = 4
+"""Buckets from a value to its double: a quantile is off by less than a quarter."""
 _MANTISSA: Final = 50
 """Bits of a float64 behind its exponent and the two that tell quarters apart."""
 _BIAS: Final = 1023
+"""What the exponent of a float64 is stored with, by IEEE 754."""
 
 
 class Unit(enum.StrEnum):
@@ -147,7 +149,7 @@ class Histogram:
         return found
 
     def plain(self) -> dict[str, Plain]:
-        """As plain data, from which `from_plain` makes an equal one."""
+        """The histogram as plain data, from which `from_plain` makes an equal one."""
         places = np.flatnonzero(self._counts)
         return {
             "unit": str(self.unit),
@@ -208,7 +210,7 @@ class Windowed:
         )
 
     def plain(self, now: float) -> dict[str, Plain]:
-        """Both, as plain data: ``total`` and ``recent``."""
+        """Both histograms as plain data: ``total`` and ``recent``."""
         return {"total": self.total.plain(), "recent": self.recent(now).plain()}
 
 
@@ -225,7 +227,7 @@ def _counted(values: np.ndarray, unit: Unit) -> tuple[np.ndarray, float, float]:
 
 
 def merged(histograms: Iterable[Histogram], unit: Unit = Unit.SECONDS) -> Histogram:
-    """One of all that these have counted, all of ``unit``."""
+    """One histogram of all that these have counted, all of ``unit``."""
     whole = Histogram(unit)
     for each in histograms:
         whole.merge(each)
@@ -291,11 +293,13 @@ class HistogramTable(Generic[K]):
         self._empty: Final = Histogram(unit).summary()
 
     def summary(self, key: K) -> dict[str, Plain]:
-        """As `Histogram.summary`; of one that is not there that of an empty one."""
+        """The `Histogram.summary` of one key; where there is none, that of an empty
+        histogram."""
         return self._summaries.get(key) or dict(self._empty)
 
     def merged(self, keys: Iterable[K]) -> Histogram:
-        """One of all that these have counted, as far as they are there."""
+        """One histogram of all that these keys have counted, as far as they are
+        there."""
         rows = [self._rows[key] for key in keys if key in self._rows]
         whole = Histogram(self._unit)
         if rows:
@@ -322,7 +326,7 @@ def _parsed(plains: list[Plain], unit: Unit) -> _Parsed:
 
 
 def _well_formed(plains: list[Plain], unit: Unit) -> _Parsed:
-    """All together.
+    """The buckets of all histograms together.
 
     Raises:
         LookupError, TypeError, OverflowError, ValueError: One is no histogram.

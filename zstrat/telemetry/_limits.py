@@ -239,7 +239,7 @@ def _push(
 
 
 def _long(limit: Limit, worker: Mapping[str, Any]) -> Limit:
-    """With what has not ended for long, if it is of that kind."""
+    """The limit with what has not ended for long, if it is of that kind."""
     now: Mapping[str, Any] = worker.get("now") or {}
     seconds = now.get("seconds", 0.0)
     if seconds < LONG_PHASE_SECONDS or now.get("phase") != limit.what.partition(" ")[0]:

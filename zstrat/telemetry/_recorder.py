@@ -63,12 +63,13 @@ class EagerNotes:
     `PENDING` pushes."""
 
     def spent(self, phase: Phase, began: float, ended: float) -> None:
-        """It has waited for that; what there is no room for counts as computing."""
+        """Notes that the step has waited for ``phase``; what there is no room for
+        counts as computing."""
         if len(self.spans) < PENDING:
             self.spans.append((phase, began, ended))
 
     def aged(self, server: int, versions: int) -> None:
-        """What was pushed there was so old."""
+        """Notes how many versions old what was pushed to a server was."""
         if len(self.stale) < PENDING:
             self.stale.append((server, versions))
 
@@ -106,7 +107,7 @@ class StepTimes:
 
 @final
 class Recorder:
-    """Of one session of a task. Belongs to the loop.
+    """What is noted of one session of a task. Belongs to the loop.
 
     Args:
         phases: Those that there are.
@@ -133,7 +134,7 @@ class Recorder:
     # ---- what happened -----------------------------------------------------------
 
     def ran(self, times: StepTimes, now: float) -> None:
-        """Steps have run."""
+        """Takes over what steps that have run have noted."""
         steps = self._steps
         steps.quick += times.quick
         steps.full += times.full
@@ -169,10 +170,11 @@ class Recorder:
             found = self._stale[store] = []
         found.append(versions)
         if len(found) > PENDING:
+            # At the time of the last one: whoever tells of a push has no clock at hand.
             self.digest(self._digested)
 
     def count(self, name: str, amount: float, now: float) -> None:
-        """So many more of something of which the rate is told."""
+        """Counts so many more of something of which the rate is told."""
         self._rate(name, now).add(amount, now)
 
     def start(self, totals: Mapping[str, float], now: float) -> None:
@@ -183,13 +185,15 @@ class Recorder:
             self._rates[name] = Rate(now, total)
 
     def reach(self, totals: Mapping[str, float], now: float) -> None:
-        """They are these by now."""
+        """Notes what has been counted elsewhere: the totals by now."""
         for name, total in totals.items():
             self._rate(name, now).reach(total, now)
 
     def _rate(self, name: str, now: float) -> Rate:
         rate = self._rates.get(name)
         if rate is None:
+            # From the begin of the session: what comes for the first time was zero
+            # until now.
             rate = self._rates[name] = Rate(now if self._began is None else self._began)
         return rate
 
@@ -235,7 +239,7 @@ class Recorder:
         self.on_capture(True)
 
     def end_capture(self, now: float) -> SpanCapture:
-        """What was kept; in no order.
+        """Ends what `begin_capture` began; returns what was kept, in no order.
 
         Raises:
             NotFoundError: There was no capture.
@@ -255,6 +259,7 @@ class Recorder:
         self._digested = now
         if self._began is None:
             self._began = now
+        # Whoever began it may be gone and never end it.
         if self._capture is not None and now > self._capture.until:
             self.on_capture(False)
         steps = self._steps
@@ -286,6 +291,8 @@ class Recorder:
     def _busy(self, began: np.ndarray, ended: np.ndarray) -> float:
         """Seconds that the spans cover, and none before has covered: some wait for the
         same thread."""
+        # A sweep over the spans by their begin; `maximum.accumulate` is how far those
+        # before reach.
         order = np.argsort(began)
         began, ended = began[order], np.maximum.accumulate(ended[order])
         before = np.concatenate(([self._busy_until], ended[:-1]))
@@ -315,7 +322,8 @@ class Recorder:
         self._phases[Phase.PULL].add_many(pulled[pulls], now)
 
     def _digest_eager(self, times: list[EagerTimes], now: float) -> None:
-        """All of them together: to sort one number costs as much as to sort many."""
+        """Sorts the times of all eager steps together: to sort one number costs as much
+        as to sort many."""
         found: dict[Phase, list[float]] = {phase: [] for phase in WORKER_PHASES}
         for step, received, prepared, ran, ended, notes in times:
             found[Phase.WAIT] += (step, received, prepared)
@@ -337,6 +345,7 @@ class Recorder:
                     waited = float((end - began).sum())
                     self._shares.add(str(phase), waited, now)
                     computed -= waited
+        # Of an eager step what it waited for is within what it computed.
         self._shares.add("compute", max(0.0, computed), now)
 
     def _took(

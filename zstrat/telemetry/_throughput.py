@@ -108,7 +108,7 @@ class Rate:
         self._throughput.mark(since, total, total)
 
     def add(self, amount: float, now: float) -> None:
-        """So much came just now."""
+        """Counts what came just now."""
         if amount:
             self.reach(self.total + amount, now)
 
@@ -137,7 +137,7 @@ class TimeShares:
         """Seconds of the clock, and seconds spent that were told in each."""
 
     def add(self, name: str, seconds: float, now: float) -> None:
-        """So much was spent with this until now."""
+        """Adds what was spent with this until now."""
         if not seconds:
             return
         second = math.floor(now)

@@ -51,7 +51,8 @@ class FakeClock:
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any
     ) -> FakeTimer:
-        """As the loop's: calls ``callback(*args)`` in the `advance` that reaches it."""
+        """Calls ``callback(*args)`` in the `advance` that reaches the time, as the
+        loop's does."""
         timer = FakeTimer(when, lambda: callback(*args))
         self._timers.append(timer)
         return timer
@@ -59,7 +60,7 @@ class FakeClock:
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any
     ) -> FakeTimer:
-        """As `call_at`, so many seconds from now."""
+        """Calls as `call_at` does, so many seconds from now."""
         return self.call_at(self._now + delay, callback, *args)
 
     def advance(self, seconds: float) -> None:

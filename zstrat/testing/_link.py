@@ -172,7 +172,8 @@ class FakeLink:
             self.connect(self._hello)
 
     async def wait_open(self, deadline: float) -> Hello:
-        """As of a `Link`. Cancellation: nothing is lost."""
+        """Waits until there is a peer, as a `Link` does. Cancellation: nothing is
+        lost."""
         if self.peer is not None:
             return self.peer
         waiter: asyncio.Future[Hello] = self._loop.create_future()
@@ -186,7 +187,7 @@ class FakeLink:
             ) from None
 
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
-        """As of a `Link`; no deadline passes by itself."""
+        """Sends a request, as a `Link` does; no deadline passes by itself."""
         del deadline
         if self.is_closed:
             raise ClosedError(self.name)
@@ -207,7 +208,7 @@ class FakeLink:
         return await self.submit(message, deadline=deadline)
 
     def notify(self, message: Message) -> None:
-        """As of a `Link`."""
+        """Sends a message that nobody answers, as a `Link` does."""
         if self.is_closed:
             raise ClosedError(self.name)
         if self.peer is None:
@@ -216,7 +217,7 @@ class FakeLink:
         self._carry(message, None)
 
     async def close(self, reason: str = "") -> None:
-        """As of a `Link`: open requests fail."""
+        """Closes the link, as that of a `Link`: open requests fail."""
         del reason
         self.is_closed, self.peer = True, None
         self._fail(ClosedError(self.name))

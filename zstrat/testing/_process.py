@@ -70,7 +70,8 @@ class ProcessResources(NamedTuple):
 
     @classmethod
     def held(cls) -> ProcessResources:
-        """Those of now, after a collection of garbage; threads by name, sorted."""
+        """What the process holds now, after a collection of garbage; threads by name,
+        sorted."""
         gc.collect()
         threads = sorted(thread.name for thread in threading.enumerate())
         return cls(len(os.listdir("/proc/self/fd")), tuple(threads))

@@ -3,7 +3,7 @@
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
-from ._convert import require_traceable as require_traceable
+from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
@@ -20,6 +20,7 @@ from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
 from ._home import KnowsSlots as KnowsSlots
+from ._home import Residence as Residence
 from ._home import VariableHandle as VariableHandle
 from ._home import read_all as read_all
 from ._home import read_parts as read_parts
@@ -33,7 +34,6 @@ from ._narrowing import is_machinery as is_machinery
 from ._narrowing import line_outside as line_outside
 from ._narrowing import outside as outside
 from ._narrowing import what_is_lost as what_is_lost
-from ._residence import Residence as Residence
 from ._rows import Gathering as Gathering
 from ._rows import present as present
 from ._rows import reaching as reaching

@@ -153,11 +153,11 @@ class AbstractVariable(ArrayOperators):
         if recording is None:
             refuse_read(self._spec)
             return self._read_now()
-        _convert.require_traceable(self._spec)
+        _convert.require_untruncated(self._spec)
         return self._traced_value(recording)
 
     def read_value(self) -> Any:
-        """The same as `value`."""
+        """Reads as `value` does."""
         return self.value()
 
     def numpy(self) -> np.ndarray:
@@ -194,7 +194,7 @@ class AbstractVariable(ArrayOperators):
         if recording is None:
             refuse_read(self._spec)
             return read_rows(table, indices)
-        _convert.require_traceable(self._spec)
+        _convert.require_untruncated(self._spec)
         return recording.lookup(table, _convert.traced_ids(table, indices))
 
     async def read_value_async(self) -> np.ndarray:
@@ -205,7 +205,7 @@ class AbstractVariable(ArrayOperators):
         return await self._read_now_async()
 
     async def value_async(self) -> np.ndarray:
-        """The same as `read_value_async`."""
+        """Reads as `read_value_async` does."""
         return await self._read_now_async()
 
     async def sparse_read_async(

@@ -23,7 +23,7 @@ import numpy as np
 
 from zstrat.wire import DTYPES
 
-from ._operators import ArrayOperators
+from ._operators import ArrayOperators, value_of
 from ._rows import integers
 from ._table import ABSENT
 
@@ -88,7 +88,7 @@ def traced_operand(
     Raises:
         ValueError: Its shape is not the variable's, or its dtype does not fit.
     """
-    require_traceable(spec)
+    require_untruncated(spec)
     array = _traced(spec, value, what)
     _check_shape(spec, array.shape[examples:], spec.shape, what)
     return array
@@ -117,8 +117,8 @@ def traced_rows(
         ValueError: Ranks, shapes or dtypes do not fit.
         IndexError: Indices are known, and one is outside the first axis.
     """
-    require_traceable(spec)
-    given = _value(indices)
+    require_untruncated(spec)
+    given = value_of(indices)
     index = jnp.asarray(given)
     rows = _traced(spec, values, what)
     _check_rows(spec, index, rows, what)
@@ -137,7 +137,7 @@ def plain_rows(
         ValueError: Ranks, shapes or dtypes do not fit.
         IndexError: An index is outside the first axis.
     """
-    index, rows = np.asarray(_value(indices)), _plain(spec, values, what)
+    index, rows = np.asarray(value_of(indices)), _plain(spec, values, what)
     _check_rows(spec, index, rows, what)
     check_indices(spec, index, what)
     return index, rows
@@ -150,7 +150,7 @@ def traced_ids(table: Table, ids: Any) -> jax.Array:
         ValueError: They are no integers.
         IndexError: They are known, and there is no such row.
     """
-    ids = _value(ids)
+    ids = value_of(ids)
     if not isinstance(ids, jax.core.Tracer):
         ids = integers(ids, f"ids of {table}")
         # Before jax narrows them to 32 bits.
@@ -175,7 +175,7 @@ def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
         )
 
 
-def require_traceable(spec: VariableSpec) -> None:
+def require_untruncated(spec: VariableSpec) -> None:
     """Refuses a 64-bit variable in a step while jax computes with 32 bits.
 
     Raises:
@@ -190,12 +190,8 @@ def require_traceable(spec: VariableSpec) -> None:
         )
 
 
-def _value(value: Any) -> Any:
-    return value.value() if isinstance(value, ArrayOperators) else value
-
-
 def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
-    value = _value(value)
+    value = value_of(value)
     if isinstance(value, jax.Array):
         weak = jax.typeof(value).weak_type
         if value.dtype != spec.numpy_dtype and not (
@@ -207,7 +203,7 @@ def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
 
 
 def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
-    value = _value(value)
+    value = value_of(value)
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{what} {spec}: the value is being traced by jax, but no zs.function is: "

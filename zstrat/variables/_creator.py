@@ -78,6 +78,7 @@ class StrategyCreator:
 
     def belong_to(self, strategy: object) -> None:
         """Said whenever the strategy is about to create; always by the same one."""
+        # Weakly: the strategy holds its creator.
         if self._strategy is None:
             self._strategy = weakref.ref(strategy)
 
@@ -146,7 +147,7 @@ Before: TypeAlias = "Token[Creator | _Unset | None]"
 
 
 class _Unset:
-    """In place of a creator where a thread or task has set none."""
+    """Stands for a creator where a thread or task has set none."""
 
 
 _UNSET: Final = _Unset()
@@ -162,7 +163,7 @@ class CurrentCreator:
         self._installed: Creator | None = None
 
     def get(self) -> Creator | None:
-        """That of this thread or task if it has set one, else the installed one."""
+        """The creator that this thread or task has set, else the installed one."""
         own = self._own.get()
         return self._installed if isinstance(own, _Unset) else own
 
@@ -276,6 +277,8 @@ def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
     dtype = _dtype(request)
     initializer = _sliced(value, takes_shape)
     small = math.prod(request.shape) * dtype.itemsize <= _SMALL
+    # What is sent as code has to be loaded there; a small value of our own initializers
+    # is quicker made here, and the same.
     if initializer is None or (small and initializer is value):
         return initialize(request)
     return DeferredValue(request.shape, dtype, initializer)

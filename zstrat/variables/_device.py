@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._home import Operands, VariableHandle
-    from ._residence import Residence
+    from ._home import Operands, Residence, VariableHandle
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.
@@ -80,13 +79,13 @@ class DeviceHome(HomeWithSlots):
 
     @property
     def sharding(self) -> Sharding | None:
-        """That of the value, None if it lives on one device."""
+        """The sharding of the value; None if it lives on one device."""
         here = self.residence
         return here.sharding_apart if self.is_apart else here.sharding
 
     @property
     def kept(self) -> Sharding:
-        """Where the value lies between steps."""
+        """The sharding of the value between steps."""
         where: Sharding = self._value.sharding
         return where
 
@@ -131,7 +130,7 @@ class DeviceHome(HomeWithSlots):
         return self._looked_at(variable.name, self._all_copies)
 
     def copy(self, variable: VariableHandle, number: int) -> np.ndarray:
-        """One of them.
+        """The copy of one replica, as an array of numpy.
 
         Raises:
             DataLossError: It is lost.
@@ -270,14 +269,14 @@ class DeviceHome(HomeWithSlots):
     # ---- from outside of steps -------------------------------------------------------
 
     def shown(self) -> np.ndarray:
-        """The value from outside of the replicas."""
+        """The value as code outside of the replicas sees it."""
         if not self.is_apart or self._on_read is None:
             return self._first()
         return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
     def take_over_shown(self, value: np.ndarray) -> None:
-        """The inverse of `shown`: every copy begins anew, and so do optimizers whose
-        slots are lost."""
+        """Takes over what `shown` gives: every copy begins anew, and so do optimizers
+        whose slots are lost."""
         self._begin_anew(self._placed(self._shared_out(value)))
 
     def shown_slots(self) -> dict[int, Beside]:
@@ -285,7 +284,7 @@ class DeviceHome(HomeWithSlots):
         return {number: each.on_host() for number, each in self._slots.items()}
 
     def take_over_shown_slots(self, optimizer: int, slots: Beside) -> None:
-        """The inverse of `shown_slots`, for one optimizer."""
+        """Takes over what `shown_slots` gives of one optimizer."""
         self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
@@ -440,7 +439,7 @@ class CopyHome(HomeHere):
         self._home.update_copy(self.container, self.number, op, [operands])
 
     def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
-        """An optimizer is given this copy."""
+        """The error of an optimizer that is given this copy."""
         return NotImplementedError(
             f"{variable.spec} is one copy of {self.container.spec}, and optimizers "
             "move all copies together: give apply_gradients the variable itself"

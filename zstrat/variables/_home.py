@@ -1,14 +1,20 @@
-"""Where the value of a variable lives when no step is being traced.
+"""Where the value of a variable lives between steps, and who may change it.
 
 A home answers reads and takes updates, each in a blocking and an awaitable form. The
 parameter servers are a home (the session's), this process is one for each of its
 variables (`_local`, `_device`), and a handle that was unpickled on another task has
 none (`_local.Detached`). The functions here go through several variables, and ask each
 home once.
+
+Homes on devices share the `Residence` of their strategy. Law of residences: whoever
+makes a next value has the turn, and holds the lock, too, while the present one is given
+away, or while several fields change.
 """
 
 from __future__ import annotations
 
+import abc
+import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -16,12 +22,16 @@ import numpy as np
 from .gradients._slots import OptimizerHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+    import jax
+    from jax.sharding import Mesh, Sharding
 
     from zstrat.wire import UpdateOp
 
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from .gradients._slots import SlotRule
+
 
 Operands = tuple[np.ndarray, ...]
 HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
@@ -67,7 +77,7 @@ class VariableHandle(Protocol):
 
     @property
     def components(self) -> tuple[VariableHandle, ...]:
-        """Itself."""
+        """The variable itself, which is in one piece."""
         ...
 
     def value(self) -> Any:
@@ -110,7 +120,7 @@ class KnowsSlots(OptimizerHandle, Protocol):
     """An optimizer that knows what it keeps beside a variable of this process."""
 
     def slot_rule(self, variable: VariableHandle) -> SlotRule:
-        """What it keeps beside it.
+        """What the optimizer keeps beside the variable.
 
         Raises:
             RuntimeError: It has not seen the variable yet.
@@ -161,7 +171,7 @@ class ReadsMany(Protocol):
 
 @runtime_checkable
 class ReadsManyAsync(Protocol):
-    """The same, awaited."""
+    """A home that gives many values for the price of one, to who awaits them."""
 
     async def read_many_async(
         self, variables: Sequence[VariableHandle]
@@ -240,3 +250,83 @@ def _homes(variables: Sequence[VariableHandle]) -> list[tuple[Home, list[int]]]:
     for place, variable in enumerate(variables):
         places.setdefault(id(variable.home), []).append(place)
     return [(variables[found[0]].home, found) for found in places.values()]
+
+
+class Residence(abc.ABC):
+    """Where the variables of one strategy live.
+
+    Args:
+        names: TF's names of the devices that keep the copies of the replicas, in their
+            order, or of the one that keeps all of them.
+        mesh: The devices of all processes, if values are arrays over them.
+        copies: How many replicas of this process may have a copy each.
+
+    Whoever makes next values of the present ones has the ``turn``, from the first look
+    to the last value put back; a step over several parts of the CPU has it until they
+    have computed. Whoever reads takes the ``lock``, which a step holds only while the
+    values are given away: what computes a step may read a variable, in another thread.
+    The turn is taken before the lock, and nobody waits for a value while holding the
+    lock.
+    """
+
+    travels: bool = False
+    """Whether values are kept on another device than that where steps run."""
+
+    def __init__(
+        self, names: Sequence[str], mesh: Mesh | None = None, copies: int = 1
+    ) -> None:
+        self.names = tuple(names)
+        self.mesh = mesh
+        self.copies = copies
+        self.parted = 0
+        """How many variables have begun to have a copy for each replica."""
+        self.steps = 0
+        """How many steps have put back new values."""
+        self.has_failed = False
+        """Whether a step failed, so that values may be gone."""
+        self.turn = threading.RLock()
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def place(self, array: Any) -> jax.Array:
+        """Puts a copy of an array where the values live."""
+
+    @abc.abstractmethod
+    def place_apart(self, copies: Any) -> jax.Array:
+        """Puts a copy of an array ``[copies, ...]`` where the values live, a row on
+        each device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> Sharding | None:
+        """The sharding of values; None if they live on one device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding_apart(self) -> Sharding | None:
+        """The sharding of copies; None if they live on one device."""
+
+    @abc.abstractmethod
+    def mark(self) -> Hashable:
+        """What a program of a step depends on, but for which variables have copies; it
+        is not used under another one."""
+
+    def replicas(self) -> tuple[int, int]:
+        """Number of the first replica of this process, and how many all processes
+        have."""
+        return 0, self.copies
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Called before values are used, without the lock: they may have to come from
+        other processes first."""
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
+        prefix of them."""
+        del shardings
+        return trees
+
+    def returned(self, trees: Any) -> Any:
+        """Pytrees that a step made, where values are kept: undoes `sent`."""
+        return trees

@@ -111,7 +111,7 @@ class HomeWithSlots(HomeHere):
     def put_moved(
         self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        """Value and slots from now on."""
+        """Replaces value and slots by those that an optimizer has made."""
 
     @abc.abstractmethod
     def take_over_shown(self, value: np.ndarray) -> None:

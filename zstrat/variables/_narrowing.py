@@ -53,7 +53,7 @@ def outside() -> int:
 
 
 def line_outside() -> tuple[str, int]:
-    """The user's line, as file and number."""
+    """The user's line: its file and number."""
     frame = inspect.currentframe()
     while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back

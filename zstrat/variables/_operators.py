@@ -87,7 +87,7 @@ class ArrayOperators(abc.ABC):
     ) -> Any:
         if method != "__call__" or options:
             return NotImplemented
-        values = [_value(x) for x in inputs]
+        values = [value_of(x) for x in inputs]
         if any(isinstance(x, jax.Array) for x in values):
             return getattr(jax.numpy, ufunc.__name__)(*values)
         return ufunc(*values)
@@ -132,100 +132,100 @@ class ArrayOperators(abc.ABC):
         return self.value().round(digits)
 
     def __add__(self, other: Any) -> Any:
-        return self.value() + _value(other)
+        return self.value() + value_of(other)
 
     def __radd__(self, other: Any) -> Any:
-        return _value(other) + self.value()
+        return value_of(other) + self.value()
 
     def __sub__(self, other: Any) -> Any:
-        return self.value() - _value(other)
+        return self.value() - value_of(other)
 
     def __rsub__(self, other: Any) -> Any:
-        return _value(other) - self.value()
+        return value_of(other) - self.value()
 
     def __mul__(self, other: Any) -> Any:
-        return self.value() * _value(other)
+        return self.value() * value_of(other)
 
     def __rmul__(self, other: Any) -> Any:
-        return _value(other) * self.value()
+        return value_of(other) * self.value()
 
     def __truediv__(self, other: Any) -> Any:
-        return self.value() / _value(other)
+        return self.value() / value_of(other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _value(other) / self.value()
+        return value_of(other) / self.value()
 
     def __floordiv__(self, other: Any) -> Any:
-        return self.value() // _value(other)
+        return self.value() // value_of(other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return _value(other) // self.value()
+        return value_of(other) // self.value()
 
     def __mod__(self, other: Any) -> Any:
-        return self.value() % _value(other)
+        return self.value() % value_of(other)
 
     def __rmod__(self, other: Any) -> Any:
-        return _value(other) % self.value()
+        return value_of(other) % self.value()
 
     def __divmod__(self, other: Any) -> Any:
-        return divmod(self.value(), _value(other))
+        return divmod(self.value(), value_of(other))
 
     def __rdivmod__(self, other: Any) -> Any:
-        return divmod(_value(other), self.value())
+        return divmod(value_of(other), self.value())
 
     def __pow__(self, other: Any) -> Any:
-        return self.value() ** _value(other)
+        return self.value() ** value_of(other)
 
     def __rpow__(self, other: Any) -> Any:
-        return _value(other) ** self.value()
+        return value_of(other) ** self.value()
 
     def __matmul__(self, other: Any) -> Any:
-        return self.value() @ _value(other)
+        return self.value() @ value_of(other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return _value(other) @ self.value()
+        return value_of(other) @ self.value()
 
     def __and__(self, other: Any) -> Any:
-        return self.value() & _value(other)
+        return self.value() & value_of(other)
 
     def __rand__(self, other: Any) -> Any:
-        return _value(other) & self.value()
+        return value_of(other) & self.value()
 
     def __or__(self, other: Any) -> Any:
-        return self.value() | _value(other)
+        return self.value() | value_of(other)
 
     def __ror__(self, other: Any) -> Any:
-        return _value(other) | self.value()
+        return value_of(other) | self.value()
 
     def __xor__(self, other: Any) -> Any:
-        return self.value() ^ _value(other)
+        return self.value() ^ value_of(other)
 
     def __rxor__(self, other: Any) -> Any:
-        return _value(other) ^ self.value()
+        return value_of(other) ^ self.value()
 
     def __lshift__(self, other: Any) -> Any:
-        return self.value() << _value(other)
+        return self.value() << value_of(other)
 
     def __rshift__(self, other: Any) -> Any:
-        return self.value() >> _value(other)
+        return self.value() >> value_of(other)
 
     def __lt__(self, other: Any) -> Any:
-        return self.value() < _value(other)
+        return self.value() < value_of(other)
 
     def __le__(self, other: Any) -> Any:
-        return self.value() <= _value(other)
+        return self.value() <= value_of(other)
 
     def __gt__(self, other: Any) -> Any:
-        return self.value() > _value(other)
+        return self.value() > value_of(other)
 
     def __ge__(self, other: Any) -> Any:
-        return self.value() >= _value(other)
+        return self.value() >= value_of(other)
 
     def __eq__(self, other: object) -> Any:
-        return self.value() == _value(other)
+        return self.value() == value_of(other)
 
     def __ne__(self, other: object) -> Any:
-        return self.value() != _value(other)
+        return self.value() != value_of(other)
 
     # Elementwise ``==`` and hashing by identity, as torch does: variables are keys of
     # dicts and members of sets, where Python looks at identity first.
@@ -280,7 +280,8 @@ class ArrayOperators(abc.ABC):
         )
 
 
-def _value(other: Any) -> Any:
+def value_of(other: Any) -> Any:
+    """The value of a variable; anything else as it is."""
     return other.value() if isinstance(other, ArrayOperators) else other
 
 

@@ -68,7 +68,7 @@ class Gathering:
 
     @classmethod
     def of(cls, table: Table, ids: Any) -> Gathering:
-        """For ids of any shape.
+        """The gathering for ids of any shape.
 
         Raises:
             ValueError: They are no integers.
@@ -157,7 +157,7 @@ def row_updates(
 
 
 def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without what is `ABSENT`."""
+    """Ids without those that are `ABSENT`."""
     left_out = absent(indices)
     return (
         (indices, rows) if left_out is None else (indices[~left_out], rows[~left_out])

@@ -21,9 +21,8 @@ import numpy as np
 from . import _convert
 from ._abstract import AbstractVariable
 from ._home import read_all, read_all_async, read_parts
-from ._indexing import select
 from ._spec import ComponentRows, VariableSpec
-from ._table import Table
+from ._table import Table, select
 from ._tracing import TraceRecorder, recorder, refuse_read
 from ._variable import Variable, create, like
 
@@ -136,13 +135,13 @@ class ShardedVariable(AbstractVariable):
         if recording is None:
             refuse_read(self._spec)
             return self._fetched(pieces)[selection.index]
-        _convert.require_traceable(self._spec)
+        _convert.require_untruncated(self._spec)
         parts = [recording.read(component)[rows] for component, rows in pieces]
         parts = parts or [jnp.zeros((0, *self.shape[1:]), self.dtype)]
         return jnp.concatenate(parts)[selection.index]
 
     def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
-        """These rows, put together. Cost: one request to each home."""
+        """Fetches rows and puts them together. Cost: one request to each home."""
         wanted = [_count(rows, component) for component, rows in pieces]
         touched = sum(component.shape[0] for component, _ in pieces)
         if not pieces:
@@ -164,7 +163,7 @@ class ShardedVariable(AbstractVariable):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """The same as `scatter_update`, which takes any number of rows."""
+        """Updates as `scatter_update`, which takes any number of rows."""
         return self.scatter_update(sparse_delta, use_locking, name)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:

@@ -128,7 +128,7 @@ def watch(module: Module, told: OnAttribute) -> None:
 
 
 def unwatch(module: Module, told: OnAttribute) -> None:
-    """Inverse of `watch`."""
+    """Undoes `watch`."""
     listeners = vars(module).get(_LISTENERS, [])
     if told in listeners:
         listeners.remove(told)

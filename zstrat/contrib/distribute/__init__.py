@@ -8,7 +8,7 @@ from zstrat.strategy import MultiStepContext as MultiStepContext
 
 from ._dataset import PerDeviceDataset as PerDeviceDataset
 from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
-from ._session import SessionConfig as SessionConfig
+from ._parameter_server import SessionConfig as SessionConfig
 from ._strategy import DistributionStrategy as DistributionStrategy
 from ._tower import TowerContext as TowerContext
 from ._tower import get_cross_tower_context as get_cross_tower_context

@@ -4,6 +4,7 @@ cluster, or on this machine where there is none."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -12,7 +13,6 @@ from zstrat.cluster import ClusterSpec, SimpleClusterResolver, normalize_cluster
 from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy, Mirrored
 from zstrat.strategy.reduce import is_whole
 
-from ._session import SessionConfig
 from ._strategy import DistributionStrategy
 
 if TYPE_CHECKING:
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
     from zstrat.strategy import Strategy
 
+
 _TASK: Final = re.compile(r"/job:(?P<job>\w+)(/replica:\d+)?(/task:(?P<task>\d+))?")
+
+
+@dataclass(slots=True)
+class SessionConfig:
+    """The two fields of TF's ``ConfigProto`` that a strategy sets. zstrat has no
+    sessions: programs that hand one to ``configure`` may read it again."""
+
+    device_filters: list[str] = field(default_factory=list)
+    isolate_session_state: bool = True
 
 
 @final

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
@@ -16,16 +16,16 @@ from zstrat.collectives import ReduceOp
 from zstrat.program import function
 from zstrat.strategy import MultiStepContext, PerReplica, require_cross_replica
 from zstrat.strategy.reduce import checked_pairs, is_whole, places, put
+from zstrat.variables import VariableAggregation
 
 from ._dataset import PerDeviceDataset
-from ._reductions import FIRST, first_place, require_aggregation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from zstrat.strategy import Strategy
-    from zstrat.variables import AbstractVariable, VariableAggregation
+    from zstrat.variables import AbstractVariable
 
 
 class DistributionStrategy:
@@ -337,3 +337,36 @@ def face_of(engine: Strategy) -> DistributionStrategy:
     # An engine that is gone may have had the same id.
     is_its = found is not None and found.engine is engine
     return found if is_its and found is not None else DistributionStrategy(engine)
+
+
+FIRST: Final = VariableAggregation.ONLY_FIRST_TOWER
+
+
+def require_aggregation(aggregation: Any) -> None:
+    """Passes what 1.12 knows.
+
+    Raises:
+        AssertionError: Another one.
+    """
+    if aggregation not in (
+        VariableAggregation.SUM,
+        VariableAggregation.MEAN,
+        FIRST,
+    ):
+        raise AssertionError(
+            f"aggregation {aggregation!r}: expected VariableAggregation.SUM, MEAN or "
+            "ONLY_FIRST_TOWER"
+        )
+
+
+def first_place(destinations: Any) -> Any:
+    """Where a value is reduced that is wanted in several places.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(destinations, list | tuple):
+        if not destinations:
+            raise ValueError("destinations can not be empty: name a device")
+        return destinations[0]
+    return destinations

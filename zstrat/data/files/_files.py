@@ -46,7 +46,7 @@ class Files(Recipe):
     """Of the parts, in order; of a file in several parts, once for each."""
 
     def every(self, step: int, start: int) -> Self:
-        """The same of parts ``start``, ``start + step``, … alone."""
+        """The dataset of the files ``start``, ``start + step``, … alone."""
         fewer: Self = replace(self, paths=self.paths[start::step])  # type: ignore[type-var]
         return fewer
 
@@ -116,6 +116,8 @@ class TableRows(Files):
 
     def many(self, items: list[tuple[OpenTable, int]]) -> Element:
         rows = np.array([row for _, row in items])
+        # One gather a file, and one more that puts the rows into the order of the
+        # items.
         opened = {id(table): table for table, _ in items}
         if len(opened) == 1:
             (table,) = opened.values()
@@ -254,6 +256,7 @@ def load_npz(path: str) -> dict[str, np.ndarray]:
 
 def _loaded(path: str, mode: Literal["r"] | None) -> Any:
     try:
+        # No pickles: reading a file runs no code.
         return np.load(path, mmap_mode=mode, allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} has no arrays that can be read: {error}") from error

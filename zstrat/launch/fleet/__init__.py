@@ -44,6 +44,7 @@ from ._engine import TaskEvents as TaskEvents
 from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
 from ._keys import write_keys as write_keys
+from ._piped import TaskHost as TaskHost
 from ._ray import ray as ray
 from ._slurm import GPUS_BY_NODE as GPUS_BY_NODE
 from ._slurm import Allocation as Allocation
@@ -51,6 +52,5 @@ from ._slurm import requeue as requeue
 from ._slurm import slurm as slurm
 from ._slurm import slurm_program as slurm_program
 from ._ssh import ssh as ssh
-from ._task_host import TaskHost as TaskHost
 from .hosts import SshHost as SshHost
 from .state import FleetState as FleetState

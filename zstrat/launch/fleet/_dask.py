@@ -17,7 +17,7 @@ from zstrat.errors import UnavailableError
 
 from ._engine import End, FleetTask
 from ._fleet import Fleet
-from ._task_host import TaskHost
+from ._piped import TaskHost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

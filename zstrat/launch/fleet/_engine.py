@@ -30,7 +30,7 @@ class FleetTask:
 
     @property
     def name(self) -> str:
-        """As in "worker:1"."""
+        """The name of the task, such as "worker:1"."""
         return f"{self.job}:{self.index}"
 
 
@@ -89,11 +89,12 @@ class TaskEvents(Protocol):
     """Who hears of one process. Takes any thread, and never blocks."""
 
     def bound(self, address: str) -> None:
-        """It serves, and others reach it there. Once at most, and before its end."""
+        """The task serves, and others reach it there. Told once at most, and before its
+        end."""
         ...
 
     def ended(self, end: End) -> None:
-        """It is gone. Exactly once."""
+        """The task is gone. Told exactly once."""
         ...
 
 
@@ -105,7 +106,7 @@ class RunningTask(Protocol):
         ...
 
     def kill(self) -> None:
-        """Ends it now, whatever it does."""
+        """Ends the task now, whatever it does."""
         ...
 
 

@@ -429,7 +429,7 @@ def _end(thread: FleetThread, remove: Path) -> None:
 
 
 def _told(settings: Settings) -> dict[str, str]:
-    """Our settings, for daemons."""
+    """Our settings, as daemons are told them."""
     times = settings.timeouts
     state = {} if settings.state is None else {"ZSTRAT_STATE": str(settings.state)}
     return {

@@ -7,17 +7,27 @@ has to say, that it cannot reach a host, say, is there, too. The conversation is
 leash: the daemon drains when its standard input ends, however we end, and when it has
 heard nothing for long, as on a host that is cut off. So it is sent an empty line now
 and then, by a thread of its own: we may be busy, or stopped for a while.
+
+Engines that have actors (Ray, Dask) make a `TaskHost` in the actor, which is on the
+machine where the task is to be: it starts the daemon there as a process of its own,
+with its own jax, and talks to it in the same way. So the daemon is a daemon as
+anywhere, whatever the process of the engine has loaded, and ends with that process,
+however it ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import json
 import os
 import subprocess
+import sys
 import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.cluster import host_and_port
@@ -36,6 +46,7 @@ if TYPE_CHECKING:
     from zstrat.errors import ZstratError
 
     from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
+
 
 T = TypeVar("T")
 
@@ -97,6 +108,70 @@ class Piped(ABC):
         return
 
 
+@final
+class _Beside(Piped):
+    """Runs the command as it is, here."""
+
+    name = "a process beside this one"
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+
+    def command(self, launch: TaskLaunch, daemon: Sequence[str]) -> list[str]:
+        return list(daemon)
+
+    def host(self, task: FleetTask) -> str:
+        return self._host
+
+    def python(self, task: FleetTask) -> str:
+        return sys.executable
+
+
+class TaskHost:
+    """Made in the process of the engine; its coroutines are called from the program.
+
+    What the daemon logs goes where the errors of this process go: the engine has a
+    place for these.
+
+    Args:
+        host: The address of this machine, as the other tasks reach it.
+    """
+
+    def __init__(self, launch: TaskLaunch, host: str) -> None:
+        self._bound: Future[str] = Future()
+        self._over: Future[End] = Future()
+        port = launch.bind.rpartition(":")[2]
+        if launch.bind != host_and_port(host, port):
+            port = "0"  # of another machine, on which that one may be taken
+        bind = launch.bind and host_and_port(host, port)
+        here = dataclasses.replace(launch, log=None, bind=bind)
+        self._running = _Beside(host).start(here, self)
+
+    def bound(self, address: str) -> None:
+        self._bound.set_result(address)
+
+    def ended(self, end: End) -> None:
+        if not self._bound.done():
+            self._bound.set_result("")
+        self._over.set_result(end)
+
+    async def address(self) -> str:
+        """Where the task serves, once it does; "" if it has ended before."""
+        return await asyncio.wrap_future(self._bound)
+
+    async def over(self) -> End:
+        """How it ended, once it has."""
+        return await asyncio.wrap_future(self._over)
+
+    async def drain(self) -> None:
+        """Has it end in an orderly way."""
+        self._running.drain()
+
+    async def kill(self) -> None:
+        """Ends it now."""
+        self._running.kill()
+
+
 class _Conversation:
     """One process and the thread that starts it and listens to it, until it has ended:
     the kernel takes the end of that thread for the death of the parent."""
@@ -116,7 +191,7 @@ class _Conversation:
         threading.Thread(target=self._live, name=name, daemon=True).start()
 
     def drain(self) -> None:
-        """By the end of its standard input."""
+        """Tells the daemon to drain: its standard input ends."""
         with self._lock:
             self._is_ending = True
             if self._process is not None:

@@ -18,7 +18,7 @@ from zstrat.launch._runtime_dir import share
 
 from ._engine import End, FleetTask
 from ._fleet import Fleet
-from ._task_host import TaskHost
+from ._piped import TaskHost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def _with_gpus(launch: TaskLaunch, gpus: Sequence[str]) -> TaskLaunch:
 
 
 def _addresses(ray: Any) -> dict[str, str]:
-    """Of the machines, by their names in Ray."""
+    """The addresses of the machines, by their names in Ray."""
     return {each["NodeID"]: str(each["NodeManagerAddress"]) for each in ray.nodes()}
 
 

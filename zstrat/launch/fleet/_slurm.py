@@ -58,7 +58,8 @@ class Allocation:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Allocation:
-        """By the variables of a batch script, or of a shell of salloc."""
+        """The allocation that the variables of a batch script tell of, or of a shell of
+        salloc."""
         wanted = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"
         missing = [name for name in wanted if not env.get(name)]
         if missing:

@@ -111,7 +111,8 @@ class SshEngine(Piped):
         return ""
 
     def _address(self, host: SshHost) -> str:
-        """As ssh's configuration has it, if the user does not say."""
+        """The address of a host as ssh's configuration has it, if the user does not
+        say."""
         if host.address:
             return host.address
         words = [self._program, *host.words(), "-G", "--", host.name]
@@ -134,7 +135,8 @@ class SshEngine(Piped):
 
 
 def _refuse_loopback(addresses: Mapping[str, str]) -> None:
-    """Of some hosts: tasks on the others would look for theirs on their own host."""
+    """Refuses loopback for some of several hosts: tasks on the others would look for
+    theirs on their own host."""
     at_home = [name for name, address in addresses.items() if is_loopback(address)]
     if at_home and len(at_home) < len(addresses):
         raise ValueError(

@@ -73,6 +73,7 @@ class SshHost:
         given = ("-F", self.config), ("-i", self.identity), ("-l", self.user)
         for option, value in given:
             if value:
+                # ssh is called without a shell, which would put a home in place of ~.
                 path = os.path.expanduser(value) if option != "-l" else value
                 found += [option, path]
         found += ["-p", str(self.port)] if self.port else []
@@ -98,6 +99,7 @@ class SshHosts:
                 ports than tasks.
         """
         ps = self._places("ps", self.ps if num_ps is None else num_ps, 0)
+        # Workers go on where the servers ended, so that hosts are filled evenly.
         begin = sum(self._own("ps").get(where) is None for where in ps)
         wanted = self.workers if num_workers is None else num_workers
         workers = self._places("worker", wanted, begin)
@@ -106,7 +108,7 @@ class SshHosts:
         return self._with_ports(tasks)
 
     def _own(self, job: str) -> dict[str, int]:
-        """Of the hosts that say so: how many tasks of a job they have."""
+        """How many tasks of a job each host has, of those that say so."""
         return {each.name: each.own(job) for each in self.hosts if each.own(job) >= 0}
 
     def _places(self, job: str, count: int | None, begin: int) -> list[str]:
@@ -153,7 +155,7 @@ class SshHosts:
 
 
 def hosts_of(given: str | os.PathLike[str] | Sequence[str]) -> SshHosts:
-    """Of a TOML file, or of names.
+    """The hosts of a TOML file, or of names.
 
     Raises:
         ValueError: The file cannot be read, or says what cannot be; names file and key.
@@ -197,6 +199,7 @@ def _host(file: str, name: str, said: Mapping[str, object]) -> SshHost:
             raise ValueError(f"{file}: {key!r} is no setting of a host: only {known}")
         is_list = kinds[key] is None or isinstance(kinds[key], tuple)
         kind = list if is_list else type(kinds[key])
+        # True is an int to Python, and no setting of a host is a boolean.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(
                 f"{file}: {key} = {value!r}: expected a {kind.__name__} there"
@@ -256,6 +259,8 @@ def _checked(file: str, found: SshHosts) -> SshHosts:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"{file}: expected one or more different hosts, got {names}")
     for host in found.hosts:
+        # It becomes an argument of ssh, which would take "-oProxyCommand=..." for an
+        # option.
         if not host.name or host.name.startswith("-") or not host.name.isprintable():
             raise ValueError(f"{file}: {host.name!r:.80} is no name of a host")
         if set(host.jobs) - set(JOBS):

@@ -32,6 +32,7 @@ FIRST_PAUSE: Final = 1.0
 """Seconds before the second restart within a window; each one after it waits twice as
 long as the one before."""
 LONGEST_PAUSE: Final = 30.0
+"""Seconds beyond which it grows no more: a machine that came back is used soon."""
 GONE: Final = 5.0
 """Seconds that a killed task has to be gone."""
 
@@ -174,8 +175,9 @@ class FleetState:
         return [self._start(task, now) for task in self._tasks]
 
     def bound(self, task: str, attempt: int, address: str) -> list[FleetOrder]:
-        """A process serves at an address."""
+        """A process serves at an address: the fleet is ready when all do."""
         known = self._tasks[task]
+        # Word of a process that was started before: its task is another one by now.
         if attempt != known.attempt or known.phase is not TaskPhase.STARTING:
             return []
         known.phase, known.address = TaskPhase.SERVING, address
@@ -187,7 +189,7 @@ class FleetState:
         return [FleetReady()]
 
     def ended(self, task: str, attempt: int, end: End, now: float) -> list[FleetOrder]:
-        """A process is gone."""
+        """A process is gone: decides what follows."""
         known = self._tasks[task]
         if attempt != known.attempt or known.phase is TaskPhase.DOWN:
             return []
@@ -203,7 +205,7 @@ class FleetState:
         return self._advance(now)
 
     def tick(self, now: float) -> list[FleetOrder]:
-        """What is due by now."""
+        """Orders what is due by now."""
         if self._stage is FleetStage.OVER:
             return []
         if self._stage is FleetStage.ENDING:
@@ -259,6 +261,7 @@ class FleetState:
         self, task: str, known: _TaskState, end: End, now: float
     ) -> list[FleetOrder]:
         """Whether a task of a fleet that runs is started again."""
+        # Nobody of ours: who stops a fleet has it in another stage.
         if end.code == 0:
             words = f"{task} {end.words}: somebody had it drain; not started again"
             return self._over_if_all_down([FleetNote(words, task, is_failure=False)])
@@ -268,6 +271,7 @@ class FleetState:
             return self._over_if_all_down([note])
         window, most = self._patience.window, self._patience.restarts
         known.failures.append(now)
+        # The one just noted stops it.
         while known.failures[0] < now - window:
             known.failures.popleft()
         count = len(known.failures)
@@ -302,6 +306,7 @@ class FleetState:
         """The next wave, if the one before has ended."""
         if self._up(self._wave):
             return []
+        # Workers first: what they push on their way out still finds its servers.
         first = [task for task in self._tasks if not task.startswith("ps:")]
         self._wave = self._up(first) or self._up(self._tasks)
         self._deadline = now + self._patience.drain

@@ -34,7 +34,7 @@ _JOB_INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-in
 
 
 def kubernetes(cluster: PodCluster) -> list[Object]:
-    """With what every Kubernetes from 1.28 on has."""
+    """A cluster made of what every Kubernetes from 1.28 on has."""
 
     def named(job: str) -> list[str]:
         name, port = cluster.name, cluster.port

@@ -26,6 +26,7 @@ ROLES: Final = {"ps": "ps", "worker": "worker", PROGRAM: "chief"}
 """Whose key each has, and what TF_CONFIG calls it."""
 
 USER: Final = 1000
+"""Nobody in particular, but not root: clusters may refuse a pod that is root."""
 GROUP: Final = 4711
 """Of the keys: nobody else has it (see "Kubernetes" in docs/engines.md)."""
 TFJOBS_PORT: Final = "tfjob-port"
@@ -105,7 +106,7 @@ class PodCluster:
         return {"ps": self.ps, "worker": self.workers}.get(job, 1)
 
     def labels(self, job: str = "") -> dict[str, str]:
-        """Of all objects of the cluster, or of the pods of one job."""
+        """The labels of all objects of the cluster, or of the pods of one job."""
         found = {"app.kubernetes.io/part-of": "zstrat"}
         found["app.kubernetes.io/instance"] = self.name
         return {**found, "app.kubernetes.io/component": job} if job else found
@@ -121,7 +122,7 @@ class PodCluster:
 
 
 def resources_from(text: str) -> dict[str, str]:
-    """Of ``cpu=4,memory=8Gi,nvidia.com/gpu=1``.
+    """The resources that ``cpu=4,memory=8Gi,nvidia.com/gpu=1`` says.
 
     Raises:
         ValueError: It is written otherwise.
@@ -247,7 +248,8 @@ def _environment(
 
 
 def _probes() -> Object:
-    """Of a daemon. Of a program nobody knows what it does before it has a session."""
+    """The probes of a daemon. A program has none: nobody knows what it does before it
+    has a session."""
     healthy = {"httpGet": {"path": "/healthz", "port": "http"}, "timeoutSeconds": 6}
     ready = {"httpGet": {"path": "/readyz", "port": "http"}, "timeoutSeconds": 6}
     return {

@@ -125,10 +125,12 @@ class Difference:
                 recordings.append(Substitution(self.outer, values, self._handed(given)))
                 return self.call(given, recordings[-1])
 
+            # Optimistic: most functions look nothing up, and are traced once.
             differentiate = jax.value_and_grad(attempt, (0, 1), has_aux=self.has_aux)
             try:
                 value, (of_given, of_values) = differentiate(given, values)
             except Met as met:
+                # A function that is differentiated around this one has met the lookup.
                 if not recordings or met.by is not recordings[-1]:
                     raise
             else:
@@ -242,13 +244,16 @@ class _Gathered:
         return self._in_parts(variable)
 
     def _of_variable(self, variable: VariableHandle, number: int | None) -> Any:
-        """Of a variable that was given as an array (by number), or read by itself."""
+        """The gradient of a variable that was given as an array (by number), or read by
+        itself."""
         key = variable.spec.key
         found = [x for x in self.looked_up if _meets(x.sought, key, number)]
         if number is None:
             dense, used = self.of_keys[key], key in self.found.used_keys
         else:
             dense, used = self.of_given[number], number in self.found.used_given
+        # Rows alone, if nothing but lookups used it: a dense gradient of a table would
+        # be as large as the table.
         if found and not used and all(len(x.sought.via) == 1 for x in found):
             return _slices(found, variable.shape, variable.dtype)
         return self._dense(variable, dense, found, number)
@@ -308,6 +313,7 @@ def _slices(
     if len(found) == 1:
         return IndexedSlices(found[0].flat, found[0].flat_ids, shape)
     ids = [x.flat_ids for x in found]
+    # The wider one holds all ids; which that is depends on whether jax has 64 bits.
     if len({x.dtype for x in ids}) > 1:
         wide: Any = jax.dtypes.canonicalize_dtype(jnp.int64)
         ids = [x.astype(wide) for x in ids]

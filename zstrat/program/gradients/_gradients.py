@@ -88,7 +88,8 @@ def grad(
     variables: Any = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, but returns the gradients, or ``(gradients, aux)``."""
+    """As `value_and_grad`, but the function returns the gradients, or ``(gradients,
+    aux)``."""
     both = value_and_grad(fn, argnums, variables=variables, has_aux=has_aux)
     return _Grad(both, has_aux)
 

@@ -35,7 +35,7 @@ from zstrat.variables import (
     is_staging,
     reaching,
     recorder,
-    require_traceable,
+    require_untruncated,
     traced_ids,
 )
 
@@ -127,7 +127,7 @@ def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
         _require_integers(ids, str(table))
         return Immediate().lookup(table, ids)
     for component in table.components:
-        require_traceable(component.spec)
+        require_untruncated(component.spec)
     index = traced_ids(table, ids)
     if isinstance(recording, Substitution):
         return recording.lookup(table, index, via)
@@ -389,7 +389,8 @@ class _Bag:
         return _Bag(self.ids, valid, self.weights, self.row_ids, self.nrows)
 
     def filled(self, default: int) -> _Bag:
-        """With one more place for each row, which counts if nothing else does."""
+        """This bag with one more place for each row, which counts if nothing else
+        does."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
         row_ids = self.row_ids
         if row_ids is not None:

@@ -73,7 +73,7 @@ class Body(NamedTuple):
         return tuple(self._replace(later={}, generated={}))
 
     def without_values(self) -> Body:
-        """The same with the functions of the statement, and without its values."""
+        """This body with the functions of the statement, and without its values."""
         said = {
             name: value
             for name, value in self.said.items()

@@ -49,7 +49,7 @@ class TakesValues(Protocol):
     """A recorder that takes values of variables which are not where it runs."""
 
     def take_values(self, values: Mapping[int, Any]) -> None:
-        """They are those of the variables with these keys, during the whole step."""
+        """Gives the variables with these keys these values, during the whole step."""
         ...
 
 

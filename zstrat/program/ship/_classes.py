@@ -46,15 +46,20 @@ class KnownClasses:
     """Classes that left this process, and those that arrived in it, by number."""
 
     def __init__(self) -> None:
+        # Held by nobody here: a class of a step that is forgotten is freed with it.
         self._numbers: weakref.WeakKeyDictionary[type, str]
         self._numbers = weakref.WeakKeyDictionary()
         self._classes: weakref.WeakValueDictionary[str, type]
         self._classes = weakref.WeakValueDictionary()
         self._arrived: weakref.WeakSet[type] = weakref.WeakSet()
+        # Again by the same thread: to make a class runs its code, which may unpickle
+        # others.
         self._lock = threading.RLock()
 
     def number(self, cls: type) -> str:
         with self._lock:
+            # A number for good, not the name: two classes of a notebook's cell that was
+            # run twice are different ones.
             if (number := self._numbers.get(cls)) is None:
                 number = uuid.uuid4().hex
                 self._remember(number, cls)
@@ -138,7 +143,7 @@ def reduced_class(
 
 
 def reduced_enum(cls: type[enum.Enum], filled: Filled) -> Any:
-    """An enum."""
+    """How an enum is pickled."""
     keywords, said = statement_of_enum(cls)
     members = {name: member.value for name, member in cls.__members__.items()}
     arguments = (cls.__name__, cls.__bases__, keywords, said, members)
@@ -183,6 +188,7 @@ def _ask(cls: Any) -> PickledHow:
     usual = usual and cls.__reduce__ is object.__reduce__
     notes = cls.__new__ is not object.__new__ and dataclasses.is_dataclass(cls)
     given = any(n in dir(cls) for n in ("__getnewargs__", "__getnewargs_ex__"))
+    # A base in C keeps a state that `object.__new__` would not make.
     python = all(base.__flags__ & HEAP_TYPE for base in cls.__mro__[:-1])
     return PickledHow(
         usual and cls.__getstate__ is object.__getstate__,

@@ -73,12 +73,12 @@ def empty(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
 
 
 def whole(reduced: Reduced, found: Mapping[str, Any]) -> Reduced:
-    """Both steps."""
+    """How a function is made in both steps at once."""
     return (*empty(reduced, found), (reduced[5], reduced[2]), None, None, fill)
 
 
 def remaining(reduced: Reduced) -> Reduced:
-    """The second step, for `fill`."""
+    """What the second step needs: the arguments of `fill`."""
     return reduced[5], reduced[2]
 
 

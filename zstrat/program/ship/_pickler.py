@@ -98,7 +98,7 @@ class NotShippable(Exception):
 
 
 class NotLoaded(NotShippable):
-    """It was pickled, and the bytes give no object."""
+    """The object was pickled, and the bytes give no object."""
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs

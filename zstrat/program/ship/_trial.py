@@ -109,6 +109,7 @@ def _paths(leaves: list[tuple[str, Any]]) -> str:
 
 _CLASS: Final = "its class"
 MAX_DEPTH: Final = 16
+"""How many parts within parts the search goes down: beyond it a path says little."""
 MAX_PARTS: Final = 10_000
 """Of a larger structure only the first parts are looked at."""
 

@@ -115,7 +115,8 @@ class Channel:
         self.options = options
 
     def under(self, options: Hashable) -> Channel:
-        """The same processes, for calls with these options (`Collective.under`)."""
+        """A channel of the same processes, for calls with these options
+        (`Collective.under`)."""
         return Channel(self.collective, self.mesh, options)
 
     def __eq__(self, other: object) -> bool:

@@ -108,14 +108,14 @@ def _jitted(
 def _calls(
     crossings: Sequence[Crossing],
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
-    """Those that can be done as one, in the order of the program."""
+    """The crossings that can be done as one, together, in the order of the program."""
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
     for each in crossings:
         groups.setdefault((each.channel, each.kind), []).append(each)
     return tuple([(*key, tuple(found)) for key, found in groups.items()])
 
 
-def shared(cut: Sequence[Stage], inputs: int) -> list[int]:
+def shared_inputs(cut: Sequence[Stage], inputs: int) -> list[int]:
     """Arguments that several stages take: they go to the device once."""
     taken = [n for stage in cut for n in stage.takes if n < inputs]
     return sorted({n for n in taken if taken.count(n) > 1})
@@ -149,7 +149,7 @@ class StagedProgram:
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
         self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
-        self._shared = shared(cut, given)
+        self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
         made = [len(values), *[len(jax.tree.leaves(tree)) for tree in beside]]
         self._made = made
@@ -303,7 +303,8 @@ class StagedProgram:
         return jax.device_put(array, self._sharding)
 
     def _out_shardings(self) -> list[Any] | None:
-        """Those of the outputs of the last stage; None: they are where inputs are."""
+        """The shardings of the outputs of the last stage; None: they are where inputs
+        are."""
         if self._sharding is None:
             return None
         results, _, slots, operands = self._shape

@@ -275,7 +275,7 @@ class _Cut:
         return number
 
     def _ready(self) -> list[int]:
-        """For each equation the first stage in which it can run."""
+        """The first stage in which each equation can run."""
         known = dict.fromkeys(self._fixed, 0)
         levels: list[int] = []
         before = 0
@@ -288,7 +288,7 @@ class _Cut:
         return levels
 
     def _due(self) -> list[int | None]:
-        """For each equation the first stage that needs it, None if none does."""
+        """The first stage that needs each equation; None if none does."""
         due: dict[Any, int] = {
             var: self._last for var in self._jaxpr.outvars if _is_var(var)
         }

@@ -33,12 +33,13 @@ from ._signature import Plain as Plain
 from ._structure import split as split
 from ._updates import Recorded as Recorded
 from ._updates import apart_from_now as apart_from_now
-from ._updates import copies_of as copies_of
+from ._updates import copies_in_step as copies_in_step
+from ._updates import device_home as device_home
 from ._updates import has_copies as has_copies
 from ._updates import is_apart as is_apart
 from ._updates import is_on_read as is_on_read
 from ._updates import keep_copies as keep_copies
 from ._updates import moved as moved
-from ._updates import rows_of as rows_of
+from ._updates import rows_here as rows_here
 from ._updates import updates_copies as updates_copies
 from ._where import claimed as claimed

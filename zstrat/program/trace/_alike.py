@@ -92,7 +92,7 @@ class GivenVariables:
 
 
 def given_variables(call: CutCall) -> GivenVariables | None:
-    """Those of a call; None: it has none, or one that is not like any other."""
+    """The variables of a call; None: it has none, or one that is not like any other."""
     found: dict[int, Variable] = {}
     for leaf in call.leaves:
         if isinstance(leaf, Variable | ShardedVariable):
@@ -114,8 +114,8 @@ def given_variables(call: CutCall) -> GivenVariables | None:
 
 
 def _may_be_shared(variable: Variable) -> bool:
-    """Not a copy, which is a row of another variable, and not one whose value came
-    along from another process."""
+    """Whether it is no copy, which is a row of another variable, and none whose value
+    came along from another process."""
     home = variable.home
     is_carried = isinstance(home, Detached) and variable.spec.ps == LOCAL
     return not (isinstance(home, CopyHome) or is_carried)
@@ -146,7 +146,7 @@ class StandIns:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The trace of the body is inside."""
+        """Watches while the body is traced inside."""
         before, named = met.set(self.met), asked_name.set(self.named)
         hashed = asked_hash.set(self.looked_for)
         try:
@@ -287,7 +287,7 @@ def _is_known(module: str | None) -> bool:
 
 
 def _attributes(thing: Any) -> Iterable[Any]:
-    """Those in its dict, and those in slots."""
+    """The attributes of a thing: in its dict, and in slots."""
     slots = [
         member
         for kind in type(thing).__mro__

@@ -51,16 +51,16 @@ from ._flow import marked
 from ._updates import (
     Moves,
     Write,
+    after_writes,
     apart_from_now,
-    copies_of,
+    copies_in_step,
     is_apart,
     is_here,
     keep_copies,
     moved,
-    rows_of,
+    rows_here,
     shown_to,
     spread,
-    written,
 )
 from ._updates import Recorded as Recorded
 from ._where import claimed, here
@@ -89,7 +89,7 @@ def copy_home(variable: VariableHandle) -> CopyHome | None:
 
 def row_of(recording: TraceRecorder, copy: CopyHome) -> jax.Array:
     """The value of the copy."""
-    row: jax.Array = copies_of(recording, copy.container)[copy.number]
+    row: jax.Array = copies_in_step(recording, copy.container)[copy.number]
     return row
 
 
@@ -106,7 +106,7 @@ def change(recording: TraceRecorder, copy: CopyHome, update: Recorded) -> None:
     if len(operands) > 1:
         operands = (marked(reaching(operands[0])), *operands[1:])
     apart_from_now(copy.container)
-    copies = copies_of(recording, copy.container)
+    copies = copies_in_step(recording, copy.container)
     value = moved(update.op, operands, copies[copy.number])
     keep_copies(recording, copy.container, copies.at[copy.number].set(value))
 
@@ -256,7 +256,7 @@ class Capture:
 
     @property
     def variables(self) -> list[VariableHandle]:
-        """Those that it reads, and those whose copies it updates."""
+        """The variables that the body reads, and those whose copies it updates."""
         found = dict(self.reads)
         found.update({key: variable for key, (variable, _) in self.own.items()})
         return list(found.values())
@@ -272,7 +272,7 @@ class Capture:
         if not self._is_home():
             raise _refusals.lookup_inside(table)
         if all(map(self._knows, table.components)):
-            return rows_of(table, marked(ids), partial(shown_to, self))
+            return rows_here(table, marked(ids), partial(shown_to, self))
         for key in table.keys:
             if key in self._touched:
                 raise _refusals.lookup_after_update(table, self._touched[key])
@@ -313,7 +313,7 @@ class Capture:
             self._send(call, noted)
 
     def _send(self, call: GradientCall, noted: Callable[..., Recorded]) -> None:
-        """Updates of variables on parameter servers."""
+        """Notes updates of variables on parameter servers."""
         rule = call.rule(is_here=False)
         require_servers(call, rule)
         self.calls.append(call)
@@ -430,8 +430,8 @@ class Capture:
     def _computed(self, variable: VariableHandle) -> jax.Array:
         writes = self._writes.get(variable.spec.key, [])
         if writes and writes[0][0].op is UpdateOp.ASSIGN:
-            return written(writes[0][0].operands[0], writes[1:])
-        return written(self._before(variable), writes)
+            return after_writes(writes[0][0].operands[0], writes[1:])
+        return after_writes(self._before(variable), writes)
 
     def _before(self, variable: VariableHandle) -> jax.Array:
         """The value as it was before the step."""

@@ -183,12 +183,14 @@ def _levels(
     """The reads that anything depends on, and the level of each lookup."""
     flow = Flow(closed)
     outputs = len(closed.jaxpr.outvars)
+    # Prints and callbacks may look at anything: then all reads count (-1 has all bits).
     used = -1 if closed.effects else flow.inputs_of(range(outputs))
     kept = tuple([n for n in range(reads) if used >> (inputs + n) & 1])
     levels: list[int] = []
     for number in range(lookups):
         needs = flow.inputs_of([outputs - lookups + number]) >> inputs
         behind = [levels[n] for n in range(number) if needs >> (reads + n) & 1]
+        # Values come with the first answer; what depends on one is asked for next.
         if needs & ((1 << reads) - 1):
             behind.append(0)
         levels.append(1 + max(behind, default=-1))
@@ -315,7 +317,7 @@ def _plan(
 
 
 def _emptied(call: GradientCall) -> GradientCall:
-    """Without arrays, which belong to the trace."""
+    """The call without arrays, which belong to the trace."""
     return call.with_arrays([None] * len(call.arrays))
 
 
@@ -323,6 +325,7 @@ def _gaps(call: CutCall) -> tuple[int, ...]:
     """Where among the leaves the inputs stand: both are in the same order."""
     gaps: list[int] = []
     for number, leaf in enumerate(call.leaves):
+        # By identity: equal numbers may be an input in one place and static in another.
         if len(gaps) < len(call.inputs) and leaf is call.inputs[len(gaps)]:
             gaps.append(number)
     return tuple(gaps)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.variables import (
-    DeviceHome,
     Gathering,
     Table,
     apply_now,
@@ -27,6 +26,7 @@ from zstrat.variables import (
 from . import _refusals, joined
 from ._context import current_trace
 from ._iterator import StepIterator
+from ._updates import device_home
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,15 +90,15 @@ class Immediate:
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable of which each replica has its own."""
-        return jnp.asarray(_apart(variable).copies(variable))
+        return jnp.asarray(device_home(variable).copies(variable))
 
     def copy(self, variable: VariableHandle, number: int) -> jax.Array:
-        """One of them."""
-        return jnp.asarray(_apart(variable).copy(variable, number))
+        """The copy of one replica."""
+        return jnp.asarray(device_home(variable).copy(variable, number))
 
     def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
-        """The copies from now on."""
-        _apart(variable).put_copies(np.asarray(copies))
+        """Replaces the copies of all replicas."""
+        device_home(variable).put_copies(np.asarray(copies))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         home = self._home
@@ -131,7 +131,7 @@ class Immediate:
         apply_now(host, self._home)
 
     def require_known_end(self, name: str) -> None:
-        """Nothing: elements are real here."""
+        """Does nothing: elements are real here."""
 
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():
@@ -166,7 +166,7 @@ class Immediate:
 
 def own_copy_later(variable: VariableHandle, number: int) -> jax.Array:
     """A replica's own copy, in what jax transforms: it is read whenever that runs."""
-    home = _apart(variable)
+    home = device_home(variable)
     return _later(variable, lambda: home.copy(variable, number))
 
 
@@ -190,9 +190,3 @@ def rows_now(
     if isinstance(ids, jax.core.Tracer) or is_staging():
         raise _refusals.lookup_not_ready(table)
     return jnp.asarray(Gathering.of(table, np.asarray(ids)).read(read))
-
-
-def _apart(variable: VariableHandle) -> DeviceHome:
-    home = variable.home
-    assert isinstance(home, DeviceHome)
-    return home

@@ -56,7 +56,7 @@ class Flow:
 
     @property
     def outputs(self) -> int:
-        """How many there are."""
+        """How many outputs the program has."""
         return len(self._jaxpr.outvars)
 
     def inputs_of(self, outputs: Sequence[int]) -> int:
@@ -170,7 +170,7 @@ def _mask(masks: dict[Any, int], var: Any) -> int:
 
 
 def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
-    """For each variable the inputs that it depends on."""
+    """The inputs that each variable depends on, as bits."""
     masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         given = [_mask(masks, var) for var in eqn.invars]

@@ -229,7 +229,7 @@ def watch(
 def tell_of_arguments(
     step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: set[str]
 ) -> None:
-    """The same of the arguments of an eager step.
+    """Warns of what the arguments of an eager step lose, as `tell` does of a program's.
 
     Warns:
         NarrowingWarning: One of them loses bits; names its place.

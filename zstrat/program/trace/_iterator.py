@@ -105,7 +105,7 @@ class Draws:
         return self.elements
 
     def supply(self, ordinal: int, iterator: StepIterator) -> Element:
-        """For a trace: the elements that were drawn already, then new ones."""
+        """Gives a trace the elements that were drawn already, then new ones."""
         if ordinal == len(self.iterators):  # the body captured it
             self.iterators = [*self.iterators, iterator]
         if self._used < len(self._drawn):

@@ -74,6 +74,8 @@ class Template:
     def empty(self, elements: Sequence[TreeDef]) -> Template:
         """This template without values: no argument and no dataset is kept alive by
         it, but for the iterators that the body itself keeps."""
+        # A template outlives the call for which it was made, and an iterator holds its
+        # dataset, its thread and what it has read ahead.
         given = set(map(id, self.leaves))
         stand_ins = {
             id(it): StepIterator(None, name=it.name) if id(it) in given else it
@@ -173,6 +175,7 @@ class Plan:
     def is_constant(self) -> bool:
         """Whether every run gives the same result and does nothing else."""
         moving = self.has_inputs or self.draws or not self.read_only
+        # A program computes it once, and gives that result from then on.
         return not (moving or self.reads or self.lookups) and not self.has_effects
 
     @property

@@ -45,6 +45,8 @@ class Plain:
 
     def __init__(self, value: complex) -> None:
         self.value = value
+        # By its text: 0.0 and -0.0 are equal, and a program may have only one of them;
+        # nan is to equal itself.
         self._key = type(value), repr(value)
 
     def __eq__(self, other: object) -> bool:
@@ -101,6 +103,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     marks: list[Any] = []
     for leaf in leaves:
         kind = type(leaf)
+        # By exact type first, which is quickest: this runs at each call of a step.
         if kind is np.ndarray:
             marks.append((leaf.shape, leaf.dtype))
             inputs.append(leaf)
@@ -110,6 +113,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
         elif isinstance(leaf, jax.Array):
             if isinstance(leaf, jax.core.Tracer):
                 raise _traced(leaf, args, kwargs)
+            # Weak types promote otherwise, so they are other programs.
             marks.append((leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type))
             inputs.append(leaf)
         elif isinstance(leaf, np.generic):
@@ -187,6 +191,8 @@ def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
 
 
 def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashable:
+    # Whether two arguments are one iterator names another program: it draws twice from
+    # that one.
     for ordinal, known in enumerate(iterators):
         if known is leaf:
             return (StepIterator, ordinal)

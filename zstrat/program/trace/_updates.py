@@ -85,7 +85,7 @@ def has_copies(variable: VariableHandle, count: int) -> bool:
 
 
 def is_apart(variable: VariableHandle) -> bool:
-    """Whether each replica has its own now."""
+    """Whether each replica has a copy of its own now."""
     home = variable.home
     return isinstance(home, DeviceHome) and home.is_apart
 
@@ -94,9 +94,8 @@ def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
     """The copies, ``[count, ...]``, of these or of a value that all of them share."""
     if value.ndim > len(variable.shape):
         return value
-    home = variable.home
-    assert isinstance(home, DeviceHome)
-    return jnp.broadcast_to(value, (home.residence.copies, *value.shape))
+    copies = device_home(variable).residence.copies
+    return jnp.broadcast_to(value, (copies, *value.shape))
 
 
 def is_on_read(variable: VariableHandle) -> bool:
@@ -110,8 +109,7 @@ def apart_from_now(variable: VariableHandle) -> None:
     Raises:
         DataLossError: The value is lost.
     """
-    home = variable.home
-    assert isinstance(home, DeviceHome)
+    home = device_home(variable)
     with home.residence.turn:  # another thread may come here, too
         if home.is_apart:
             return
@@ -134,7 +132,7 @@ def shown_to(recording: TraceRecorder, variable: VariableHandle) -> jax.Array:
         recorder.reset(before)
 
 
-def copies_of(recording: TraceRecorder, variable: VariableHandle) -> Any:
+def copies_in_step(recording: TraceRecorder, variable: VariableHandle) -> Any:
     """All copies, ``[count, ...]``, as the step sees them."""
     assert isinstance(recording, KeepsCopies), recording
     return recording.copies(variable)
@@ -143,7 +141,7 @@ def copies_of(recording: TraceRecorder, variable: VariableHandle) -> Any:
 def keep_copies(
     recording: TraceRecorder, variable: VariableHandle, copies: Any
 ) -> None:
-    """The copies from now on."""
+    """Tells the step which copies there are from now on."""
     assert isinstance(recording, KeepsCopies), recording
     recording.put_copies(variable, copies)
 
@@ -179,7 +177,7 @@ Write = tuple[Recorded, int]
 """An update, and which of its variables is meant."""
 
 
-def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
+def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     """``value`` after the updates, in order. Shape and dtype stay as they are."""
     for update, number in writes:
         operands = update.operands
@@ -253,6 +251,13 @@ def is_here(variable: VariableHandle) -> bool:
     return isinstance(variable.home, DeviceHome)
 
 
+def device_home(variable: VariableHandle) -> DeviceHome:
+    """The home of a variable that is known to live on devices of this process."""
+    home = variable.home
+    assert isinstance(home, DeviceHome), home
+    return home
+
+
 class Moves:
     """What one trace of a step makes of such variables.
 
@@ -311,14 +316,14 @@ class Moves:
 
 
 def _marked(call: GradientCall) -> GradientCall:
-    """With indices of rows that have to fit 32 bits."""
+    """Marks indices of rows, which have to fit 32 bits."""
     arrays: list[Any] = []
     for _, _, sparse, mine in call.leaves():
         arrays += [marked(reaching(mine[0])), mine[1]] if sparse else mine
     return call.with_arrays([*arrays, *call.further])
 
 
-def rows_of(
+def rows_here(
     table: Table, ids: jax.Array, read: Callable[[VariableHandle], jax.Array]
 ) -> jax.Array:
     """The rows of a table of such variables, ``ids.shape + row``: zeros for `ABSENT`,

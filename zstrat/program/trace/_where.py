@@ -100,7 +100,7 @@ def hide_frames(error: Exception) -> None:
 
 
 def trim(error: BaseException) -> BaseException:
-    """The same for an error that goes to another process; returns it.
+    """Hides the frames of zstrat in an error that goes to another process; returns it.
 
     One without any line of the user's keeps all of its frames: then the machinery is
     what somebody has to look at.

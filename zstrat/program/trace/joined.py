@@ -37,25 +37,26 @@ def is_joined() -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
-    """As `jax.tree.flatten`."""
+    """Flattens as `jax.tree.flatten`, but for values per replica."""
     found: tuple[list[Any], TreeDef] = _joining(jax.tree.flatten, tree)
     return found
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
-    """As `jax.tree_util.tree_flatten_with_path`."""
+    """Flattens as `jax.tree_util.tree_flatten_with_path`, but for values per
+    replica."""
     found: tuple[list[tuple[Any, Any]], TreeDef]
     found = _joining(jax.tree_util.tree_flatten_with_path, tree)
     return found
 
 
 def leaves(tree: Any) -> list[Any]:
-    """As `jax.tree.leaves`."""
+    """The leaves that `flatten` finds."""
     return flatten(tree)[0]
 
 
 def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """As `jax.tree.map`, of one tree."""
+    """Maps one tree as `jax.tree.map`, but for values per replica."""
     found, treedef = flatten(tree)
     return treedef.unflatten([fn(leaf) for leaf in found])
 

@@ -89,6 +89,7 @@ class Paced:
         self._length: Final = length
         self._empty: Final = empty
         self._order: Final = order
+        # Of negative numbers the largest is that of the worker that stops first.
         self._sign: Final = 1 if is_partial else -1
         self._way: _Way | None = None
         """None: not asked yet."""
@@ -126,10 +127,11 @@ class Paced:
         length, sign = self._length, self._sign
         steps = length.steps
         if length.is_infinite:
-            # For ever nothing is nothing.
+            # Nothing, repeated for ever, is nothing: then there are no steps.
             self._is_endless = self._has_more()
             steps = _NEVER if self._is_endless else 0
-        # Whose order is of no account is below the one and above the other.
+        # The largest digest and the largest of their negatives tell whether all are
+        # equal. Who has no order gives numbers that count in neither.
         digest = zlib.crc32(self._order.encode()) & _NEVER if self._order else None
         apart, forever, unknown, most, high, low = self._accord.largest(
             [

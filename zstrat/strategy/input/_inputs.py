@@ -82,7 +82,7 @@ class ProcessInputs:
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
-        chosen = settled(options)
+        chosen = input_options(options)
         if chosen.is_per_replica:
             raise not_per_replica()
         refuse_distributed(dataset)
@@ -120,7 +120,7 @@ class ProcessInputs:
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """See `Strategy.distribute_datasets_from_function`."""
-        chosen = settled(options)
+        chosen = input_options(options)
         require_function(dataset_fn)
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
@@ -147,6 +147,7 @@ class ProcessInputs:
         """One input pipeline for each replica."""
         if not self.per_replica:
             raise not_per_replica()
+        # To each function it looks like a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
         is_partial = not self.static_shapes
@@ -167,6 +168,8 @@ class ProcessInputs:
     ) -> DistributedDataset:
         place = self.place if options.fetches else per_replica
         is_partial = not self.static_shapes
+        # Now, where the user distributes the dataset: a warning of a pass is said at
+        # this line.
         where = line_outside()
         feed = DatasetFeed(where, shares, place, options, accord, is_partial, length)
         return DistributedDataset(feed, name)
@@ -176,6 +179,8 @@ class ProcessInputs:
     ) -> Iterator[Any]:
         """The elements of a pass. Nobody writes to them while they wait, and none is
         sparse where all shapes have to be the same on devices."""
+        # The prefetch thread is ahead of the step, and a source that fills one buffer
+        # again would overwrite what waits.
         steady = elements if allotment.is_steady else _copied(elements)
         is_fetched = self.static_shapes and options.fetches
         return dense(steady, _FETCHED) if is_fetched else steady
@@ -224,7 +229,7 @@ def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Sha
         yield from shares
 
 
-def settled(options: InputOptions | None) -> InputOptions:
+def input_options(options: InputOptions | None) -> InputOptions:
     """The options; those of the class where there are none.
 
     Raises:

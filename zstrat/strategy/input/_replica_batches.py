@@ -98,7 +98,7 @@ def shares_of_batches(
     held: dict[int, Any] = {}
     for number, batch in enumerate(batches):
         held[number] = batch
-        for cut in cutter.take(rows_of(batch)):
+        for cut in cutter.take(batch_rows(batch)):
             if not (is_partial or _is_full(cut)):
                 return
             yield _share(cut, held, is_fresh)
@@ -144,7 +144,7 @@ def shares_of_pipelines(
         )
 
 
-def rows_of(batch: Any) -> int:
+def batch_rows(batch: Any) -> int:
     """The rows of a batch: the first axis of all its leaves.
 
     Raises:
@@ -157,7 +157,8 @@ def rows_of(batch: Any) -> int:
 
 
 def sliced(batch: Any, start: int, stop: int) -> Any:
-    """These rows of every leaf: views, where it is numpy's."""
+    """The rows from ``start`` to ``stop`` of every leaf; of numpy's arrays they are
+    views."""
     return jax.tree.map(lambda leaf: leaf[start:stop], batch)
 
 
@@ -179,7 +180,7 @@ def _share(cut: Cut, held: dict[int, Any], is_fresh: bool) -> Share:
         return Share(sizes, apart=parts, is_fresh=is_fresh)
     first, last = spans[0], spans[-1]
     batch = held[first.batch]
-    if (first.start, last.stop) != (0, rows_of(batch)):
+    if (first.start, last.stop) != (0, batch_rows(batch)):
         batch = sliced(batch, first.start, last.stop)
     return Share(sizes, batch, is_fresh=is_fresh)
 

@@ -14,10 +14,10 @@ from zstrat.data import as_dataset
 from ._distributed_dataset import refuse_attribute
 from ._inputs import (
     distributed_already,
+    input_options,
     not_per_replica,
     refuse_distributed,
     require_function,
-    settled,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class UnbuiltDataset:
         *,
         is_function: bool,
     ) -> None:
-        if settled(options).is_per_replica:
+        if input_options(options).is_per_replica:
             raise not_per_replica()
         if is_function:
             require_function(source)

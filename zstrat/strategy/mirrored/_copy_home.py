@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace import copies_of as copies_now
-from zstrat.program.trace import is_on_read
+from zstrat.program.trace import copies_in_step, is_on_read
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import Mirrored, PerReplica
 from zstrat.variables import CopyHome, DeviceHome, Variable, handle, next_key, recorder
@@ -61,7 +60,7 @@ def as_values(node: Any) -> Any:
         recording = recorder.get()
         if recording is None:
             return PerReplica(tuple(home.copies(node)))
-        return PerReplica(tuple(copies_now(recording, node)))
+        return PerReplica(tuple(copies_in_step(recording, node)))
     if node.is_brought_together:
         return PerReplica((copies_of(node)[0].value(),))
     count = _sharing(home.residence)

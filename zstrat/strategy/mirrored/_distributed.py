@@ -42,7 +42,7 @@ _REFUSAL: Final = "!"
 """What no address begins with: why there is none."""
 
 
-def is_joined() -> bool:
+def is_in_job() -> bool:
     """Whether jax has brought this process together with others."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
@@ -88,7 +88,7 @@ def _received(row: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
     return row.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def joined(collective: Collective, host: str, timeout: float) -> Mesh:
+def join_job(collective: Collective, host: str, timeout: float) -> Mesh:
     """Forms the job, or takes the one that there is; the devices of all processes, one
     row for each rank.
 

@@ -139,12 +139,16 @@ class MirroredVariables(StrategyCreator):
                     "is not supported with mirrored variables: leave it out (AUTO)"
                 )
         values = [initialize(request) for request in requests]
+        # A late process makes no collective that the others are not in: it takes theirs
+        # over before first use.
         if self._channel is not None and not self._is_late:
             values = self._channel.carry_out(CrossKind.FIRST, values)
         made = [
             self._made(request, np.asarray(value))
             for request, value in zip(requests, values, strict=True)
         ]
+        # In the order of creation, which is that of all processes; not held, so that a
+        # variable that is dropped is freed.
         self._created += [weakref.ref(variable) for variable in made]
         return list(made)
 

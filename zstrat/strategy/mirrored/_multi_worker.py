@@ -31,7 +31,7 @@ from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy.replica._collective import Team
 
-from ._distributed import is_joined, joined, resolver_of_jax
+from ._distributed import is_in_job, join_job, resolver_of_jax
 from ._mirrored_store import MirroredVariables
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
             mesh = None
             if options.is_xla:
                 host = _host(spec.task_address(*_first(spec)))
-                mesh = joined(collective, host, options.timeout_seconds or _PATIENCE)
+                mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
         late = self._channel is not None and self._channel.collective.generation > 0
@@ -256,8 +256,8 @@ def _host(address: str) -> str:
 
 
 def _found() -> ClusterResolver:
-    """For a program that gives no resolver."""
-    if is_joined() and not environment().get("TF_CONFIG", "").strip():
+    """The resolver of a program that gives none."""
+    if is_in_job() and not environment().get("TF_CONFIG", "").strip():
         return resolver_of_jax()
     return detect()
 
@@ -273,7 +273,7 @@ def _require_alone(env: Mapping[str, str]) -> None:
     found = launched_together(env)
     if found is not None:
         seen = f"{found[0]}={found[1]}"
-    elif is_joined():
+    elif is_in_job():
         seen = f"jax.distributed.initialize has brought {jax.process_count()} together"
     else:
         return

@@ -21,6 +21,7 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
 from zstrat.program.stages import CrossKind, first_of, sum_over
+from zstrat.program.trace import device_home
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.strategy.reduce._values import reduce_values
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
@@ -274,13 +275,11 @@ class SyncOnReadVariable(ReplicatedVariable):
         return whole
 
     def _copies_here(self) -> np.ndarray:
-        """Those of the replicas of this process, ``[replicas, ...]``."""
-        home = self._home
-        assert isinstance(home, DeviceHome), home
-        return home.copies(self)
+        """The copies of the replicas of this process, ``[replicas, ...]``."""
+        return device_home(self).copies(self)
 
     def _traced_copies(self, recording: TraceRecorder) -> Any:
-        """The same in a step."""
+        """The copies of the replicas of this process, as a step sees them."""
         if self._team.local == 1:
             return recording.read(self)[None]
         assert isinstance(recording, KeepsCopies), recording

@@ -119,6 +119,7 @@ def _reduced(collective: Collective, number: int) -> Any:
 
 def _listed_by(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
     text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    # Its length first: a broadcast needs an array of the same shape everywhere.
     size = np.array([len(text) if collective.rank == root else 0])
     length = int(np.asarray(collective.broadcast([size], root)[0])[0])
     if collective.rank != root:

@@ -128,7 +128,8 @@ def _own(component: int, tree: Any) -> Any:
 
 
 def _listed(results: Sequence[Any]) -> Any:
-    """Each leaf as the list of what there is of it."""
+    """One tree of the results, in which each leaf is the list of the results'
+    leaves."""
     return jax.tree.map(
         lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
     )

@@ -94,7 +94,7 @@ def _packed(
 
 
 def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
-    """Its pieces, each of which begins at one of these places."""
+    """The array in pieces, each of which begins at one of ``starts``."""
     ends = [*starts[1:], array.size]
     return [array[start:end] for start, end in zip(starts, ends, strict=True)]
 
@@ -213,7 +213,7 @@ def _reduced(
     mean: bool,
     packs: int,
 ) -> list[jax.Array]:
-    """Of arrays of which each device has its replica's part those of which each has the
+    """Adds up arrays of which each device has its replica's part; each device gets the
     sum or the mean."""
 
     def total(parts: Column) -> jax.Array:

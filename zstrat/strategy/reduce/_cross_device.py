@@ -190,7 +190,9 @@ def _per_replica(value: Any) -> DistributedValues:
     if not isinstance(value, DistributedValues):
         return PerReplica((value,))
     if not value.replicas:
-        raise ValueError("`per_replica_value` must be non-empty")
+        raise ValueError(
+            "`per_replica_value` must be non-empty: it has the value of no replica"
+        )
     return value
 
 

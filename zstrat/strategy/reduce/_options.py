@@ -90,7 +90,7 @@ class CommunicationOptions:
         )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """These options with those of the other that are not the defaults."""
+        """Takes of ``options`` what is not the default, and the rest of this one."""
         if options is None:
             return self
         default = CommunicationOptions()

@@ -292,7 +292,10 @@ def require_no_axes(axes: tuple[int, ...] | None) -> None:
         ValueError: There are some.
     """
     if axes is not None:
-        raise ValueError("IndexedSlices are reduced with axis=None")
+        raise ValueError(
+            f"IndexedSlices are reduced with axis=None, got {list(axes)}: their rows "
+            "are joined, not added; to_dense() has axes"
+        )
 
 
 def total_of(
@@ -343,7 +346,11 @@ def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
         ValueError: Not all of them are IndexedSlices.
     """
     if not all(map(is_slices, parts)):
-        raise ValueError("IndexedSlices are reduced among themselves")
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(
+            f"IndexedSlices are reduced among themselves, got {kinds}: make it the "
+            "same kind on all replicas"
+        )
     indices = concatenate([part.indices for part in parts], 0)
     values = concatenate([part.values for part in parts], 0)
     if op is ReduceOp.MEAN:

@@ -56,7 +56,7 @@ def require_one_each(node: Any, replicas: int) -> None:
 
 
 def require_all_one_each(tree: Any, replicas: int) -> None:
-    """The same of all values per replica in a pytree."""
+    """Refuses as `require_one_each` does, all values per replica in a pytree."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         require_one_each(node, replicas)
 
@@ -107,7 +107,7 @@ class ReplicaCall(NamedTuple):
         return tuple(self.args), dict(self.kwargs)
 
     def given(self, tree: Any) -> ReplicaCall:
-        """The same with other arguments: a pytree as `tree` is."""
+        """This call with other arguments: a pytree as `tree` is."""
         return self._replace(args=tree[0], kwargs=tree[1])
 
 
@@ -125,6 +125,8 @@ class RunArguments:
         self.split: list[Spread] = []
         self._plan: list[tuple[str, Any]] = []
         self._replicas = replicas
+        # Twice flattened: a value per replica may hold pytrees, whose leaves are sorted
+        # one by one.
         tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
         leaves, self._treedef = jax.tree.flatten(tree)
         for leaf in leaves:
@@ -147,6 +149,8 @@ class RunArguments:
         if node.whole is not None:
             return Spread(node.whole, node.is_stacked)
         first, *others = node.values
+        # One object for all replicas is shared, not stacked: it stays what it is, a
+        # variable say.
         if isinstance(node, Mirrored) and all(other is first for other in others):
             return first
         structures = {jax.tree.structure(value) for value in node.values}
@@ -205,6 +209,8 @@ def _as_one(parts: Sequence[Any]) -> Any:
             "the parts of a PerReplica argument of strategy.run must have one shape "
             f"and dtype, because all replicas run one program; got {sorted(kinds)}"
         )
+    # Scalars have no rows to be laid out over devices, so they are given an axis of
+    # replicas.
     if arrays[0].ndim == 0:
         return Spread(jnp.stack(arrays), stacked=True)
     return Spread(jnp.concatenate(arrays))

@@ -82,6 +82,8 @@ def named(
     """
     if type(fn) is types.FunctionType:
         compared.append(fn)
+        # By the identity of the code, which closures made anew share; `FunctionCache`
+        # holds the code, so that its number is nobody else's meanwhile.
         return id(fn.__code__), tuple(
             [_mark(value, captured, compared, depth) for value in captured_values(fn)]
         )
@@ -129,13 +131,15 @@ def _mark(
 def _mark_of_parts(
     value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
 ) -> Hashable:
-    """Of what is made anew of the same parts, as it may be at each call."""
+    """The mark of a value that may be made anew of the same parts at each call."""
     kind = type(value)
     parts: tuple[Any, ...]
     if kind is tuple and len(value) <= _MAX_ITEMS:
         parts = value
     elif kind is slice:
         parts = value.start, value.stop, value.step
+    # Identity serves both: a long tuple would take too long to compare, and a function
+    # of a module is not made anew at each call.
     elif kind is tuple or (kind is types.FunctionType and is_global(value)):
         captured.append(value)
         return id(value)
@@ -156,7 +160,7 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
 
 
 def own_values(fn: types.FunctionType) -> list[Any]:
-    """The same without the globals."""
+    """What a function has captured but for globals: cells and defaults."""
     found: list[Any] = []
     for cell in fn.__closure__ or ():
         try:
@@ -239,7 +243,8 @@ def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
 
 
 def in_words(value: Any) -> str:
-    """The same for another object only where it counts as the same."""
+    """A captured value in words. Two values have the same words only where they count
+    as the same."""
     kind = type(value)
     if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"
@@ -283,6 +288,8 @@ def beneath(fn: Any) -> list[types.FunctionType]:
     left = [(each, home) for each in _functions(fn, home)]
     while left and len(found) < MAX_FUNCTIONS:
         each, caller = left.pop()
+        # Its own globals are those of a library (functools.wraps): what it names there
+        # is no matter of the user's module.
         is_wrapper = each.__globals__ is not caller and "__wrapped__" in vars(each)
         known = caller if is_wrapper else each.__globals__
         if (id(each), id(known)) in found:
@@ -373,5 +380,5 @@ class CapturedObjects:
                 self._strongly.append(each)
 
     def are_there(self) -> bool:
-        """Whether all of them are."""
+        """Whether all objects are still there."""
         return not self._gone

@@ -49,7 +49,10 @@ def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     flat = [jax.tree.flatten(value, is_leaf=is_slices) for value in values]
     treedefs = {treedef for _, treedef in flat}
     if len(treedefs) > 1:
-        raise ValueError(f"the replicas bring different structures: {treedefs}")
+        raise ValueError(
+            f"the replicas bring different structures: {treedefs}: expected one "
+            "structure, the same on all of them"
+        )
     return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
 
 
@@ -143,7 +146,7 @@ def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def no_rank() -> ValueError:
-    """A scalar is to be gathered."""
+    """The error of a scalar that is to be gathered."""
     return ValueError(
         "gather: the values must have a rank of at least 1; give scalars an axis first "
         "(x[None])"

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class Watched:
-    """Some functions: what their names and cells are bound to, their code and defaults.
+    """What some functions are bound to: their names and cells, their code and defaults.
 
     A name that nothing is bound to counts, too: one may hide a builtin, later.
     """
@@ -104,7 +104,7 @@ class Watched:
         self._held = CapturedObjects([*values, *contents])
 
     def are_same(self) -> bool:
-        """Whether all is as it was."""
+        """Whether all names, cells and codes are bound as they were."""
         if not self._functions:
             return True
         for fn, code, defaults in self._functions:
@@ -129,7 +129,8 @@ class Watched:
         return self._held.are_there()
 
     def are_there(self) -> bool:
-        """Whether it can ever be so again."""
+        """Whether what they were bound to is still there, so that they can be bound so
+        again."""
         return self._held.are_there()
 
     def _are_given_the_same(self) -> bool:
@@ -231,7 +232,7 @@ class CachedStep:
         return self.marks == marks and self.held.are_there() and self.watched.are_same()
 
     def may_return(self) -> bool:
-        """Whether it can ever be that again."""
+        """Whether a function with these marks can ever be given again."""
         return self.held.are_there() and self.watched.are_there()
 
 
@@ -260,6 +261,8 @@ class StepPlace:
         is_instead = bool(own) or len(live) < len(self.steps)
         last = self.steps[-1] if self.steps else None
         is_compiled = last is not None and not (last.why_not or made.why_not)
+        # The last one whose function is gone stays: a lambda that is made anew for each
+        # call comes back as another object.
         gone = [x for x in self.steps if x not in live and x.may_return()][-1:]
         old = own[: max(0, len(own) + 1 - MAX_VARIANTS)]
         kept = [x for x in live if x not in old and x.may_return()]
@@ -286,6 +289,8 @@ class FunctionCache:
         compared: list[types.FunctionType] = []
         name, marks = named(fn, captured, compared)
         place = self._places.get(name)
+        # Without the lock: this is each call of `run`. Lists of steps are replaced,
+        # never changed.
         if place is not None:
             found = place.find(marks)
             if found is not None:
@@ -381,5 +386,7 @@ def _called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
     names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]
     for each in names:  # the object's own ones, if it has them
         functools.update_wrapper(step, each, updated=())
+    # It would hold the function, and all that it has captured, for as long as the step
+    # is kept.
     del step.__dict__["__wrapped__"]
     return step

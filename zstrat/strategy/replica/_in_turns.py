@@ -23,21 +23,21 @@ from zstrat.program.trace import (
     Immediate,
     apart_from_now,
     as_replica,
-    copies_of,
+    copies_in_step,
+    device_home,
     has_copies,
     keep_copies,
     lookup_inside,
     marked,
     moved,
     own_copy_later,
+    rows_here,
     rows_now,
-    rows_of,
     update_inside,
     updates_copies,
 )
 from zstrat.strategy._context import ReplicaContext
 from zstrat.variables import (
-    DeviceHome,
     Table,
     creator,
     is_staging,
@@ -156,7 +156,7 @@ class ReplicaInTurns(ReplicaRecorder):
             return value if self.live else jnp.copy(value)
         if isinstance(self.outer, Immediate):
             return self.outer.copy(variable, number)
-        row: jax.Array = copies_of(self.outer, variable)[number]
+        row: jax.Array = copies_in_step(self.outer, variable)[number]
         return row
 
     def update(self, update: VariableUpdate) -> None:
@@ -172,12 +172,16 @@ class ReplicaInTurns(ReplicaRecorder):
         if self.live:
             return rows_now(table, ids, self._rows)
         if self._fiber.is_inside:
+            # A trace that jax makes of a function of its own cannot hand out what it
+            # looks up.
             raise lookup_inside(table)
-        return rows_of(table, marked(ids), self.read)
+        return rows_here(table, marked(ids), self.read)
 
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
             refuse_update(call.variables[0].spec, "apply a gradient to")
+        # Without a look at whether it is its own: gradients are always summed over
+        # replicas.
         self._fiber.meet(optimizing(self._team, call, self.outer.optimize))
 
     def _update_shared(self, update: VariableUpdate) -> None:
@@ -197,7 +201,7 @@ class ReplicaInTurns(ReplicaRecorder):
         number = self._fiber.number
         if not self.live:
             apart_from_now(variable)
-            copies = copies_of(self.outer, variable)
+            copies = copies_in_step(self.outer, variable)
             value = moved(op, operands, copies[number])
             keep_copies(self.outer, variable, copies.at[number].set(value))
             return
@@ -205,13 +209,11 @@ class ReplicaInTurns(ReplicaRecorder):
         # Real values under another recorder: of what is differentiated.
         if is_traced or not isinstance(self.outer, Immediate):
             raise update_inside(variable.spec, op.name)
-        home = variable.home
-        assert isinstance(home, DeviceHome)
         # In numpy: a program that is under way may wait for the turn.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
-            home.update_copy(variable, number, op, updates)
+            device_home(variable).update_copy(variable, number, op, updates)
 
 
 def _own_updates(
@@ -294,6 +296,8 @@ class _SameCreations:
                 "that replica 0 has not created: all replicas create the same variables"
             )
         first, variable = self._made.variables[place]
+        # Names alone: what else differs (values drawn at random, say) is the first
+        # one's, as TF has it.
         if first.name != request.name:
             raise RuntimeError(
                 f"Tried to create variable {request.name!r} with mismatching name on "

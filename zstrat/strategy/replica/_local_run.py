@@ -234,7 +234,8 @@ class LocalMesh:
         return step
 
     def _staged(self, call: ReplicaCall) -> Any:
-        """As a part of the program that is being traced, in either way."""
+        """Runs the replicas as a part of the program that is being traced, in either
+        way."""
         try:
             return self._traced(call)
         except (NeedsTurns, UnevenParts):

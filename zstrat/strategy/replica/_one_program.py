@@ -35,7 +35,7 @@ from zstrat.program.trace import (
     apart_from_now,
     asked,
     claimed,
-    copies_of,
+    copies_in_step,
     has_copies,
     is_of_shapes,
     keep_copies,
@@ -133,6 +133,8 @@ def replicate(
     shared = [uncut(x) for x in shared]
     split = [Spread(uncut(x.array), x.stacked) for x in split]
     count = team.local
+    # A program over a mesh takes what it reads as arguments, so that has to be known
+    # first.
     found = discovered(fn, shared, split, team)
     recording = recorder.get()
     if recording is None:
@@ -146,7 +148,9 @@ def replicate(
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
         values = [recording.read(variable) for variable in variables]
-    copies = [Spread(copies_of(outside, variable), stacked=True) for variable in own]
+    copies = [
+        Spread(copies_in_step(outside, variable), stacked=True) for variable in own
+    ]
     given = _Given(len(split), variables, own)
 
     def mapped(
@@ -165,10 +169,12 @@ def replicate(
         capture = replica.capture
         changed = [variable for variable, _ in capture.own.values()]
         region = TracedRegion(leaves, treedef, capture, changed)
+        # The last trace counts: jax may trace a function more than once.
         traced[:] = [region]
         copies = [value[None] for _, value in capture.own.values()]
         return [*region.arrays, *copies], [x.operands for x in capture.updates]
 
+    # Nobody else, or XLA reaches the others itself: one program without stages.
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
     else:
@@ -193,7 +199,7 @@ class TracedRegion:
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """Those of the result."""
+        """The arrays of the result."""
         return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
 
     def told(

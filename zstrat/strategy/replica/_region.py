@@ -136,6 +136,6 @@ class _StagePart:
         return [store[n] for n in self.left], [store[n] for n in operands]
 
     def operands(self, arrays: Sequence[Any]) -> Any:
-        """Those of each update, of the arrays that the last stage made."""
+        """The operands of each update, made of the arrays that the last stage gave."""
         treedef: Any = jax.tree.structure(self._shape[1])
         return treedef.unflatten(list(arrays))

@@ -73,7 +73,8 @@ def _members_like(first: Any, value: Any) -> list[Any]:
         return members
     raise ValueError(
         f"the replicas returned values of different structures: replica 0 "
-        f"{_described(first)}, and another one {_described(value)}"
+        f"{_described(first)}, and another one {_described(value)}: return one "
+        "structure, the same on all of them"
     )
 
 

@@ -22,7 +22,7 @@ from zstrat.program.trace import (
     Capture,
     Discovery,
     Replay,
-    copies_of,
+    copies_in_step,
     has_copies,
     joined,
 )
@@ -79,7 +79,9 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
     variables = region.variables()
     held = [
-        copies_of(outside, v) if has_copies(v, region.team.local) else outside.read(v)
+        copies_in_step(outside, v)
+        if has_copies(v, region.team.local)
+        else outside.read(v)
         for v in variables
     ]
     keys = [variable.spec.key for variable in variables]
@@ -114,7 +116,7 @@ class _Region:
         """What the last trace left; there is none before the first."""
 
     def variables(self) -> list[VariableHandle]:
-        """Those that the replicas use.
+        """The variables that the replicas use.
 
         Raises:
             UnevenParts: Rows are looked up that are not here.

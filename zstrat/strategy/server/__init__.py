@@ -5,4 +5,4 @@ from __future__ import annotations
 from ._variable_placement import Numbers as Numbers
 from ._variable_placement import PlacementRule as PlacementRule
 from ._variable_placement import VariablePlacement as VariablePlacement
-from ._variable_plan import draft as draft
+from ._variable_placement import draft as draft

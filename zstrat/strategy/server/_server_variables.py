@@ -26,8 +26,7 @@ from zstrat.variables import (
     joined,
 )
 
-from ._variable_placement import Numbers, PlacementRule, VariablePlacement
-from ._variable_plan import draft
+from ._variable_placement import Numbers, PlacementRule, VariablePlacement, draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import InitialEntry
 
-    from ._variable_plan import VariablePlan
+    from ._variable_placement import VariablePlan
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
@@ -178,6 +177,8 @@ class ServerVariables(StrategyCreator):
             for number in range(workers)
         ]
         made: list[Any] = self.create_variables(asked)
+        # No checkpoint has them: without their first values a server that is filled
+        # again would lack some.
         if self._session.recovers:
             work = self._servers.keep_initial(_specs(made))
             self._session.run(work, "reading first values")
@@ -221,7 +222,7 @@ class ServerVariables(StrategyCreator):
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
-        """Its number goes to the next one, as it has no handle."""
+        """Gives the number of an optimizer out again: nobody has a handle of it."""
         with self._lock:
             self._numbers.give_back(optimizer)
 
@@ -264,6 +265,7 @@ class ServerVariables(StrategyCreator):
         """
         tree = call.optimizer.id, encoded(call)
         if tree not in self._bound:
+            # Two threads may tell the same tree: a server takes it as one.
             self._session.run(*self._binding(*tree))
             self._bound.add(tree)
 
@@ -350,6 +352,7 @@ class ServerVariables(StrategyCreator):
         entries: dict[bytes, list[tuple[VariableSpec, InitialEntry]]] = {}
         for new, parts in zip(drafts, specs, strict=True):
             if isinstance(new.value, DeferredValue):
+                # Those of one initializer go together: its code is sent once.
                 code = dump_code(new.value.initializer)
                 described = [(spec, new.entry(spec)) for spec in parts]
                 entries.setdefault(code, []).extend(described)

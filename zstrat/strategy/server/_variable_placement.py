@@ -1,10 +1,12 @@
-"""On which parameter server a new variable is put, and under which key.
+"""What a requested variable will be: its parts, on which servers, under which keys.
 
+TF's rules of partitioning say which parts there are and how large (`draft`).
 `VariablePlacement` decides on the ps: round robin in the order of creation, one counter
 per strategy, as TF does, or by bytes. `Numbers` counts the keys in the same order.
 
-Law of the file: what a failed creation took is given out again, because programs that
-share parameter servers tell a variable by its place among those that were created.
+Laws of the file. Nothing here talks to a parameter server, and a value that can be made
+there is not made here. What a failed creation took is given out again, because programs
+that share parameter servers tell a variable by its place among those that were created.
 Part of it may be on a ps all the same, and has to go before: that is
 `Numbers.doubtful`.
 """
@@ -13,14 +15,158 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from typing import TYPE_CHECKING, Final, final
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from zstrat.variables import ComponentRows, DeferredValue, VariableSpec, initial
+from zstrat.wire import InitialEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import VariableHandle, VariableSpec
+    from zstrat.variables import VariableHandle, VariableRequest
 
-    from ._variable_plan import VariablePlan
+
+_log: Final = logging.getLogger(__name__)
+
+_MAX_SHIPPED_ELEMENTS: Final = 10**9
+"""Elements (TF's number) beyond which a value should not be made on the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariablePlan:
+    """A variable to be: ``offsets`` are the first rows of its parts and, behind them,
+    the number of all rows; None if it stays whole."""
+
+    request: VariableRequest
+    value: DeferredValue | np.ndarray
+    offsets: tuple[int, ...] | None
+
+    @property
+    def parts(self) -> int:
+        """How many components there will be."""
+        return 1 if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each component."""
+        shapes = (self.shape_of(index) for index in range(self.parts))
+        return [math.prod(shape) * self.value.dtype.itemsize for shape in shapes]
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        """The shape of a component."""
+        if self.offsets is None:
+            return self.value.shape
+        start, stop = self.offsets[index : index + 2]
+        return (stop - start, *self.value.shape[1:])
+
+    def spec(self, index: int, key: int, ps: int) -> VariableSpec:
+        """The component as a variable of its own, TF's name included."""
+        request, part, name = self.request, None, self.request.name
+        if self.offsets is not None:
+            start, rows = self.offsets[index], self.offsets[-1]
+            part = ComponentRows(name, index, self.parts, start, rows)
+            name = f"{name}/part_{index}"
+        return VariableSpec(
+            key,
+            name,
+            self.shape_of(index),
+            self.value.dtype.name,
+            ps,
+            request.trainable,
+            request.aggregation,
+            request.synchronization,
+            part,
+        )
+
+    def array(self, spec: VariableSpec) -> np.ndarray:
+        """A component's value that was made here."""
+        assert not isinstance(self.value, DeferredValue), spec
+        if spec.part is None:
+            return self.value
+        start = spec.part.offset
+        return self.value[start : start + spec.shape[0]]
+
+    def entry(self, spec: VariableSpec) -> InitialEntry:
+        """What a ps is told of a component whose value it makes."""
+        shape, part = self.value.shape, spec.part
+        offset = [0] * len(shape)
+        if part is not None:
+            offset[0] = part.offset
+        return InitialEntry(
+            spec.key,
+            spec.name,
+            spec.trainable,
+            part is not None,
+            spec.dtype,
+            list(spec.shape),
+            list(shape),
+            offset,
+        )
+
+
+def draft(
+    request: VariableRequest, partitioner: Callable[..., Any] | None
+) -> VariablePlan:
+    """Decides how a variable is made.
+
+    Raises:
+        ValueError: The request has no initial value, or one of another shape; or the
+            partitioner's answer is none.
+        TypeError: The value is no array of numbers or booleans.
+    """
+    value = initial(request)
+    if partitioner is None or request.is_whole or not value.shape:
+        return VariablePlan(request, value, None)
+    given = partitioner(shape=value.shape, dtype=value.dtype)
+    parts = _first_axis(given, request.name, value.shape)
+    if parts == 1 or not value.shape[0]:
+        return VariablePlan(request, value, None)
+    size = math.prod(value.shape)
+    if size > _MAX_SHIPPED_ELEMENTS and not isinstance(value, DeferredValue):
+        _log.warning(
+            "variable %r of %d elements is made whole on the coordinator and then cut "
+            "into parts: give it a shape, a dtype and an initializer that makes parts "
+            "(one of zs.initializers, or any that takes partition_shape and "
+            "partition_offset), which runs on the parameter servers",
+            request.name,
+            size,
+        )
+    return VariablePlan(request, value, div(value.shape[0], parts))
+
+
+def div(rows: int, parts: int) -> tuple[int, ...]:
+    """TF's layout: at most one part per row, the first ones a row longer than the rest.
+    First row of each part, and behind them ``rows``."""
+    count = min(rows, parts)
+    base, extra = divmod(rows, count)
+    return tuple(index * base + min(index, extra) for index in range(count + 1))
+
+
+def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
+    """How many parts along the first axis; TF's checks of a partitioner's answer."""
+    right = (
+        isinstance(parts, list | tuple)
+        and len(parts) == len(shape)
+        and all(_is_count(n) for n in parts)
+        and all(n == 1 for n in parts[1:])
+    )
+    if not right:
+        raise ValueError(
+            f"variable_partitioner must return a list/tuple whose elements are 1 "
+            f"besides the first element (non-zero), one per axis; for variable "
+            f"{name!r} of shape {tuple(shape)} it returned {parts!r}"
+        )
+    return int(parts[0])
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and int(number) > 0
+
 
 _BLOCK_BITS: Final = 20
 """A session has a block of 2**20 numbers, far more than a program makes variables."""
@@ -62,7 +208,7 @@ class VariablePlacement:
         return self._placed, list(self._bytes)
 
     def back_to(self, mark: tuple[int, list[int]]) -> None:
-        """What was placed since is not there."""
+        """Forgets what was placed since `mark` was asked."""
         self._placed, self._bytes = mark[0], list(mark[1])
 
     def free(self, ps: int, size: int) -> None:
@@ -104,7 +250,8 @@ class Numbers:
         return list(self._variables_at_risk), list(self._optimizers_at_risk)
 
     def settled(self) -> None:
-        """Of what was doubtful nothing is left, or all is as it should be."""
+        """Called when nothing is left of what was doubtful, or all of it is as it
+        should be."""
         self._variables_at_risk.clear()
         self._optimizers_at_risk.clear()
 
@@ -134,7 +281,7 @@ class Numbers:
         return specs
 
     def optimizer(self) -> int:
-        """The number of a new optimizer."""
+        """Gives a new optimizer its number."""
         self._optimizers += 1
         self._optimizers_at_risk.append(self._optimizers)
         return self._optimizers
@@ -146,7 +293,8 @@ class Numbers:
             self._optimizers_at_risk.append(optimizer)
 
     def freed(self, variables: Sequence[VariableHandle]) -> None:
-        """These were deleted. Their keys never return: somebody may have a handle."""
+        """Called when variables were deleted. Their keys never return: somebody may
+        have a handle."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)
 

@@ -114,7 +114,7 @@ class _Assembly:
     def _placed(
         self, spans: Iterable[PhaseSpan], clock: ClockLine
     ) -> dict[str, list[TimelineSpan]]:
-        """Those of the time line, by phase, in the order of phases."""
+        """The spans of the time line, by phase, in the order of phases."""
         kinds: dict[str, list[TimelineSpan]] = {phase: [] for phase in Phase}
         for step, phase, start, end in spans:
             began, ended = clock.ours(start), clock.ours(end)

@@ -74,12 +74,13 @@ class ClockLine:
 
     @property
     def error(self) -> float:
-        """The larger one of the readings. Seconds."""
+        """How far off the offset may be: the larger error of the two readings, in
+        seconds."""
         return max(self.first.error, 0.0 if self.last is None else self.last.error)
 
     @property
     def drift(self) -> float:
-        """By how much more it advances than ours, per second."""
+        """By how much more the other clock advances than ours, per second."""
         last = self.last
         if last is None or last.at <= self.first.at:
             return 0.0

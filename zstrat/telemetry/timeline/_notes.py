@@ -36,8 +36,8 @@ class JaxEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JaxEvents:
-    """Those of one worker; ``words`` says how far they may be wrong, or why there are
-    none."""
+    """What jax noted of one worker; ``words`` says how far times may be wrong, or why
+    there are none."""
 
     events: Sequence[JaxEvent]
     words: str
@@ -92,7 +92,7 @@ class Dispatched(NamedTuple):
 
 @final
 class ProgramNotes:
-    """Of one time line. Times are those of `time.monotonic`.
+    """What the program notes for one time line. Times are those of `time.monotonic`.
 
     Args:
         waiting, running: Closures, when it begins.
@@ -131,29 +131,30 @@ class ProgramNotes:
         """Something was not noted any more."""
 
     def schedule(self, step: int, began: float, ended: float) -> None:
-        """A call has put a closure into the queue."""
+        """Notes a call that has put a closure into the queue."""
         if self._has_room(len(self.scheduled)):
             self.scheduled.append((step, began, ended))
 
     def dispatch(self, worker: str, closures: int, began: float, ended: float) -> None:
-        """Closures were sent to a worker."""
+        """Notes that closures were sent to a worker."""
         if self._has_room(len(self.dispatched)):
             self.dispatched.append(Dispatched(worker, closures, began, ended))
 
     def end(self, closures: int, now: float) -> None:
-        """A worker has reported so many as ended."""
+        """Notes that a worker has reported so many closures as ended."""
         if self._is_over:
             return
         self.steps += closures
         if self._has_room(len(self.ended)):
             self.ended.append((closures, now))
+        # First over, then told: whoever is told may end the capture at once.
         if self._goal is not None and self.steps >= self._goal:
             self._is_over = True
             if self._done is not None:
                 self._done()
 
     def fetch(self, began: float, ended: float) -> None:
-        """Somebody has waited for a value."""
+        """Notes that somebody has waited for a value."""
         if self._has_room(len(self.fetched)):
             self.fetched.append((began, ended))
 
@@ -191,6 +192,7 @@ def columns_of(capture: SpanCapture) -> tuple[list[str], list[np.ndarray]]:
     names, spans = list(Phase), capture.spans
     place = {name: number for number, name in enumerate(names)}
     steps = np.array([span.step for span in spans], np.int64)
+    # By place among the names that go along: another version may order them otherwise.
     phases = np.array([place[span.phase] for span in spans], np.uint8)
     times = np.array([(span.began, span.ended) for span in spans], np.float64)
     traffic = np.array(capture.traffic, np.float64).reshape(-1, 3)

@@ -47,7 +47,7 @@ class SpanName:
 
     @property
     def trace(self) -> str:
-        """That of the span that all began with."""
+        """The trace of the span that all began with."""
         oldest = self
         for _ in range(_GENERATIONS):
             if not oldest.incoming:
@@ -84,7 +84,8 @@ def write_otlp(timeline: Timeline, file: TextIO, day: float) -> None:
 
 
 def named(timeline: Timeline) -> Names:
-    """By the identity of each span. A trace is called as what it begins with."""
+    """The name of each span, by its identity. A trace is called as what it begins
+    with."""
     own = secrets.token_hex(8)
     spans = [s for task in timeline.tasks for row in task.rows for s in row.spans]
     names = {

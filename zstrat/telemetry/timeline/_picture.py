@@ -56,7 +56,7 @@ class TimelineTask:
 
 @dataclass(slots=True)
 class Timeline:
-    """All of it. ``about`` says what the file is, and what it lacks."""
+    """A whole time line. ``about`` says what the file is, and what it lacks."""
 
     tasks: list[TimelineTask] = field(default_factory=list)
     arrows: list[tuple[TimelineSpan, TimelineSpan]] = field(default_factory=list)

@@ -14,27 +14,38 @@ counted:
 - what was acknowledged before a read began is in it, and reads never go back;
 - a checkpoint holds a step on all servers or on none;
 - who goes on with what a lost program has left finds that so, and it does not change.
+
+What servers give out is looked at as whoever watches the network sees it (`GivenOut`).
+A reader that has a version of a variable is told "not modified" for as long as the
+server has the same number. So two things have to be so, whichever copy of a server
+answers: a number names one content of a variable in a session, for ever; and what is
+asked later on one connection is not older, whichever answer leaves first.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 
-from zstrat.errors import CancelledError
+from zstrat.config import Limits
+from zstrat.errors import CancelledError, ProtocolError
+from zstrat.wire import Exchange, Exchanged, Pull, Pulled, PullRows, decode
 
 from ._script import FailedStepError
 from ._world import START
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.coordinator import AsyncRemoteValue
     from zstrat.coordinator.recovery import Recovery
     from zstrat.coordinator.unthreaded import Cut
+    from zstrat.wire import Message
 
+    from ._paths import Way
     from ._script import ScriptedFunction
     from ._world import World
 
@@ -109,7 +120,7 @@ class Training:
     """All its variables are acknowledged."""
     has_copies: bool = False
     """A read may show what is not acknowledged, and after a failover not any more; what
-    one copy shows is looked at on its way (`_versions`)."""
+    one copy shows is looked at on its way (`GivenOut`)."""
     steps: dict[int, Scheduled] = field(default_factory=dict)
     own: dict[int, str] = field(default_factory=dict)
     """Own updates by place: "open", "done" or "perhaps"."""
@@ -173,7 +184,7 @@ class Training:
         return frozenset(places - self.lost - self.doubtful)
 
     def done_own(self) -> frozenset[int]:
-        """The same of own updates."""
+        """The own updates that are known to be done."""
         self.look()
         fates = (*self.own.items(), *self.past.own.items())
         return frozenset(p for p, fate in fates if fate == "done")
@@ -332,3 +343,80 @@ class Readers:
         step = training.steps.get(number)
         known = step.known if step is not None and not training.fills else ()
         training.heard(reader, values[: training.servers], known)
+
+
+_LIMITS: Final = Limits()
+_KINDS: Final = frozenset(
+    kind.kind for kind in (Pull, PullRows, Exchange, Pulled, Exchanged)
+)
+
+
+class _PullAsked(NamedTuple):
+    session: int
+    reads: tuple[tuple[int, int], ...]
+    """Keys, with the versions that the reader has."""
+
+
+@final
+class GivenOut:
+    """Contents by their numbers, of one run.
+
+    Args:
+        broken: Told in words what must not be.
+    """
+
+    def __init__(self, broken: Callable[[str], None]) -> None:
+        self._broken = broken
+        self._asked: dict[tuple[int, int], _PullAsked] = {}
+        """By line and number of the request."""
+        self._named: dict[tuple[int, int, int], int] = {}
+        """Digests by session, key and version."""
+        self._read: dict[tuple[int, int, int], tuple[int, int]] = {}
+        """The last request and its version, by line, session and key."""
+
+    def note(self, way: Way, frames: Sequence[bytes]) -> None:
+        """A message has arrived. One that travels in pieces says nothing here."""
+        header = frames[0]
+        if len(header) < 2 or header[1] not in _KINDS:
+            return
+        try:
+            request, message = decode(header, frames[1:], _LIMITS)
+        except ProtocolError:
+            return
+        if isinstance(message, Pull | PullRows | Exchange):
+            reads = tuple([(read.key, read.known) for read in message.reads])
+            self._asked[way.line, request] = _PullAsked(message.session, reads)
+        else:
+            asked = self._asked.pop((way.line, request), None)
+            if asked is not None:
+                self._answered(way, request, asked, message)
+
+    def _answered(
+        self, way: Way, request: int, asked: _PullAsked, message: Message
+    ) -> None:
+        assert isinstance(message, Pulled | Exchanged), message
+        arrays = iter(message.arrays)
+        for (key, known), version in zip(asked.reads, message.versions, strict=False):
+            self._require_order(way, (asked.session, key), (request, version))
+            if version != known:
+                digest = zlib.crc32(next(arrays).tobytes())
+                self._require_same(way, (asked.session, key, version), digest)
+
+    def _require_order(
+        self, way: Way, name: tuple[int, int], read: tuple[int, int]
+    ) -> None:
+        place = (way.line, *name)
+        earlier, later = sorted((self._read.get(place, read), read))
+        if earlier[1] > later[1]:
+            self._broken(
+                f"{way.source} gives version {later[1]} of variable {name[1]} to "
+                f"{way.target}, which had asked before and got {earlier[1]}"
+            )
+        self._read[place] = later
+
+    def _require_same(self, way: Way, name: tuple[int, int, int], digest: int) -> None:
+        if self._named.setdefault(name, digest) != digest:
+            self._broken(
+                f"{way.source} gives variable {name[1]} to {way.target}: its version "
+                f"{name[2]} names another content than before"
+            )

@@ -29,13 +29,14 @@ WELL: Final = 3.0
 than their patience, and what it takes to connect anew."""
 
 _LOOK: Final = 0.02
+"""Seconds between two looks of a fault that waits for its servers to be well."""
 _LATEST: Final = 15.0
 """Seconds that a fault waits; then it does not happen."""
 
 
 @final
 class Faults:
-    """Those of one run.
+    """What befalls the cluster of one run.
 
     Args:
         program: Knows which processes have copies of stores, if each store has two.

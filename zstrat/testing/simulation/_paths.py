@@ -105,7 +105,7 @@ class Way:
         self._held.clear()
 
     def forget(self) -> None:
-        """It is over."""
+        """The connection is over: nothing more goes this way."""
         self.cut()
         if self in self._weather.ways:
             self._weather.ways.remove(self)

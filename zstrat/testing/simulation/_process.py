@@ -254,7 +254,7 @@ class ServerProcess(Daemon):
         self.work_on(self._serve(left), f"bind {self.name}")
 
     async def _serve(self, left: Inherited | None) -> None:
-        """As `zstrat.launch.Task.start`."""
+        """Begins to serve, as `zstrat.launch.Task.start` does."""
         if left is not None:
             await self._hosted.inherit(left.owner, left.copies)
         await self._endpoint.bind(self.address)
@@ -269,7 +269,7 @@ class ServerProcess(Daemon):
             self.work_on(self._leave(until), f"{self.name} leaves")
 
     async def _leave(self, until: float) -> None:
-        """As `zstrat.launch.Task.stop`."""
+        """Hands over and ends, as `zstrat.launch.Task.stop` does."""
         returns, patience = 0.0, self.around.settings.timeouts.handover
         drained = await self._service.drain()
         owner, endpoint = self._service.owner, self._endpoint

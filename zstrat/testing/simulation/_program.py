@@ -155,7 +155,7 @@ class TrainingProgram:
         self._left, self._is_open = self.copies(), False
 
     def hurt(self, server: str) -> None:
-        """A server was killed."""
+        """Called when a server was killed."""
         self._left, self._was_hurt = None, True
         self._holders.discard(server)
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
-from ._contract import BrokenPromiseError, Readers
+from ._contract import BrokenPromiseError, GivenOut, Readers
 from ._faults import Faults
 from ._paths import Weather
 from ._process import (
@@ -34,7 +34,6 @@ from ._program import TrainingProgram
 from ._scenario import Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
-from ._versions import GivenOut
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ LIMIT: Final = 240.0
 """Seconds in which every program has come to its end."""
 
 _FIRST_PORT: Final = 7000
+"""That of the first server or worker; the others have the ones behind it."""
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class _Fate:
         self._servers = [f"ps{index}" for index in range(servers)]
 
     def faults(self, theme: str) -> tuple[Fault, ...]:
-        """Of a scenario with that theme."""
+        """The faults of a scenario with that theme."""
         count, draw = {
             "mixed": ([0, 1, 2, 3, 5], self._any),
             "zombies": ([2, 3, 4], self._absence),
@@ -275,7 +275,7 @@ class _Fate:
         return Fault(0.3 + self._begin(), "succeed", "chief0", server, length)
 
     def _restart(self) -> Fault:
-        """Of a server, on purpose."""
+        """A server is restarted on purpose."""
         server, at = self._chance.choice(self._servers), 0.15 + self._begin()
         return Fault(at, "retire", server, "chief0", self._length())
 
@@ -283,7 +283,7 @@ class _Fate:
         return self._chance.choice([self._absence, self._break])()
 
     def _trouble(self) -> Fault:
-        """Of a server that has a second copy, whoever notices."""
+        """A server that has a second copy is in trouble, whoever notices."""
         server = self._chance.choice(self._servers)
         at = self._chance.choice([0.3, 1.2, 1.2]) + self._begin()  # opening, or later
         others = [name for name in self._servers if name != server]
@@ -303,7 +303,7 @@ class _Fate:
         return Fault(at, kind, server, other, self._length())
 
     def _death(self) -> Fault:
-        """Of a worker, mostly."""
+        """A worker dies, mostly."""
         kind = self._chance.choice(["kill", "power"])
         who = self._chance.random()
         target = self._chance.choice(self._workers)
@@ -319,7 +319,7 @@ class _Fate:
         return Fault(self._begin(), "freeze", target, "chief0", self._length())
 
     def _break(self) -> Fault:
-        """Of the lines between two that talk to each other."""
+        """The lines between two tasks break that talk to each other."""
         kind = self._chance.choice(["reset", "reset", "cut", "slow"])
         target, other = self._chance.choice(self._workers), "chief0"
         if self._chance.random() < 0.6:

@@ -101,7 +101,7 @@ class ScriptedStep:
             self.wanted = Wanted(function.marks, rows)
 
     def unread(self) -> None:
-        """It has drawn nothing."""
+        """Does nothing: the step has drawn nothing."""
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step."""

@@ -102,7 +102,8 @@ class Line:
         self._broke_soon(side)
 
     def reset(self) -> None:
-        """It breaks on its way: of what is under way some is lost, at both ends."""
+        """The line breaks on its way: of what is under way some is lost, at both
+        ends."""
         if self.is_over:
             return
         self.is_over = True
@@ -185,7 +186,7 @@ class VirtualSocket:
     # ---- what happens to it
 
     def joined(self, line: Line) -> None:
-        """Both ends have shaken hands."""
+        """Called when both ends have shaken hands."""
         if self.is_closed:
             line.end(self)
             return
@@ -196,7 +197,7 @@ class VirtualSocket:
             self._send(line, self._unsent.popleft())
 
     def lost(self, line: Line) -> None:
-        """A connection is over."""
+        """Called when a connection is over."""
         self.lines.pop(line.routing, None)
         if self.is_closed:
             return
@@ -230,7 +231,7 @@ class VirtualSocket:
             self.network.connect(self)
 
     def refused(self) -> None:
-        """Nothing listens there."""
+        """Called when nothing listens at the address."""
         if not self.is_closed:
             self.tell(Happening.RETRIED, 0)
             self._try_later()
@@ -339,7 +340,7 @@ class Network:
         self._ports = itertools.count(_FREE_PORT)
 
     def sockets(self, host: str, loop: VirtualLoop) -> VirtualSockets:
-        """Those of one process."""
+        """The sockets of one process."""
         return VirtualSockets(self, host, loop)
 
     def way(self, source: str, target: str, loop: VirtualLoop, line: int = 0) -> Way:
@@ -474,7 +475,7 @@ _: type[Sockets] = VirtualSockets
 
 
 def digest_of(frames: tuple[bytes, ...]) -> int:
-    """Of a message, for the trace of a run."""
+    """The digest of a message, for the trace of a run."""
     digest = 0
     for frame in frames:
         digest = zlib.crc32(frame, digest)

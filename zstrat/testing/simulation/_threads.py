@@ -93,7 +93,7 @@ class VirtualExecutor:
         self._source = source
 
     async def close(self, timeout: float) -> bool:
-        """At once."""
+        """Closes the thread at once."""
         del timeout
         self._is_closed = True
         return True

@@ -42,6 +42,7 @@ QUIET: Final = 1.0
 """Seconds that a program waits when all has healed, for zombies that wake up."""
 PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
+"""Seconds that a session waits for a lost server, or for its last worker."""
 LIVES: Final = 8
 """Programs that go on one after the other with the same variables, at most."""
 PATIENCE: Final = 10.0
@@ -107,7 +108,7 @@ class MemoryPoint:
         self.values: list[np.ndarray] = []
 
     async def check(self) -> None:
-        """It is whole."""
+        """Does nothing: what is in memory is whole."""
 
     async def fill(self, client: PsClient) -> None:
         """Has the servers take all values."""
@@ -149,7 +150,7 @@ class TrainingSession:
         self._change: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """All of it."""
+        """Trains, reads and saves as the scenario says, to the session's end."""
         await self._coordinator.open()
         cluster = self._coordinator.cluster
         before = self._program.go_on(self._training, cluster.renewal.resumed)
@@ -198,7 +199,7 @@ class TrainingSession:
             await self._beside
 
     async def _something_else(self, chance: float) -> None:
-        """What a program does now and then."""
+        """Does what a program does besides training, now and then."""
         if chance < 0.25:
             self._update_soon()
         elif chance < 0.32:
@@ -237,7 +238,7 @@ class TrainingSession:
             return
 
     async def _join(self) -> None:
-        """Until all that is scheduled has ended."""
+        """Waits until all that is scheduled has ended."""
         while True:
             try:
                 await self._coordinator.join()
@@ -324,7 +325,7 @@ class TrainingSession:
         return [*marks, *mine]
 
     async def _steadily(self, work: Callable[[], Any]) -> Any:
-        """Again, while a server is only away."""
+        """Asks again while a server is only away."""
         while True:
             try:
                 return await work()
@@ -385,7 +386,7 @@ class TrainingSession:
     # ---- checkpoints
 
     async def _save(self) -> None:
-        """A checkpoint; one that fails is none."""
+        """Saves a checkpoint; one that fails is none."""
         coordinator, training = self._coordinator, self._training
         if coordinator.cluster.outage_error is not None:
             return

@@ -91,7 +91,7 @@ class VirtualFuture(asyncio.Future[Any]):
 
 
 class VirtualTask(asyncio.Task[Any]):
-    """The same, of a task."""
+    """A task of a virtual loop, hashed by its number, too."""
 
     def __init__(
         self,

@@ -176,8 +176,8 @@ class GradientCall:
         return (*[x for each in self.operands for x in each], *self.further)
 
     def with_arrays(self, arrays: Sequence[Any]) -> GradientCall:
-        """The same with other arrays, in that order; there may be gradients of more
-        examples."""
+        """This call with other arrays, in the order of `arrays`; there may be gradients
+        of more examples."""
         left = iter(arrays)
         operands = tuple([tuple([next(left) for _ in each]) for each in self.operands])
         made = replace(self, operands=operands, further=tuple(left))
@@ -195,8 +195,8 @@ class GradientCall:
         return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:
-        """For each gradient: the leaf, its variable, whether it is of rows, and its
-        arrays."""
+        """Yields for each gradient: the leaf, its variable, whether it is of rows, and
+        its arrays."""
         for leaf, sparse, mine in zip(
             self.given, self.sparse, self.operands, strict=True
         ):
@@ -239,7 +239,7 @@ class Binds(Protocol):
 
 @runtime_checkable
 class BindsAsync(Protocol):
-    """The same, awaited."""
+    """As `Binds`, for who awaits it."""
 
     async def bind_async(self, call: GradientCall) -> None:
         """`Binds.bind`, without blocking the running loop."""
@@ -254,6 +254,7 @@ def encoded(call: GradientCall) -> bytes:
     """
     binding = call.binding()
     made = call.optimizer.made.setdefault("encoded", {})
+    # By identity: rules are kept by their optimizer, which keeps this, too.
     key = id(binding.rule), binding.keys
     if key not in made:
         made[key] = binding.encoded()
@@ -279,6 +280,7 @@ def tracing(call: GradientCall) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of the transformation, to who applies gradients
+        # Our own words already (`TreeStructure`): they say what to do.
         if isinstance(error, ValueError) and "asks for the path" in str(error):
             raise
         said = str(error).rstrip(".")
@@ -341,6 +343,8 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
     from zstrat.optimizers import dependence_on_padding
 
     for leaf, target, sparse, _ in call.leaves():
+        # Whole and dense: whatever the optimizer does to rows together is what optax
+        # does.
         if not sparse and len(target.components) == 1:
             continue
         rule = call.optimizer.leaf_rule(tree, leaf)

@@ -83,7 +83,7 @@ class Given:
 
 
 def given_pairs(pairs: Any, tree: Tree | None) -> Given:
-    """Of an iterable of ``(gradient, variable)``.
+    """The gradients of an iterable of ``(gradient, variable)``.
 
     Raises:
         ValueError: It is none, has no gradient, or a variable twice or unknown.
@@ -100,7 +100,7 @@ def given_pairs(pairs: Any, tree: Tree | None) -> Given:
 
 
 def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
-    """Of two pytrees.
+    """The gradients of two pytrees of one structure.
 
     Raises:
         ValueError: Their structures differ, there is no gradient, or a variable is
@@ -121,6 +121,7 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
 
 def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> Given:
     structure, targets = tree
+    # By key: another handle of the same variable is that leaf, too.
     places = {_key(variable): n for n, variable in enumerate(targets)}
     gradients: dict[int, Any] = {}
     for gradient, variable in found:

@@ -113,7 +113,8 @@ class Optimizer:
 
     @property
     def state(self) -> Any:
-        """What it keeps, in optax's own structure, as it is now; arrays of jax.
+        """The state of the optimizer as it is now, in optax's own structure; arrays of
+        jax.
 
         Cost: all of it is read from where it lives. While steps are under way, parts of
         several of them may be in it.
@@ -244,7 +245,7 @@ class Optimizer:
         return leaf_rule(tree, leaf)
 
     def slot_rule(self, variable: VariableHandle) -> SlotRule:
-        """What it keeps beside a variable of this process.
+        """What the optimizer keeps beside a variable of this process.
 
         Raises:
             RuntimeError: It has not moved the variable, and ``params=`` was not given.
@@ -252,7 +253,9 @@ class Optimizer:
         found = self._place_of(variable)
         if found is None:
             raise RuntimeError(
-                f"optimizer {self.name!r} has not moved variable {variable.name!r} yet"
+                f"optimizer {self.name!r} has not moved variable {variable.name!r} "
+                "yet: apply gradients first, or name the tree when it is made, "
+                "zs.Optimizer(transformation, params=params)"
             )
         call, leaf, number = found
         return slot_rule(call, leaf, number)
@@ -260,8 +263,8 @@ class Optimizer:
     def slots_beside(
         self, variable: AbstractVariable | VariableHandle
     ) -> list[SlotInfo] | None:
-        """What it keeps beside a variable; None if it has not moved it yet, and
-        ``params=`` was not given."""
+        """What the optimizer keeps beside a variable; None if it has not moved it yet,
+        and ``params=`` was not given."""
         found = self._place_of(variable.components[0])
         if found is None:
             return None

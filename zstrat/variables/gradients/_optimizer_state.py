@@ -172,7 +172,7 @@ def _home(variable: VariableHandle) -> KeepsSlots:
 
 
 def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
-    """By key of the variable; each home is asked once."""
+    """The slots of each variable, by its key; each home is asked once."""
     homes: dict[int, list[VariableHandle]] = {}
     for variable in call.variables:
         homes.setdefault(id(variable.home), []).append(variable)

@@ -126,7 +126,7 @@ class Beside:
     rows: tuple[bool, ...]
 
     def on_host(self) -> Beside:
-        """With arrays of numpy."""
+        """The same slots as arrays of numpy."""
         return Beside(self.names, [np.asarray(x) for x in self.leaves], self.rows)
 
     def items(self) -> Iterator[tuple[str, Any, bool]]:
@@ -134,7 +134,7 @@ class Beside:
         return zip(self.names, self.leaves, self.rows, strict=True)
 
     def replaced(self, name: str, array: Any) -> Beside:
-        """With another array in one place.
+        """These slots, with another array under one name.
 
         Raises:
             KeyError: There is none of that name.

@@ -130,6 +130,8 @@ def server_updates(call: GradientCall) -> list[HomeUpdate]:
     if not rule.cut().operands:
         return updates
     shared = tuple([np.asarray(x) for x in _operands(call, rule)])
+    # Once to each server, with its first variable: reversed, so that the first one
+    # stays.
     firsts = {update[0].spec.ps: update[0] for update in reversed(updates)}
     return [
         *[(v, UpdateOp.OPERANDS, shared, optimizer) for v in firsts.values()],
@@ -155,6 +157,8 @@ def _move_here(call: GradientCall) -> None:
     mine: list[Any] = [home for home in homes if isinstance(home, HomeWithSlots)]
     turns = {id(home.turn): home.turn for home in mine}
     with ExitStack() as stack:
+        # Always in one order, so that two threads that move the same variables cannot
+        # wait for each other.
         for _, turn in sorted(turns.items()):
             stack.enter_context(turn)
         pairs = list(zip(mine, step.components, strict=True))
@@ -388,6 +392,7 @@ def _moved(
     here = [_at(at, x) if has else x for x, has in zip(slots, rows, strict=True)]
     new, kept = rule.step(_at(at, value), here, gradient, operands)
     after = [
+        # Places that only fill up (`_padded`) are of no row: they are dropped.
         old.at[at].set(leaf, mode="drop") if has else leaf
         for old, leaf, has in zip(slots, kept, rows, strict=True)
     ]
