@@ -180,6 +180,15 @@ def daemons():
         yield local
 
 
+@pytest.fixture(scope="session")
+def programs():
+    """For tests that start programs by `programs.py`."""
+    import programs  # most processes need none
+
+    with programs.serving():
+        yield programs
+
+
 @pytest.fixture
 def hasty() -> HastyLoop:
     return HastyLoop()
