@@ -32,7 +32,14 @@ from zstrat.cluster import GPUS_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_READ_LATER: Final = ("JAX_PLATFORMS", "NPROC", "TF_CONFIG", GPUS_VARIABLE)
+_READ_LATER: Final = (
+    "JAX_PLATFORMS",
+    "NPROC",
+    "TF_CONFIG",
+    GPUS_VARIABLE,
+    # No library reads it, and pytest sets it for each test: they would share no server.
+    "PYTEST_CURRENT_TEST",
+)
 """With those of zstrat: what a daemon reads when it begins, or tells jax then."""
 
 LENGTH: Final = struct.Struct("!I")
