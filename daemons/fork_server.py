@@ -35,7 +35,7 @@ MAINS: Final = {"ps": ps.main, "worker": worker.main}
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ForkOrder:
     """A process that is to be forked: what it finds, and its descriptors."""
 
     job: str
@@ -80,7 +80,7 @@ class Forks:
         self._selector.register(self._ends, selectors.EVENT_READ)
         self._own = self._ends, told
 
-    def forked(self) -> Order | None:
+    def forked(self) -> ForkOrder | None:
         """Returns in each process that it forks with what that is; None when the
         program has ended."""
         while True:
@@ -94,7 +94,7 @@ class Forks:
                 if daemon is None or self._fork(daemon):
                     return daemon
 
-    def _asked(self) -> Order | None:
+    def _asked(self) -> ForkOrder | None:
         head, descriptors, _, _ = socket.recv_fds(self._requests, LENGTH.size, 5)
         if not head:
             return None
@@ -104,11 +104,11 @@ class Forks:
             while len(body) < length:
                 body += stream.read(length - len(body))
         order: dict[str, Any] = json.loads(body)
-        return Order(
+        return ForkOrder(
             order["job"], order["arguments"], order["environment"], *descriptors
         )
 
-    def _fork(self, daemon: Order) -> bool:
+    def _fork(self, daemon: ForkOrder) -> bool:
         """Whether this is the daemon."""
         with warnings.catch_warnings():
             # Python warns of other threads: numpy has those of its BLAS, which starts
@@ -162,7 +162,7 @@ def _word(status: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _take_place(daemon: Order) -> None:
+def _take_place(daemon: ForkOrder) -> None:
     """Makes this process what the daemon would be if it were started."""
     _show_as(f"zstrat-{daemon.job}", *daemon.arguments)
     # Ctrl-C at the terminal is for the program; it then ends its daemons.
@@ -190,7 +190,7 @@ def _show_as(name: str, *arguments: str) -> None:
             memory.write(words[: end - start - 1].ljust(end - start, b"\0"))
 
 
-def _ties(daemon: Order) -> tuple[str, ...]:
+def _ties(daemon: ForkOrder) -> tuple[str, ...]:
     return "--parent", str(os.getppid()), "--report", str(daemon.report)
 
 

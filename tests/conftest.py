@@ -57,6 +57,7 @@ pytest_plugins = ["parts"]
 
 
 SLOWEST = (
+    "test_system_going_on_copies.py",  # waits a minute for what may still come
     "test_examples_digits.py",
     "test_system_tables.py",
     "test_optax_quick.py",
