@@ -35,8 +35,8 @@ MAINS: Final = {"ps": ps.main, "worker": worker.main}
 
 
 @dataclass(frozen=True, slots=True)
-class _Daemon:
-    """What is to be forked: what it finds, and its descriptors."""
+class ForkOrder:
+    """A process that is to be forked: what it finds, and its descriptors."""
 
     job: str
     arguments: list[str]
@@ -53,15 +53,16 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     with kept_for_good():
         from zstrat.worker import WorkerService  # noqa: F401
-    daemon = _Server(requests).forked()
+    daemon = Forks(requests).forked()
     if daemon is not None:
         _take_place(daemon)
         MAINS[daemon.job]([*daemon.arguments, *_ties(daemon)])
 
 
 @final
-class _Server:
-    """Forks what it is asked for, and tells how each has ended."""
+class Forks:
+    """Forks what it is asked for, and tells how each has ended. ``requests`` is the end
+    of a socket of which a `zstrat.launch.ForkServer` has the other."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests, self._running = requests, dict[int, int]()
@@ -79,8 +80,9 @@ class _Server:
         self._selector.register(self._ends, selectors.EVENT_READ)
         self._own = self._ends, told
 
-    def forked(self) -> _Daemon | None:
-        """Returns in each daemon with what that is; None when the program has ended."""
+    def forked(self) -> ForkOrder | None:
+        """Returns in each process that it forks with what that is; None when the
+        program has ended."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._ends:
@@ -92,7 +94,7 @@ class _Server:
                 if daemon is None or self._fork(daemon):
                     return daemon
 
-    def _asked(self) -> _Daemon | None:
+    def _asked(self) -> ForkOrder | None:
         head, descriptors, _, _ = socket.recv_fds(self._requests, LENGTH.size, 5)
         if not head:
             return None
@@ -102,11 +104,11 @@ class _Server:
             while len(body) < length:
                 body += stream.read(length - len(body))
         order: dict[str, Any] = json.loads(body)
-        return _Daemon(
+        return ForkOrder(
             order["job"], order["arguments"], order["environment"], *descriptors
         )
 
-    def _fork(self, daemon: _Daemon) -> bool:
+    def _fork(self, daemon: ForkOrder) -> bool:
         """Whether this is the daemon."""
         with warnings.catch_warnings():
             # Python warns of other threads: numpy has those of its BLAS, which starts
@@ -160,7 +162,7 @@ def _word(status: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _take_place(daemon: _Daemon) -> None:
+def _take_place(daemon: ForkOrder) -> None:
     """Makes this process what the daemon would be if it were started."""
     _show_as(f"zstrat-{daemon.job}", *daemon.arguments)
     # Ctrl-C at the terminal is for the program; it then ends its daemons.
@@ -188,7 +190,7 @@ def _show_as(name: str, *arguments: str) -> None:
             memory.write(words[: end - start - 1].ljust(end - start, b"\0"))
 
 
-def _ties(daemon: _Daemon) -> tuple[str, ...]:
+def _ties(daemon: ForkOrder) -> tuple[str, ...]:
     return "--parent", str(os.getppid()), "--report", str(daemon.report)
 
 

@@ -57,6 +57,7 @@ pytest_plugins = ["parts"]
 
 
 SLOWEST = (
+    "test_system_going_on_copies.py",  # waits a minute for what may still come
     "test_examples_digits.py",
     "test_system_tables.py",
     "test_optax_quick.py",
@@ -178,6 +179,15 @@ def daemons():
 
     with zs.LocalCluster(num_ps=2, num_workers=2) as local:
         yield local
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """For tests that start programs by `programs.py`."""
+    import programs  # most processes need none
+
+    with programs.serving():
+        yield programs
 
 
 @pytest.fixture

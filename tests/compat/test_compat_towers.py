@@ -2,15 +2,16 @@
 `test_strategy_local_two_towers`."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
+import programs
 import pytest
 
 import zstrat as zs
 from zstrat.contrib import distribute
 from zstrat.contrib.distribute._strategy import _faces, face_of
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -101,8 +102,8 @@ print(next(iterator).tolist())
 
 
 def test_a_script_that_ends_in_the_middle_of_a_pass_says_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+    done = programs.run(
+        ["-c", SCRIPT],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

@@ -55,7 +55,7 @@ def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
     world = make_world(ps=2)
     world.ps[1].alive = False
     with pytest.raises(DeadlineExceededError):
-        world.connect(connect=0.1)
+        world.connect(connect=0.1, turn=0.0)
     words = [text for text in caplog.messages if "still waiting for" in text]
     assert "/job:ps/task:1 at ps1:1 (no answer)" in words[0]
 
@@ -128,7 +128,8 @@ def test_whoever_does_not_answer_is_named(make_world):
     world = make_world(ps=3)
     world.ps[0].alive = world.ps[2].alive = False
     with pytest.raises(DeadlineExceededError, match=r"task:0.*ps0:1.*task:2") as raised:
-        world.connect(connect=1.0)  # in which task 1 answers, however busy we are
+        # In which task 1 answers, however busy we are.
+        world.connect(connect=1.0, turn=0.0)
     assert "task:1" not in str(raised.value)
 
 
@@ -137,14 +138,14 @@ def test_without_any_worker_there_is_no_session(make_world):
     for worker in world.workers:
         worker.alive = False
     with pytest.raises(DeadlineExceededError, match=r"task:0.*task:1"):
-        world.connect(connect=0.05)
+        world.connect(connect=0.05, turn=0.0)
 
 
 def test_a_cluster_of_another_coordinator_is_busy(make_world):
     world = make_world()
     world.ps[0].busy = True
     with pytest.raises(BusyError, match="taken"):
-        world.connect(connect=0.05)
+        world.connect(turn=0.05)
 
 
 def test_a_cluster_that_another_program_holds_is_refused_at_once(make_world):

@@ -3,12 +3,11 @@
 import asyncio
 import gc
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
 
+import programs
 import pytest
 
 import zstrat.program as zs
@@ -128,7 +127,8 @@ def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
 
 
 PROGRAM = """
-import sys
+import sys, warnings
+warnings.simplefilter("error")
 sys.path.insert(0, {folder!r})
 from coordinator_fakes import World
 import zstrat.program as zs
@@ -147,6 +147,7 @@ values = [coordinator.schedule(f) for _ in range(100)]
 """
 
 
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(
     ("end", "code"),
     [
@@ -158,23 +159,18 @@ values = [coordinator.schedule(f) for _ in range(100)]
 )
 def test_a_program_that_just_ends_does_not_hang(end, code):
     text = PROGRAM.format(folder=str(Path(__file__).parent), end=end)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text],
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    done = programs.run(["-c", text], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr.decode()) == (code, "")
 
 
+@pytest.mark.usefixtures("programs")
 def test_ctrl_c_ends_a_program_in_a_join():
     text = PROGRAM.format(
         folder=str(Path(__file__).parent),
         end="import sys; print('joining', flush=True); coordinator.join()",
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as program:
+    pipes = {"stdout": programs.PIPE, "stderr": programs.PIPE}
+    with programs.Program(["-c", text], **pipes) as program:
         assert program.stdout.readline() == b"joining\n"
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=60)

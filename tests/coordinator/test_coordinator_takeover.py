@@ -164,7 +164,7 @@ def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
 def test_one_that_cannot_connect_does_not_stay_in_the_way(world):
     world.ps[0].alive = False
     with pytest.raises(TimeoutError):
-        world.connect(connect=0.05)
+        world.connect(connect=0.05, turn=0.0)
     world.ps[0].alive = True
     assert world.coordinator().schedule(good).fetch() == 1
 

@@ -8,14 +8,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from programs import Program
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("programs"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +29,8 @@ def started(name: str, *arguments: str, cwd: Path, **env: str) -> subprocess.Pop
     ours = {
         k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")
     }
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
+    return Program(
+        [str(ROOT / "examples" / name), *arguments],
         cwd=cwd,
         env={**ours, **env},
         stdout=subprocess.PIPE,

@@ -10,18 +10,25 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("programs"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def program(path, *arguments, cwd):
-    """Exit code, output and errors of a program of its own, far from the checkout."""
+def program(path, *arguments, cwd, python=()):
+    """Exit code, output and errors of a program of its own, far from the checkout:
+    forked, or of a Python that is started."""
     env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")}
-    return subprocess.run(
-        [sys.executable, str(path), *arguments],
+    run = subprocess.run if python else programs.run
+    return run(
+        [*python, str(path), *arguments],
         cwd=cwd,
         env=env,
         capture_output=True,
@@ -95,7 +102,7 @@ def test_the_program_of_the_readme_learns_what_made_its_data(tmp_path):
     (block,) = [block for block in blocks if "LocalCluster(" in block]
     script = tmp_path / "program.py"
     script.write_text(block)
-    ran = program(script, cwd=tmp_path)
+    ran = program(script, cwd=tmp_path, python=[sys.executable])
     assert ran.returncode == 0, ran.stderr
     loss, *weights = [
         float(x) for x in re.findall(r"[-+\d.]+(?:e[-+]?\d+)?", ran.stdout)

@@ -5,23 +5,31 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+import programs
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+if TYPE_CHECKING:
+    import subprocess
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("programs"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def ran(*command: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")}
-    return subprocess.run(
-        [sys.executable, *command],
+    return programs.run(
+        [*command],
         cwd=cwd,
         env={**env, **more},
         capture_output=True,

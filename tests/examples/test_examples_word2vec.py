@@ -20,6 +20,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from programs import Program
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -207,8 +210,8 @@ def test_neighbours_are_the_nearest_of_the_common_words(word2vec, source_tokens)
 def running(*arguments, cwd):
     """A program of its own, far from the checkout; killed if the test fails."""
     env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")}
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "word2vec.py"), *arguments],
+    process = Program(
+        [str(EXAMPLES / "word2vec.py"), *arguments],
         cwd=cwd,
         env=env,
         stdout=subprocess.PIPE,

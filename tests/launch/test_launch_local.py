@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import Program
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -22,7 +23,7 @@ from zstrat.errors import ClosedError, DeadlineExceededError, UnavailableError
 from zstrat.launch import LocalCluster, observe
 from zstrat.transport import run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 def look(cluster, timeout=30):
@@ -198,8 +199,8 @@ from zstrat.launch import LocalCluster
 def tell(cluster):
     print(json.dumps([cluster.pid(task) for task in cluster.tasks]), flush=True)
 """
-    return subprocess.Popen(
-        [sys.executable, "-c", head + body],
+    return Program(
+        ["-c", head + body],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,6 @@ import enum
 import functools
 import json
 import subprocess
-import sys
 import types
 import typing
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
@@ -20,9 +19,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 
 import zstrat.program as zs
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 T = TypeVar("T")
 OFFSET = 7
@@ -57,8 +59,8 @@ def there(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shipped")
     for name, fn in CASES.items():
         (folder / f"{name}.code").write_bytes(zs.dump_code(fn))
-    command = [sys.executable, "-c", LOADER, str(folder)]
-    ran = subprocess.run(command, cwd="/", stdout=subprocess.PIPE, check=True)
+    command = ["-c", LOADER, str(folder)]
+    ran = programs.run(command, cwd="/", stdout=subprocess.PIPE, check=True)
     return json.loads(ran.stdout)
 
 

@@ -6,11 +6,11 @@ from the bytes alone and must get what the script gets.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
+import programs
 import pytest
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 SCRIPT = """
 import contextlib, dataclasses, functools, pathlib, sys
@@ -161,8 +161,7 @@ def arrived(tmp_path_factory):
     cases = f"CASES = {{**{OF_CLASSES}, **{OF_FUNCTIONS}}}"
     (folder / "script.py").write_text("\n".join([SCRIPT, FUNCTIONS, cases, SENDER]))
     for program in ([str(folder / "script.py")], ["-c", LOADER]):
-        command = [sys.executable, *program, str(folder)]
-        subprocess.run(command, check=True, cwd="/", timeout=100)
+        programs.run([*program, str(folder)], check=True, cwd="/", timeout=100)
     here, there = [
         {path.name.partition(".")[0]: path for path in folder.glob(f"*.{place}.npz")}
         for place in ("here", "there")

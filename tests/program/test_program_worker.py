@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import programs
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 BESIDE = """
 import enum, functools, threading
@@ -88,6 +86,6 @@ if __name__ == "__main__":
 def test_models_of_a_script_and_of_the_file_beside_it(tmp_path):
     (tmp_path / "beside.py").write_text(BESIDE)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py")]
-    ran = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=100)
+    command = [str(tmp_path / "script.py")]
+    ran = programs.run(command, cwd="/", capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import textwrap
 import warnings
 
 import numpy as np
 import pytest
+from programs import Program
 
 from zstrat.checkpoint import MANIFEST
 from zstrat.errors import (
@@ -26,6 +26,8 @@ from zstrat.saving import (
 )
 from zstrat.testing import FakeClock
 from zstrat.variables import Variable
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 HOUR = 3600.0
 
@@ -297,8 +299,8 @@ OTHER = """
 
 
 def other(folder, *words):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(OTHER), str(folder), *words],
+    return Program(
+        ["-c", textwrap.dedent(OTHER), str(folder), *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

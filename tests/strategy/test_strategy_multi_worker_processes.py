@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,13 +13,14 @@ import numpy as np
 import optax
 import pytest
 from mirrored_task import W, X, Y
+from programs import Program
 
 from zstrat.cluster import free_ports
 
 HERE = Path(__file__).parent
 TIMEOUT = 240.0
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("programs")]
 
 
 class Tasks:
@@ -43,8 +43,8 @@ class Tasks:
     def start(self, rank, *arguments):
         task = {"type": "worker", "index": rank}
         config = json.dumps({"cluster": self.cluster, "task": task})
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "mirrored_task.py"), *map(str, arguments)],
+        process = Program(
+            [str(HERE / "mirrored_task.py"), *map(str, arguments)],
             env={**self.environment, "TF_CONFIG": config},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

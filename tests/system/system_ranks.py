@@ -17,6 +17,8 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+from programs import Program
+
 from zstrat.cluster import free_ports
 
 HEAD = """
@@ -48,6 +50,8 @@ QUICK = {"ZSTRAT_PATIENCE": "2", "JAX_PLATFORMS": "cpu"}
 
 class Ranks:
     """``size`` processes that run one program.
+
+    They are forked (fixture `programs`), unless their command begins with another.
 
     Args:
         lane: "shm", "tcp", or "hosts": of which the last rank is alone on its own.
@@ -94,14 +98,19 @@ class Ranks:
         task = {"type": "worker", "index": rank}
         config = {"cluster": {"worker": self.addresses}, "task": task}
         given = {"TF_CONFIG": json.dumps(config), **environment}
-        self.all[rank] = subprocess.Popen(
-            [*self._before[rank], sys.executable, str(self.program)],
-            env={**self._environment, **given},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        options = {
+            "env": {**self._environment, **given},
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        program = str(self.program)
+        if before := self._before[rank]:
+            command = [*before, sys.executable, program]
+            self.all[rank] = subprocess.Popen(command, **options)
+        else:
+            self.all[rank] = Program([program], **options)
 
     def line(self, rank):
         """What a rank says next.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 
 import numpy as np
 import optax
 import pytest
+from programs import Program
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.testing import ThreadCluster
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +244,8 @@ def test_programs_in_processes_of_their_own(spec):
 
     def start(index):
         config = {"cluster": spec, "task": {"type": "worker", "index": index}}
-        return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(config)],
+        return Program(
+            ["-c", PROGRAM, json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs import Program
 from system_worlds import DIM, ROWS, connected, numbered
 
 import zstrat as zs
 from zstrat.ps import PsClient
 from zstrat.testing import ThreadCluster
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 # ---- from one cluster to another -----------------------------------------------------
@@ -300,9 +300,9 @@ def test_an_evaluator_beside_the_training(world, tmp_path):
     )
     lines = tmp_path / "m.jsonl"
     words = ["judge:make", manager.directory, "--metrics", lines]
-    with subprocess.Popen(
+    with Program(
         [
-            *(sys.executable, "-m", "zstrat.daemons.evaluator"),
+            *("-m", "zstrat.daemons.evaluator"),
             *map(str, words),
             *("--max-evaluations", "4", "--platform", "cpu"),
         ],

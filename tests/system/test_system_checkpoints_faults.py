@@ -8,19 +8,19 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import Program
 from system_worlds import DIM, ROWS, connected, names, numbered
 
 import zstrat as zs
 from zstrat.ps import PsClient
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_a_coordinator_killed_in_the_middle_leaves_the_checkpoint_before(
 ):
     with fragile() as local:
         env = {**os.environ, "TF_CONFIG": json.dumps({"cluster": local.spec.as_dict()})}
-        program = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(_KILLED), str(tmp_path)],
+        program = Program(
+            ["-c", textwrap.dedent(_KILLED), str(tmp_path)],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -300,8 +300,8 @@ def test_two_programs_do_not_save_to_one_folder(world, tmp_path):
     table = world.table(numbered(ROWS))
     checkpoint = zs.Checkpoint(table=table)
     manager = zs.CheckpointManager(checkpoint, tmp_path, 3)
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(_OTHER), str(tmp_path)],
+    with Program(
+        ["-c", textwrap.dedent(_OTHER), str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from system_ranks import Ranks, zstrat_run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 # ---- what they compute

@@ -7,7 +7,7 @@ import signal
 import pytest
 from system_ranks import Ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 ABANDONED = """
 group = Group(timeout=20)

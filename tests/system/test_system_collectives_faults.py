@@ -8,7 +8,7 @@ import signal
 import pytest
 from system_ranks import Ranks, zstrat_run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 LANES = ("shm", "tcp", "hosts")
 

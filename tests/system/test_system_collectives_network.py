@@ -12,7 +12,7 @@ from system_worlds import keygen
 from zstrat.cluster import free_ports
 from zstrat.testing import NoNamespacesError, switched_network
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 # ---- strangers
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs import Program
 from system_worlds import all_running, leak_check_behind
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 SLOTS = 200
 PATIENCE = "4"
@@ -271,8 +271,8 @@ def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local, monke
     env = {**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": PATIENCE}
 
     def program():
-        return subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(_PROGRAM)],
+        return Program(
+            ["-c", textwrap.dedent(_PROGRAM)],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -330,8 +330,8 @@ _INTERRUPTED = """
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_daemon_outlives_its_program(how):
-    program = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(_INTERRUPTED)],
+    program = Program(
+        ["-c", textwrap.dedent(_INTERRUPTED)],
         env={**os.environ, "ZSTRAT_DRAIN": "1"},  # the closures never end
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

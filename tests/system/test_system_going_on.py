@@ -2,13 +2,12 @@
 and programs that are killed: training goes on with what is there, counted."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import optax
+import programs
 import pytest
 from killed_program import SLOTS, Counting
 from system_worlds import all_running
@@ -16,7 +15,7 @@ from system_worlds import all_running
 import zstrat as zs
 from zstrat.testing import full_disk
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +106,8 @@ def test_a_server_that_is_killed_later_has_nothing(local):
 def test_a_program_that_is_killed_goes_on_with_its_variables(local):
     script = Path(__file__).with_name("killed_program.py")
     spec = local.spec.as_dict()
-    run = [sys.executable, str(script), json.dumps(spec), "40", "60"]
-    assert subprocess.run(run, check=False).returncode == -9
+    run = [str(script), json.dumps(spec), "40", "60"]
+    assert programs.run(run).returncode == -9
     restarted(local, "ps:0")  # with nobody there
     strategy = zs.ParameterServerStrategy(local.resolver, resume="run")
     assert strategy.resumed

@@ -2,12 +2,11 @@
 
 import json
 import logging
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import programs
 import pytest
 from killed_program import Counting
 from system_worlds import all_running, when
@@ -17,7 +16,7 @@ from zstrat.config import Settings, Timeouts
 from zstrat.errors import InvalidArgumentError, PSUnavailableError
 from zstrat.testing import leak_check
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 SETTINGS = Settings(timeouts=Timeouts(patience=30.0, reconnect=0.5, turn=30.0))
 """Who loses the other copy within half a minute of the program cannot know what that
@@ -48,8 +47,8 @@ def counted_once(work, numbers):
 
 def test_a_program_that_is_killed_goes_on_with_both_copies(local):
     script = Path(__file__).with_name("killed_program.py")
-    run = [sys.executable, str(script), json.dumps(local.spec.as_dict()), "20", "40"]
-    assert subprocess.run([*run, "1"], check=False).returncode == -9
+    run = [str(script), json.dumps(local.spec.as_dict()), "20", "40"]
+    assert programs.run([*run, "1"]).returncode == -9
     with pytest.raises(InvalidArgumentError, match="give replicas=1"):
         zs.ParameterServerStrategy(local.resolver, **{**OPTIONS, "replicas": 0})
     strategy = zs.ParameterServerStrategy(local.resolver, **OPTIONS)

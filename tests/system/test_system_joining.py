@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import Program
 
 import zstrat as zs
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("programs"),
+]
 
 
 def late_worker(server):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    command = [sys.executable, "-m", "zstrat.daemons.worker", "--join", server]
-    started = subprocess.Popen(
+    command = ["-m", "zstrat.daemons.worker", "--join", server]
+    started = Program(
         [*command, "--bind", address],
         env={**os.environ, "ZSTRAT_CONNECT_TIMEOUT": "300"},  # where cores are busy
         stderr=subprocess.PIPE,

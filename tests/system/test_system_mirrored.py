@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from system_ranks import zstrat_run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 SIZE, STEPS = 3, 8
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
+import programs
 import pytest
 from system_worlds import keygen
 
@@ -24,7 +25,7 @@ from zstrat.launch import observe
 from zstrat.transport import Endpoint, Link, hello, new_event_loop, new_incarnation, run
 from zstrat.wire import PROTOCOL
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 RATE = 0.125
 
@@ -271,8 +272,8 @@ def test_a_cluster_with_keys_trains_those_who_have_them_and_no_others(keys):
             coordinator.join()
             np.testing.assert_array_equal(v.numpy(), np.full(4, -RATE * 20))
             # What a running program has is not disturbed by one that may not enter.
-            stranger = subprocess.run(
-                [sys.executable, "-c", STRANGER, ps, worker],
+            stranger = programs.run(
+                ["-c", STRANGER, ps, worker],
                 capture_output=True,
                 text=True,
                 timeout=60,

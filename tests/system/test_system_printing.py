@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
+
+pytestmark = pytest.mark.usefixtures("programs")
 
 PROGRAM = Path(__file__).with_name("printing_program.py")
 
@@ -16,8 +17,8 @@ PROGRAM = Path(__file__).with_name("printing_program.py")
 @pytest.fixture(scope="module")
 def ran():
     """The program's two streams, as a terminal shows them."""
-    done = subprocess.run(
-        [sys.executable, PROGRAM],
+    done = programs.run(
+        [PROGRAM],
         capture_output=True,
         text=True,
         timeout=300,

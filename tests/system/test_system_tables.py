@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import programs
 import pytest
 
 import zstrat as zs
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
 ROWS, DIM, BATCH, STEPS = 10, 4, 8, 6
@@ -303,8 +302,8 @@ _LARGE = """
 
 
 def test_a_large_table_is_never_on_the_coordinator(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_LARGE), str(tmp_path)],
+    done = programs.run(
+        ["-c", textwrap.dedent(_LARGE), str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,

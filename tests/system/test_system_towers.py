@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
+from programs import Program
 
 import zstrat as zs
 from zstrat.contrib import distribute
 from zstrat.testing import ThreadCluster
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 PROGRAM = """
 import json, sys
@@ -70,8 +70,8 @@ def spec(local):
 @pytest.mark.shows("tf.contrib.distribute.ParameterServerStrategy")
 def test_programs_of_several_towers_train_the_same_variables(spec):
     programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, json.dumps(spec), str(index)],
+        Program(
+            ["-c", PROGRAM, json.dumps(spec), str(index)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"},

@@ -32,7 +32,14 @@ from zstrat.cluster import GPUS_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_READ_LATER: Final = ("JAX_PLATFORMS", "NPROC", "TF_CONFIG", GPUS_VARIABLE)
+_READ_LATER: Final = (
+    "JAX_PLATFORMS",
+    "NPROC",
+    "TF_CONFIG",
+    GPUS_VARIABLE,
+    # No library reads it, and pytest sets it for each test: they would share no server.
+    "PYTEST_CURRENT_TEST",
+)
 """With those of zstrat: what a daemon reads when it begins, or tells jax then."""
 
 LENGTH: Final = struct.Struct("!I")
@@ -60,17 +67,22 @@ class DaemonProcess(Protocol):
 
 @final
 class ForkServer:
-    """The process that daemons are forked from. ``environment`` is what it finds.
+    """The process that daemons are forked from. ``environment`` is what it finds, and
+    ``program`` what Python runs.
 
     Raises:
         OSError: Python cannot be started.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        program: Sequence[str] = ("-P", "-m", "zstrat.daemons.fork_server"),
+    ) -> None:
         ours, theirs = socket.socketpair()
         self._what = _identity(environment)
         self._socket, self._sending = ours, threading.Lock()
-        command = [sys.executable, "-P", "-m", "zstrat.daemons.fork_server"]
+        command = [sys.executable, *program]
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -103,6 +115,7 @@ class ForkServer:
         *,
         output: int,
         report: int,
+        folder: str = ".",
     ) -> ForkedProcess:
         """Forks a daemon, as soon as all is imported.
 
@@ -111,6 +124,7 @@ class ForkServer:
             output: The descriptor of its standard output and standard error; it stays
                 open here.
             report: The descriptor that it reports its address to, in the same way.
+            folder: Where it runs.
 
         Raises:
             OSError: The fork server has ended.
@@ -123,7 +137,7 @@ class ForkServer:
             stdin, ours = os.pipe()
             closing.callback(os.close, stdin)
             process = ForkedProcess(self, heard, os.fdopen(ours, "wb", 0))
-            here = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            here = os.open(folder, os.O_PATH | os.O_DIRECTORY)
             closing.callback(os.close, here)
             with self._sending:
                 descriptors = [stdin, output, report, told, here]
