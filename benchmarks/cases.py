@@ -89,6 +89,25 @@ def pull_64mb(lane: str) -> Reading:
     return Reading(value / 1e9, limit / 1e9)
 
 
+def pull_100_variables() -> Reading:
+    """100 variables of 1 MB in one pull; the limit is one variable of 64 MB."""
+    return Reading(_pulled(MiB // 4, 100) / 1e9, _pulled(16 * MiB, 1) / 1e9)
+
+
+def _pulled(elements: int, count: int) -> float:
+    """Bytes per second of pulls through shared memory into JAX arrays."""
+    import jax
+
+    from benchmarks import direct
+
+    with direct.client(elements, "shm", count) as client:
+
+        async def once() -> None:
+            jax.block_until_ready(jax.device_put(await client.pull()))
+
+        return 4 * elements * count / client.seconds(once, 15)
+
+
 def push_64mb(lane: str) -> Reading:
     from benchmarks import direct
 
@@ -310,6 +329,14 @@ CASES = [
         0.5,
         "one memcpy of the same bytes",
         partial(pull_64mb, "shm"),
+        of_limit=True,
+    ),
+    Case(
+        "pull of 100 variables of 1 MB, shared memory",
+        "GB/s",
+        0.8,
+        "one variable of 64 MB",
+        pull_100_variables,
         of_limit=True,
     ),
     Case(

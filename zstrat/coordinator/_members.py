@@ -20,7 +20,7 @@ import enum
 import heapq
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from zstrat.telemetry import Throughput
 
@@ -113,7 +113,8 @@ class Member:
         return max(0, self.depth - len(self.in_flight))
 
 
-class Grant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Grant:
     """So many closures may go to the member; ``alone``: one suspect."""
 
     member: Member
@@ -303,7 +304,7 @@ class Members:
         takers = self._with_room()
         if self._reserved is not None:
             takers = [(m, free) for m, free in takers if m is not self._reserved]
-        if any([m.avoided for m, _ in takers]):
+        if any(m.avoided for m, _ in takers):
             sound = any(m.is_open and not m.avoided for m in self.members)
             takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
         if ordinary >= sum([free for _, free in takers]):

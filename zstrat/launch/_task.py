@@ -65,6 +65,7 @@ SERVED = (Job.PS, Job.WORKER)
 
 _RESTART: Final = "it is started again, and goes on with all it holds"
 
+
 class Service(Protocol):
     """What stands behind an endpoint."""
 
