@@ -62,6 +62,9 @@ def scalar_reads() -> Reading:
     return Reading(value, raw.round_trips_per_second(1))
 
 
+_BETWEEN_THREADS = "the same hops between threads, with nothing in them"
+
+
 def latency() -> Reading:
     with cluster(1, 2) as (_, coordinator):
         trivial = _trivial()
@@ -70,7 +73,8 @@ def latency() -> Reading:
             began = time.perf_counter()
             coordinator.schedule(trivial).fetch()
             times.append(time.perf_counter() - began)
-    return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6)
+    hops = {_BETWEEN_THREADS: raw.round_trip_between_threads() * 1e6}
+    return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6, hops)
 
 
 def pull_64mb(lane: str) -> Reading:
@@ -95,15 +99,17 @@ def pull_100_variables() -> Reading:
 
 
 def _pulled(elements: int, count: int) -> float:
-    """Bytes per second of pulls through shared memory into JAX arrays."""
+    """Bytes per second of pulls through shared memory into a compiled program, which
+    takes them as a step's does."""
     import jax
 
     from benchmarks import direct
 
+    program = jax.jit(lambda arrays: [array[0] for array in arrays])
     with direct.client(elements, "shm", count) as client:
 
         async def once() -> None:
-            jax.block_until_ready(jax.device_put(await client.pull()))
+            jax.block_until_ready(program(await client.pull()))
 
         return 4 * elements * count / client.seconds(once, 15)
 

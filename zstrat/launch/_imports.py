@@ -32,15 +32,16 @@ def kept_for_good() -> Iterator[None]:
         gc.enable()
 
 
-def import_strategies() -> None:
-    """Imports what a program needs that coordinates, jax with it. Looks for no device.
+def import_coordinator() -> None:
+    """Imports most of what a program needs that coordinates, jax with it. Looks for no
+    device.
 
     No garbage is collected meanwhile, as imports leave next to none.
     """
     is_enabled = gc.isenabled()
     gc.disable()
     try:
-        from zstrat.strategy import ParameterServerStrategy  # noqa: F401
+        import zstrat.coordinator  # noqa: F401
     finally:
         if is_enabled:
             gc.enable()

@@ -16,7 +16,7 @@ from zstrat.errors import ClosedError, DeadlineExceededError
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
-from ._imports import import_strategies
+from ._imports import import_coordinator
 from ._runtime_dir import RuntimeDir, daemon_environment, divided, share, virtual
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class LocalCluster:
             extra = self._extra if child.job == "worker" else ()
             child.start(extra)
         if self._coordinates:
-            import_strategies()
+            import_coordinator()
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
 
     def _child(self, task: str) -> Child:
