@@ -62,6 +62,9 @@ def scalar_reads() -> Reading:
     return Reading(value, raw.round_trips_per_second(1))
 
 
+_BETWEEN_THREADS = "the same hops between threads, with nothing in them"
+
+
 def latency() -> Reading:
     with cluster(1, 2) as (_, coordinator):
         trivial = _trivial()
@@ -70,7 +73,8 @@ def latency() -> Reading:
             began = time.perf_counter()
             coordinator.schedule(trivial).fetch()
             times.append(time.perf_counter() - began)
-    return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6)
+    hops = {_BETWEEN_THREADS: raw.round_trip_between_threads() * 1e6}
+    return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6, hops)
 
 
 def pull_64mb(lane: str) -> Reading:
@@ -87,6 +91,27 @@ def pull_64mb(lane: str) -> Reading:
         value = size / client.seconds(once, 15)
     limit = raw.pull(size, 15) if lane == "tcp" else raw.memcpy(size, 15)
     return Reading(value / 1e9, limit / 1e9)
+
+
+def pull_100_variables() -> Reading:
+    """100 variables of 1 MB in one pull; the limit is one variable of 64 MB."""
+    return Reading(_pulled(MiB // 4, 100) / 1e9, _pulled(16 * MiB, 1) / 1e9)
+
+
+def _pulled(elements: int, count: int) -> float:
+    """Bytes per second of pulls through shared memory into a compiled program, which
+    takes them as a step's does."""
+    import jax
+
+    from benchmarks import direct
+
+    program = jax.jit(lambda arrays: [array[0] for array in arrays])
+    with direct.client(elements, "shm", count) as client:
+
+        async def once() -> None:
+            jax.block_until_ready(program(await client.pull()))
+
+        return 4 * elements * count / client.seconds(once, 15)
 
 
 def push_64mb(lane: str) -> Reading:
@@ -310,6 +335,14 @@ CASES = [
         0.5,
         "one memcpy of the same bytes",
         partial(pull_64mb, "shm"),
+        of_limit=True,
+    ),
+    Case(
+        "pull of 100 variables of 1 MB, shared memory",
+        "GB/s",
+        0.8,
+        "one variable of 64 MB",
+        pull_100_variables,
         of_limit=True,
     ),
     Case(

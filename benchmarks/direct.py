@@ -1,4 +1,4 @@
-"""A worker's client of one ps that holds one array, without a step around it.
+"""A worker's client of one ps that holds some arrays, without a step around it.
 
 The transfer alone is measured: the client remembers nothing, so every pull moves all
 bytes, and a push counts when the ps has applied it.
@@ -22,15 +22,17 @@ from zstrat.transport import Link, hello, new_event_loop, new_incarnation
 from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 
 class Client:
-    """Pull and push of one float32 array of ``elements``."""
+    """Pull and push of float32 arrays."""
 
-    def __init__(self, address: str, session: int, key: int, lane: str) -> None:
+    def __init__(
+        self, address: str, session: int, keys: Sequence[int], lane: str
+    ) -> None:
         self._loop = new_event_loop()
-        self._key = key
+        self._keys = keys
         self._loop.run_until_complete(self._open(address, session, lane))
 
     async def _open(self, address: str, session: int, lane: str) -> None:
@@ -44,13 +46,13 @@ class Client:
         await self._link.wait_open(self._loop.time() + 10)
         self._client = PsClient([self._link], session, memory=0)
 
-    async def pull(self) -> np.ndarray:
-        (array,) = await self._client.pull([Ref(0, self._key)])
-        return array
+    async def pull(self) -> list[np.ndarray]:
+        return await self._client.pull([Ref(0, key) for key in self._keys])
 
     async def push(self, delta: np.ndarray) -> None:
-        update = PsUpdate(0, self._key, UpdateOp.ADD, 0, (delta,))
-        await self._client.push(-1, 0, 0, [update])
+        """Adds ``delta`` to each."""
+        updates = [PsUpdate(0, key, UpdateOp.ADD, 0, (delta,)) for key in self._keys]
+        await self._client.push(-1, 0, 0, updates)
 
     def seconds(self, once: Callable[[], Awaitable[object]], repeats: int) -> float:
         """Median duration, on a loop that runs on as it does in a worker."""
@@ -71,14 +73,17 @@ async def _seconds(once: Callable[[], Awaitable[object]], repeats: int) -> float
 
 
 @contextlib.contextmanager
-def client(elements: int, lane: str) -> Iterator[Client]:
+def client(elements: int, lane: str, count: int = 1) -> Iterator[Client]:
+    """The client, and a ps that holds ``count`` arrays of so many elements."""
     with LocalCluster(num_ps=1, num_workers=1, lane=lane) as local:
         strategy = zs.ParameterServerStrategy(local.resolver)
         with strategy.scope():
-            variable = zs.Variable(np.zeros(elements, np.float32), name="large")
+            variables = [
+                zs.Variable(np.zeros(elements, np.float32)) for _ in range(count)
+            ]
         address = local.spec.task_address("ps", 0)
-        session, key = strategy.session.session, variable.spec.key
-        direct = Client(address, session, key, lane)
+        session, keys = strategy.session.session, [v.spec.key for v in variables]
+        direct = Client(address, session, keys, lane)
         try:
             yield direct
         finally:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import queue
 import statistics
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -51,6 +53,29 @@ def serve_echo(port_pipe: object) -> None:
     port_pipe.send(socket.bind_to_random_port("tcp://127.0.0.1"))
     loop = uvloop.new_event_loop()
     drain = _pump(loop, socket, lambda frames: socket.send_multipart(frames))
+    loop.call_soon(drain)
+    loop.run_forever()
+
+
+def serve_echo_by_thread(port_pipe: object) -> None:
+    """The same, where a thread of its own says what each answer is, as a worker's."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    port_pipe.send(socket.bind_to_random_port("tcp://127.0.0.1"))
+    loop = uvloop.new_event_loop()
+    inbox: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            loop.call_soon_threadsafe(answer, inbox.get())
+
+    def answer(frames: list[bytes]) -> None:
+        socket.send_multipart(frames)
+        drain()
+
+    threading.Thread(target=work, daemon=True).start()
+    drain = _pump(loop, socket, inbox.put)
     loop.call_soon(drain)
     loop.run_forever()
 
@@ -136,6 +161,31 @@ def round_trip(seconds: float = 1.0) -> float:
         loop.call_soon(begin)
         loop.call_soon(turn)
         loop.run_forever()
+        loop.close()
+    return statistics.median(times[len(times) // 5 :])
+
+
+def round_trip_between_threads(seconds: float = 1.0) -> float:
+    """Median of a round trip from a thread that blocks, by its loop, to a thread behind
+    another loop, and back, in seconds: all hops of a closure, and nothing else."""
+    with server(serve_echo_by_thread) as address, dealer(address) as socket:
+        loop, rang = uvloop.new_event_loop(), threading.Semaphore(0)
+        drain = _pump(loop, socket, lambda _frames: rang.release())
+
+        def send() -> None:
+            socket.send(b"x" * 64)
+            drain()
+
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        times: list[float] = []
+        stop = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < stop:
+            loop.call_soon_threadsafe(send)
+            rang.acquire()
+            times.append(time.perf_counter() - began)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
         loop.close()
     return statistics.median(times[len(times) // 5 :])
 

@@ -73,7 +73,7 @@ def test_names_that_are_fetched_late_are_those_of_the_door() -> None:
 
 _LATE = """
 import importlib, pickle, threading
-for door in ("zstrat.collectives", "zstrat.launch"):
+for door in ("zstrat.collectives", "zstrat.launch", "zstrat.strategy"):
     package, found, begin = importlib.import_module(door), [], threading.Barrier(8)
     def take():
         begin.wait()

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 MiB: Final = 2**20
 
+GRACE: Final = 1.0
+"""Seconds that the closing of a task may take beyond its drain."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:

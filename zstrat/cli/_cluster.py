@@ -66,6 +66,7 @@ def cluster(
                 worker_devices=worker_devices,
                 directory=directory,
                 settings=chosen,
+                coordinates=False,
             ) as running,
         ):
             file = running.directory / "cluster.toml"

@@ -244,7 +244,7 @@ class _LoopCalls:
         self._portal, self._timeout = portal, timeout
 
     def wake(self) -> None:
-        self._portal.call_soon(self.dispatcher.turn_soon)
+        self._portal.call_soon(self.dispatcher.turn)
 
     def cancel_waiting(self, wish: Cancelling | None = None) -> None:
         self._portal.call_soon(self.dispatcher.cancel_waiting, wish)

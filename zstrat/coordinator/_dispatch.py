@@ -320,6 +320,11 @@ class Dispatcher:
         if self._turn_due is None and not self._stopped:
             self._turn_due = asyncio.get_running_loop().call_soon(self._turn)
 
+    def turn(self) -> None:
+        """Has a turn now, unless there is one at the end of this loop iteration."""
+        if self._turn_due is None and not self._stopped:
+            self._turn()
+
     def _turn(self) -> None:
         self._turn_due = None
         self.turns += 1

@@ -301,12 +301,12 @@ class Members:
         grants = self._grant_alone(suspects)
         if not ordinary:
             return grants
-        sound = any(m.is_open and not m.avoided for m in self.members)
-        takers = [
-            (m, free)
-            for m, free in self._with_room()
-            if m is not self._reserved and not (m.avoided and sound)
-        ]
+        takers = self._with_room()
+        if self._reserved is not None:
+            takers = [(m, free) for m, free in takers if m is not self._reserved]
+        if any(m.avoided for m, _ in takers):
+            sound = any(m.is_open and not m.avoided for m in self.members)
+            takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
         if ordinary >= sum([free for _, free in takers]):
             return grants + [Grant(member, free) for member, free in takers]
         return grants + _level(takers, ordinary)
@@ -390,6 +390,8 @@ class Members:
 
 def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
     """Gives each closure to the member that has the least in flight by then."""
+    if count == 1:
+        return [Grant(min([m for m, _ in takers], key=_load), 1)]
     heap = [(len(m.in_flight), m.place, 0, free) for m, free in takers]
     heapq.heapify(heap)
     given: dict[int, int] = {}
@@ -401,3 +403,7 @@ def _level(takers: Sequence[tuple[Member, int]], count: int) -> list[Grant]:
         else:
             heapq.heappop(heap)
     return [Grant(m, given[m.place]) for m, _ in takers if m.place in given]
+
+
+def _load(member: Member) -> tuple[int, int]:
+    return len(member.in_flight), member.place

@@ -111,7 +111,8 @@ class Outcomes:
         Returns:
             Whether closures wait that may go to a worker now.
         """
-        self._forgive(now)
+        if self._avoided:
+            self._forgive(now)
         offset = ended = 0
         member, results = channel.member, message.results
         in_flight, queue = member.in_flight, self._engine.queue

@@ -1,5 +1,5 @@
-"""What a process brings in that lives for one task: jax and a few hundred modules, and
-the variables that jax reads then."""
+"""What a process brings in: jax and a few hundred modules, and the variables that jax
+reads then."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def kept_for_good() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_coordinator() -> None:
+    """Imports most of what a program needs that coordinates, jax with it. Looks for no
+    device.
+
+    No garbage is collected meanwhile, as imports leave next to none.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import zstrat.coordinator  # noqa: F401
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def choose_devices(variables: Mapping[str, str]) -> None:

@@ -11,13 +11,13 @@ import weakref
 from typing import TYPE_CHECKING, Literal
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
-from zstrat.config import environment, settings_from
+from zstrat.config import GRACE, environment, settings_from
 from zstrat.errors import ClosedError, DeadlineExceededError
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
+from ._imports import import_coordinator
 from ._runtime_dir import RuntimeDir, daemon_environment, divided, share, virtual
-from ._task import GRACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,6 +58,8 @@ class LocalCluster:
             an error, or by a signal that is not of this object, is kept elsewhere, and
             a warning at the end says where.
         settings: Timeouts that the daemons get; default: from ``ZSTRAT_*``.
+        coordinates: This program will make strategies: it imports what they need, jax
+            with it, while the daemons do the same. False: it only keeps the cluster.
 
     Raises:
         ValueError: An argument cannot be.
@@ -80,6 +82,7 @@ class LocalCluster:
         logs: Literal["files", "terminal"] = "files",
         directory: str | os.PathLike[str] | None = None,
         settings: Settings | None = None,
+        coordinates: bool = True,
     ) -> None:
         _require_count("num_ps", num_ps, 1)
         _require_count("num_workers", num_workers, 0)
@@ -87,6 +90,7 @@ class LocalCluster:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
         self.lane = lane or self._settings.lane
+        self._coordinates = coordinates
         self._extra = () if worker_devices is None else virtual(worker_devices)
         daemons = daemon_environment(self._settings, self.lane, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
@@ -231,6 +235,8 @@ class LocalCluster:
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
             child.start(extra)
+        if self._coordinates:
+            import_coordinator()
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
 
     def _child(self, task: str) -> Child:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import psutil
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
-from zstrat.config import environment
+from zstrat.config import GRACE, environment
 from zstrat.ps import (
     Handover,
     HostedStores,
@@ -64,9 +64,6 @@ SERVED = (Job.PS, Job.WORKER)
 """The jobs that are served by a daemon; the others are programs of the user."""
 
 _RESTART: Final = "it is started again, and goes on with all it holds"
-
-GRACE: Final = 1.0
-"""Seconds that closing may take beyond the drain."""
 
 
 class Service(Protocol):

@@ -8,7 +8,7 @@ batch whose steps draw nothing is prepared once and run as often as it has steps
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from weakref import WeakSet
@@ -163,7 +163,8 @@ class StepRunner:
                 self.pipeline.dispatched(task, costs, batch.steps, now)
                 continue
             for at, step in enumerate(batch.steps):
-                own = replace(task, inputs=inputs[at * size : (at + 1) * size])
+                mine = inputs[at * size : (at + 1) * size]
+                own = _Task(batch.function, batch.arguments, context, low_water, mine)
                 self.pipeline.dispatched(own, costs, [step], now)
 
     def cancel(self, error: ZstratError | None = None) -> None:

@@ -249,9 +249,6 @@ class WorkerSession:
         self._counts["pushes"] += len(pushes)
         self._counts["pulls"] += len(pulls)
         self._heard = now = self._clock()
-        self.recorder.ran(post.times, now)
-        if self.notices is not None:
-            self.notices.touch()
         if len(pushes) == 1 and len(pulls) == 1:
             self._exchange(*pushes[0], post.read_at[0], pulls[0], now)
         else:
@@ -260,6 +257,10 @@ class WorkerSession:
             for pull in pulls:
                 self._pull(pull)
         self._reports.now(post.endings)
+        # Behind what others wait for.
+        self.recorder.ran(post.times, now)
+        if self.notices is not None:
+            self.notices.touch()
 
     def _exchange(
         self,

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
-from zstrat.config import environment, settings_from
+from zstrat.config import GRACE, environment, settings_from
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -29,7 +29,6 @@ from zstrat.errors import (
 )
 from zstrat.launch._child import KeptLogs, quoted_end
 from zstrat.launch._runtime_dir import made_folder
-from zstrat.launch._task import GRACE
 
 from ._engine import End, TaskLaunch
 from ._keys import RunKeys
