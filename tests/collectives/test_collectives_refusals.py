@@ -11,7 +11,6 @@ from collectives_groups import ranks_of
 
 import zstrat as zs
 from zstrat.collectives import Choices, GroupNode, Pending
-from zstrat.collectives._leaves import leaf_of
 from zstrat.collectives.group import (
     GroupRuntime,
     GroupSeat,
@@ -184,12 +183,12 @@ def test_a_result_that_takes_longer():
     [
         (np.ma.array([1.0, 2.0], mask=[False, True]), "would lose its mask: fill it"),
         (np.array(["a"]), "arrays of dtype <U1 cannot be sent to other ranks"),
-        ({}, "expected numpy or jax arrays, numbers, or pytrees of them, got dict"),
+        ({1}, "expected numpy or jax arrays, numbers, or pytrees of them, got set"),
     ],
 )
 def test_arrays_that_do_not_travel(array, words):
-    with pytest.raises(TypeError, match=words):
-        leaf_of(array)
+    with ranks_of(1) as ranks, pytest.raises(TypeError, match=words):
+        ranks.group(0).all_reduce(array)
 
 
 def slices():

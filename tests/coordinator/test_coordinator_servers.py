@@ -7,7 +7,6 @@ import asyncio
 import numpy as np
 import pytest
 
-from zstrat.coordinator._servers import initializing_timeout
 from zstrat.errors import PSUnavailableError
 from zstrat.variables import ComponentRows, VariableSpec
 from zstrat.wire import (
@@ -111,11 +110,12 @@ def test_servers_are_told_to_make_their_variables(session, form):
     assert there.variables == [entries[1][1]]
 
 
-def test_large_tables_may_take_longer():
+def test_large_tables_may_take_longer(session):
     huge = [initial(spec(key, key % 2, rows=2**27)) for key in range(3)]  # 2 GiB each
-    assert initializing_timeout([], 120.0) == 120.0
+    usual = session.servers.creation_timeout()
+    assert usual == session.settings.timeouts.request
     # Two of them on one server, at 32 MiB a second at the least.
-    assert initializing_timeout(huge, 120.0) == 120.0 + 2 * 64
+    assert session.servers.creation_timeout(huge) == usual + 2 * 64
 
 
 def test_parts_are_created_as_such(session):

@@ -33,7 +33,8 @@ def test_the_next_cluster_has_the_same_one_and_other_libraries_another():
         worker = psutil.Process(cluster.pid("worker:0"))
         assert worker.cmdline()[:3] == ["zstrat-worker", "--index", "0"]
         assert worker.name() == "zstrat-worker"
-    with LocalCluster(1, 0, env={"NPROC": "2", "ZSTRAT_DRAIN": "3"}) as cluster:
+    later = {"NPROC": "2", "ZSTRAT_DRAIN": "3", "PYTEST_CURRENT_TEST": "the next"}
+    with LocalCluster(1, 0, env=later) as cluster:
         assert server_of(cluster) == server
         with LocalCluster(1, 0, env={"MALLOC_ARENA_MAX": "2"}) as other:
             assert server_of(other) != server

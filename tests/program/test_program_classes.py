@@ -128,6 +128,26 @@ def a_model_computes_and_is_made():
     return NET(X).tolist(), NET.again()(X).tolist(), BOUND(X).tolist()
 
 
+@dataclasses.dataclass
+class Doubled:
+    """What it computes for itself is no field of the pytree that it is."""
+
+    x: Any
+    twice: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.twice = 2 * self.x
+
+
+jax.tree_util.register_dataclass(Doubled, data_fields=["x"], meta_fields=[])
+
+
+@case
+def a_dataclass_computes_for_itself():
+    leaves, structure = jax.tree.flatten(Doubled(3))
+    return leaves, jax.tree.unflatten(structure, [5]).twice
+
+
 @case
 def a_model_is_the_same_pytree():
     gradient = eqx.filter_grad(lambda net: net(X).sum())(NET)

@@ -18,7 +18,6 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.errors import ProtocolError, VersionMismatchError
-from zstrat.program.ship._pytrees import Registration
 from zstrat.variables import Optimizer, Variable
 
 SCALE = 3
@@ -313,17 +312,3 @@ def test_a_pytree_class_registered_by_functions_is_refused():
         zs.dump({"at": Point(1)})
     with pytest.raises(TypeError, match=r"jax knows .*Shape as a pytree"):
         zs.dump_code(zs.function(lambda: Shape(1).x))
-
-
-def test_what_a_dataclass_computes_for_itself_is_no_field_to_register():
-    @dataclasses.dataclass
-    class Model:
-        x: object
-        twice: object = dataclasses.field(init=False)
-
-        def __post_init__(self):
-            self.twice = 2 * self.x
-
-    jax.tree_util.register_dataclass(Model, data_fields=["x"], meta_fields=[])
-    (found,) = Registration.of(Model)
-    assert (found.data, found.meta) == (("x",), ())
