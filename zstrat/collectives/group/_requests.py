@@ -231,9 +231,16 @@ def _gathered(slices: Any, divisor: int | None, values: Any, indices: Any) -> An
 
 
 def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
-    """Raises: ValueError: There is no such algorithm for the call; says which."""
+    """Raises: ValueError: There is no such algorithm for the call, or none for what
+    is compressed; says which."""
     if options.algorithm not in (None, "auto"):
-        algorithm_named(kind.value, options.algorithm)
+        found = algorithm_named(kind.value, options.algorithm)
+        if options.compression is not None and not found.is_compressible:
+            raise ValueError(
+                f"algorithm {options.algorithm!r} with "
+                f"compression={options.compression!r}: every rank finishes by itself, "
+                "so nothing may be rounded on the way: name another one"
+            )
 
 
 def _check_reducible(
