@@ -70,10 +70,12 @@ def deliver(
 def contributions(schedules: Sequence[Schedule]) -> list[list[frozenset[int] | None]]:
     """Carries schedules out on sets of contributors, and checks their laws.
 
+    Of each block is known in which order it was reduced, too: as pairs of pairs.
     Per rank and block: whose contributions it holds in the end (None: it did nothing).
     """
     size, blocks = len(schedules), len(schedules[0].blocks)
     have: list[list] = [[frozenset([r])] * blocks for r in range(size)]
+    sums: list[list] = [[r] * blocks for r in range(size)]
     at = [[0] * blocks for _ in range(size)]
     finished: list[list] = [[None] * blocks for _ in range(size)]
     sent: dict[tuple[int, int], tuple] = {}
@@ -91,33 +93,39 @@ def contributions(schedules: Sequence[Schedule]) -> list[list[frozenset[int] | N
                         assert peer != rank
                         assert (peer, place) not in places, "two hops, one place"
                         places.add((peer, place))
-                        sent[peer, place] = (rank, b, have[rank][b], finished[rank][b])
+                        what = have[rank][b], sums[rank][b]
+                        sent[peer, place] = (rank, b, what, finished[rank][b])
                     elif act is Act.FINISH:
                         assert finished[rank][b] is None
                         finished[rank][b] = rank
                     else:
                         if (rank, place) not in sent:
                             break
-                        sender, block, what, by = sent[rank, place]
+                        sender, block, (what, order), by = sent[rank, place]
                         assert (sender, block) == (peer, b)
                         assert (rank, place) not in received
                         received.add((rank, place))
-                        if act is Act.REDUCE:
+                        if act in (Act.REDUCE, Act.REDUCE_FIRST):
                             assert by is None
                             assert finished[rank][b] is None
                             assert not have[rank][b] & what, "a contribution twice"
                             have[rank][b] |= what
+                            pair = sums[rank][b], order
+                            is_first = act is Act.REDUCE_FIRST
+                            sums[rank][b] = pair[::-1] if is_first else pair
                         else:
                             mine = _sent_by(sent, rank, b)
                             assert mine <= received, "live memory still on its way"
                             have[rank][b], finished[rank][b] = what, by
+                            sums[rank][b] = order
                     at[rank][b] += 1
                     moves = True
     for rank, schedule in enumerate(schedules):
         assert at[rank] == [len(actions) for actions in schedule.blocks], "stuck"
     assert received == set(sent), "a hop that nobody receives"
-    finishers = [{f[b] for f in finished} - {None} for b in range(blocks)]
-    assert all(len(them) <= 1 for them in finishers), "finished twice"
+    for b in range(blocks):
+        held = {sums[r][b] for r in range(size) if finished[r][b] is not None}
+        assert len(held) <= 1, "finished twice, and not alike"
     return [
         [have[r][b] if finished[r][b] is not None else None for b in range(blocks)]
         for r in range(size)

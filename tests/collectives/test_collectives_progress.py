@@ -22,6 +22,7 @@ from zstrat.wire import DTYPES
 ALL_REDUCES = [
     zc.ring_all_reduce,
     zc.halving_doubling_all_reduce,
+    zc.doubling_all_reduce,
     zc.tree_all_reduce,
     zc.double_tree_all_reduce,
     zc.direct_all_reduce,

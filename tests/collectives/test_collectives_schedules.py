@@ -12,6 +12,7 @@ SIZES = range(1, 18)
 ALL_REDUCES = [
     zc.ring_all_reduce,
     zc.halving_doubling_all_reduce,
+    zc.doubling_all_reduce,
     zc.tree_all_reduce,
     zc.double_tree_all_reduce,
     zc.direct_all_reduce,
@@ -126,6 +127,7 @@ def test_hops_are_as_many_as_the_docstrings_say(size) -> None:
         assert sent(zc.double_tree_all_reduce(rank, size)) <= 4  # of half the array
         if size & others == 0:
             assert sent(zc.halving_doubling_all_reduce(rank, size)) == 2 * others
+            assert sent(zc.doubling_all_reduce(rank, size)) == depth
     total = sum(sent(zc.tree_all_reduce(rank, size)) for rank in range(size))
     assert total == 2 * others
 

@@ -90,6 +90,7 @@ def test_a_table_that_cannot_be_read_is_said_at_rank_0(tmp_path):
     ("call", "algorithm"),
     [
         ("all_reduce", "double_tree"),
+        ("all_reduce", "doubling"),
         ("all_gather", "doubling"),
         ("all_gather", "ring"),
         ("reduce_scatter", "direct"),
@@ -115,6 +116,30 @@ def test_a_caller_may_choose(trio, call, algorithm):
 def test_there_must_be_such_an_algorithm(trio, call):
     with pytest.raises(ValueError, match=f"algorithm 'pigeon' for {call}"):
         getattr(trio.all[0], call)(np.ones(3), algorithm="pigeon")
+
+
+def test_what_every_rank_finishes_by_itself_is_not_compressed(trio):
+    """Each would keep its own contribution as it is, and have the others' rounded."""
+    with pytest.raises(ValueError, match="'doubling' with compression='bf16'"):
+        trio.all[0].all_reduce(np.ones(3), algorithm="doubling", compression="bf16")
+
+
+def test_a_table_that_asks_for_it_is_for_what_is_not_compressed(tmp_path):
+    text = '[[rule]]\ncall = "all_reduce"\nalgorithm = "doubling"\n'
+    values = np.random.default_rng(0).standard_normal((2, 100)).astype(np.float32)
+    with ranks_of(2) as ranks:
+        groups = ranks.each(
+            lambda rank: with_table(ranks, tmp_path, rank, text), range(2)
+        )
+        for compression in (None, "int8"):
+            found = ranks.each(
+                lambda g, how=compression: g.all_reduce(
+                    values[g.rank], compression=how
+                ),
+                groups,
+            )
+            assert found[0].tobytes() == found[1].tobytes()
+            np.testing.assert_allclose(found[0], values.sum(0), atol=0.1)
 
 
 def test_sparse_arrays_are_gathered_whatever_reduces_the_others(trio):

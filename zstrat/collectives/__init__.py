@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .schedules._cost import cost as cost
     from .schedules._doubling import dissemination_barrier as dissemination_barrier
     from .schedules._doubling import doubling_all_gather as doubling_all_gather
+    from .schedules._doubling import doubling_all_reduce as doubling_all_reduce
     from .schedules._doubling import (
         halving_doubling_all_reduce as halving_doubling_all_reduce,
     )
@@ -81,7 +82,7 @@ else:
                 ".schedules._chunks": "Codec",
                 ".schedules._cost": "LinkCost cost",
                 ".schedules._doubling": (
-                    "dissemination_barrier doubling_all_gather "
+                    "dissemination_barrier doubling_all_gather doubling_all_reduce "
                     "halving_doubling_all_reduce"
                 ),
                 ".schedules._exchanges": (

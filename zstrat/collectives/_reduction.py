@@ -128,7 +128,9 @@ def reduction_of(op: ReduceOp | str, dtype: np.dtype, size: int) -> Reduction:
         ValueError: There is no such operation.
         TypeError: Not for this dtype; says for which, and what to do.
     """
-    op, dtype = ReduceOp.of(op), np.dtype(dtype).newbyteorder("=")
+    op, dtype = ReduceOp.of(op), np.dtype(dtype)
+    if not dtype.isnative:  # else it stays the one that arrays have, to be known again
+        dtype = dtype.newbyteorder("=")
     is_small = dtype.name == "bfloat16" or dtype.name.startswith("float8")
     kind = "f" if is_small else dtype.kind
     if kind not in _ALLOWED[op]:

@@ -41,7 +41,7 @@ price of the exception that says so, which a long drain pays only once."""
 _UNIT: Final = 14  # 2**14 bytes
 _HEADER_UNIT: Final = 5
 _LONG_HEADER: Final = 4096  # shorter ones are made in less time than they are counted
-_COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
+_COPIED: Final = 128 * 1024  # tracking a smaller buffer costs more than its copy
 
 Receive = Callable[[list[zmq.Frame]], None]
 

@@ -127,6 +127,16 @@ def all_reduce(
     return lambda: _all_delivered(leaves, results, in_place)
 
 
+def all_reduce_array(
+    factory: CallFactory, array: np.ndarray, op: ReduceOp, in_place: bool
+) -> Steps:
+    """The same for one array in C order, where there is nothing to pack."""
+    source = array.reshape(-1)
+    target = source if in_place else POOL.empty(source.size, source.dtype)
+    yield [factory.call(CallKind.ALL_REDUCE, source, target, op=op)]
+    return lambda: array if in_place else target.reshape(array.shape)
+
+
 def broadcast(
     factory: CallFactory, leaves: Sequence[ArrayLeaf], root: int, in_place: bool = False
 ) -> Steps:

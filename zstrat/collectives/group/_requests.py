@@ -7,6 +7,7 @@ refused here. The words are what ranks compare, so they hold all that has to be 
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,13 +21,14 @@ from zstrat.collectives._terms import ReduceOp
 from zstrat.collectives.schedules._algorithms import algorithm_named
 
 from . import _operations as operations
+from ._operations import CallOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from zstrat.collectives._leaves import ArrayLeaf
 
-    from ._operations import CallFactory, CallOptions, Steps
+    from ._operations import CallFactory, Steps
 
 
 class OperationRequest(NamedTuple):
@@ -46,6 +48,8 @@ def all_reduce(
     options: CallOptions,
 ) -> OperationRequest:
     """See `GroupCalls.all_reduce`."""
+    if type(tree) is np.ndarray and tree.dtype.isnative and tree.flags.c_contiguous:
+        return _all_reduce_array(size, tree, op, in_place, options)
     op = ReduceOp.of(op)
     _check_algorithm(CallKind.ALL_REDUCE, options)
     found, rebuild, where = flatten(tree)
@@ -82,6 +86,47 @@ def all_reduce(
         )
 
     return OperationRequest(words, make, options)
+
+
+def _all_reduce_array(
+    size: int,
+    array: np.ndarray,
+    op: ReduceOp | str,
+    in_place: bool,
+    options: CallOptions,
+) -> OperationRequest:
+    """The same for one array whose elements are sent as they lie."""
+    compression, algorithm = options.compression, options.algorithm
+    known = _named_array(size, array.dtype, array.shape, op, compression, algorithm)
+    if in_place and not array.flags.writeable:
+        raise _read_only()
+    return OperationRequest(
+        known[1],
+        lambda factory: operations.all_reduce_array(factory, array, known[0], in_place),
+        options,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _named_array(
+    size: int,
+    dtype: np.dtype,
+    shape: tuple[int, ...],
+    op: ReduceOp | str,
+    compression: str | None,
+    algorithm: str | None,
+) -> tuple[ReduceOp, str]:
+    """The operation on such an array, in words. A program reduces the same arrays at
+    each step: what its calls have in common is checked and written once.
+
+    Raises: as `all_reduce`.
+    """
+    options = CallOptions(1.0, None, compression, algorithm)
+    op = ReduceOp.of(op)
+    _check_algorithm(CallKind.ALL_REDUCE, options)
+    leaf = dataclasses.replace(leaf_of(np.empty(0, dtype)), shape=shape)
+    _check_reducible(size, op, [leaf], compression)
+    return op, _named("all_reduce", [leaf], options, op.value)
 
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
@@ -186,9 +231,16 @@ def _gathered(slices: Any, divisor: int | None, values: Any, indices: Any) -> An
 
 
 def _check_algorithm(kind: CallKind, options: CallOptions) -> None:
-    """Raises: ValueError: There is no such algorithm for the call; says which."""
+    """Raises: ValueError: There is no such algorithm for the call, or none for what
+    is compressed; says which."""
     if options.algorithm not in (None, "auto"):
-        algorithm_named(kind.value, options.algorithm)
+        found = algorithm_named(kind.value, options.algorithm)
+        if options.compression is not None and not found.is_compressible:
+            raise ValueError(
+                f"algorithm {options.algorithm!r} with "
+                f"compression={options.compression!r}: every rank finishes by itself, "
+                "so nothing may be rounded on the way: name another one"
+            )
 
 
 def _check_reducible(
@@ -238,9 +290,13 @@ def _check_writable(leaves: Sequence[ArrayLeaf], sparse: object) -> None:
                 "numpy arrays, or take what is returned"
             )
         if not leaf.origin.flags.writeable:
-            raise ValueError("in_place: an array is read-only")
+            raise _read_only()
     if len(leaves) > 1:
         _check_apart(leaves)
+
+
+def _read_only() -> ValueError:
+    return ValueError("in_place: an array is read-only")
 
 
 def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:

@@ -22,7 +22,6 @@ import math
 import os
 import threading
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.collectives._engine import Differs, Overdue
@@ -31,7 +30,7 @@ from zstrat.errors import ClosedError
 from ._futex import SpinPolicy, fence, sleep_while, wake
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _NAP: Final = 1.0
 """Seconds of the longest sleep. Ctrl-C just before the system call does not end it, as
@@ -69,10 +68,9 @@ class ShmBarrier:
         self.waited: Final = dict.fromkeys([other.rank for other in others], 0.0)
         """Seconds of waits so far, by the rank for which; from any thread."""
 
-    @contextmanager
-    def call(self, about: int, deadline: float) -> Iterator[None]:
-        """One call, of which ``about`` is a digest. What cuts it off ends the barrier
-        for good: this rank and the others no longer are at the same step.
+    def begin(self, about: int, deadline: float) -> None:
+        """Begins a call, of which ``about`` is a digest; say `cut_off` if it does not
+        come to its end.
 
         Raises:
             Exception: What ended the barrier before.
@@ -84,14 +82,14 @@ class ShmBarrier:
         self._calls += 1
         self._mine.words[1 + self._calls % 2] = about
         self._about, self._is_checked, self._deadline = about, False, deadline
-        try:
-            yield
-        except Exception as error:  # to the caller, and to every call after it
+
+    def cut_off(self, error: BaseException) -> None:
+        """The call was cut off, which ends the barrier for good: this rank and the
+        others no longer are at the same step."""
+        if isinstance(error, Exception):
             self._error = self._error or error
-            raise
-        except BaseException as error:  # Ctrl-C in a blocking call
+        else:  # Ctrl-C in a blocking call
             self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
-            raise
 
     def post(self) -> None:
         """This rank's slot is written; the next one may be written after `wait`."""

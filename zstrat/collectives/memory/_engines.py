@@ -71,8 +71,16 @@ class OneHost:
     def run(self, call: CollectiveCall) -> None:
         shared = self._shared
         assert shared is not None, "the group runs nothing after close()"
-        with shared.barrier.call(call.about, call.deadline):
+        shared.barrier.begin(call.about, call.deadline)
+        try:
             self._carry_out(shared, call)
+        except BaseException as error:  # to the caller, and to every call after it
+            shared.barrier.cut_off(error)
+            raise
+
+    def run_together(self, calls: Sequence[CollectiveCall]) -> None:
+        for call in calls:
+            self.run(call)
 
     def waits(self) -> Sequence[int]:
         shared = self._shared  # another thread may close the engine meanwhile

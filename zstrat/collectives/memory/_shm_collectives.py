@@ -79,6 +79,9 @@ def segment_of(rank: int, member: MemberEntry) -> RankMemory:
 SMALL: Final = 64 * 1024
 """Bytes up to which every rank reads all and reduces for itself: one step, not two."""
 
+_VIEWS: Final = 256
+"""Sizes and dtypes of small arrays that are remembered; then all are forgotten."""
+
 _LINE: Final = 64  # bytes: ranks write no cache line in common
 
 _BLOCK: Final = 32 * 1024
@@ -91,6 +94,9 @@ class ShmCollectives:
     def __init__(self, place: int, segments: Sequence[RankMemory], cores: int) -> None:
         self.place, self.size = place, len(segments)
         self._slots = [segment.slots for segment in segments]
+        self._views: dict[
+            tuple[np.dtype, int], tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
+        ] = {}
         others = [each.words for i, each in enumerate(segments) if i != place]
         self.barrier = ShmBarrier(segments[place].words, others, cores)
 
@@ -103,6 +109,22 @@ class ShmCollectives:
         """What a rank wrote for the step that this rank has met."""
         slot = self._slots[place][self.barrier.step & 1]
         return _part(slot, dtype, count, start)
+
+    def _starts(
+        self, dtype: np.dtype, count: int
+    ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """The first ``count`` elements of the slots of all ranks, of both turns. Made
+        once for small arrays, of which a program reduces the same at each step."""
+        found = self._views.get((dtype, count))
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            first, second = (
+                [_part(slots[turn], dtype, count, 0) for slots in self._slots]
+                for turn in (0, 1)
+            )
+            found = self._views[dtype, count] = first, second
+        return found
 
     def all_reduce(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
@@ -210,11 +232,12 @@ class ShmCollectives:
     def _reduce_at_once(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
-        self.own(source.dtype, source.size)[...] = source
-        self.barrier.meet()
+        barrier = self.barrier
+        views = self._starts(source.dtype, source.size)[(barrier.step + 1) & 1]
+        views[self.place][...] = source
+        barrier.meet()
         # All from the slots: an in-place call overwrites its own source on the way.
-        parts = [self.of(i, source.dtype, source.size) for i in range(self.size)]
-        _reduce(reduction, parts, target)
+        _reduce(reduction, views, target)
 
     def _reduce_chunk(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
@@ -282,18 +305,22 @@ def _shares(count: int, size: int, step: int) -> list[int]:
 
 def _reduce(reduction: Reduction, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
     """``out`` becomes the finished reduction of ``parts``, in their order."""
-    step = _BLOCK if reduction.rounds else max(out.size, 1)
-    for start in range(0, out.size, step):
-        end = start + step
+    if not reduction.rounds:
+        _reduce_into(reduction, parts, out, out)
+        return
+    for start in range(0, out.size, _BLOCK):
+        end = start + _BLOCK
         block = out[start:end]
-        total, *rest = (part[start:end] for part in parts)
-        if rest:
-            into = (
-                np.empty(block.size, reduction.accumulator)
-                if reduction.rounds
-                else block
-            )
-            for more in rest:
-                reduction.reduce(total, more, into)
-                total = into
-        reduction.finish(total, block)
+        wide = np.empty(block.size, reduction.accumulator)
+        _reduce_into(reduction, [part[start:end] for part in parts], wide, block)
+
+
+def _reduce_into(
+    reduction: Reduction, parts: Sequence[np.ndarray], wide: np.ndarray, out: np.ndarray
+) -> None:
+    """The same, by way of ``wide``, which is of the accumulator's dtype."""
+    total = parts[0]
+    for more in parts[1:]:
+        reduction.reduce(total, more, wide)
+        total = wide
+    reduction.finish(total, out)

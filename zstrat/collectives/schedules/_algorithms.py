@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ._doubling import (
     dissemination_barrier,
     doubling_all_gather,
+    doubling_all_reduce,
     halving_doubling_all_reduce,
 )
 from ._exchanges import (
@@ -36,11 +37,14 @@ class Algorithm(NamedTuple):
 
     ``has_root``: its schedules take a root after rank and size. ``is_even``: all ranks
     do the same at the same time; with "p2", if the size is a power of two.
+    ``is_compressible``: a block is finished by one rank, so that all others have what
+    it has made of values that were rounded for the wire.
     """
 
     make: Callable[..., Schedule]
     has_root: bool = False
     is_even: bool | str = True
+    is_compressible: bool = True
 
     def even_for(self, size: int) -> bool:
         """Whether among so many all ranks do the same at the same time."""
@@ -58,6 +62,9 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
         "all_reduce": {
             "ring": Algorithm(ring_all_reduce),
             "halving_doubling": Algorithm(halving_doubling_all_reduce, is_even="p2"),
+            "doubling": Algorithm(
+                doubling_all_reduce, is_even="p2", is_compressible=False
+            ),
             "tree": Algorithm(tree_all_reduce, is_even=False),
             "double_tree": Algorithm(double_tree_all_reduce, is_even=False),
             "direct": Algorithm(direct_all_reduce),

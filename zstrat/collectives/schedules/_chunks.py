@@ -39,6 +39,7 @@ _GRAIN: Final = 64
 """Chunks hold a multiple of so many elements: vector units like it."""
 
 _ENDS: Final = (Act.TAKE, Act.FINISH)
+_REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
 
 
 class Block:
@@ -49,6 +50,7 @@ class Block:
         "at",
         "count",
         "forwards",
+        "grows",
         "have",
         "is_direct",
         "is_same",
@@ -78,6 +80,10 @@ class Block:
         """It is sent once it is finished."""
         self.is_taken = Act.TAKE in acts
         """It comes back as finished: until then it may be sent from live memory."""
+        self.grows = max(
+            (i for i, act in enumerate(acts) if act in _REDUCES), default=-1
+        )
+        """The action that reduces more into it for the last time."""
         self.is_same = _is_same(source, result)
         self.is_direct = False
         """Partial sums are made where the result goes."""
@@ -116,7 +122,7 @@ def _is_same(source: np.ndarray | None, result: np.ndarray | None) -> bool:
     return source is result or source.ctypes.data == result.ctypes.data
 
 
-_REDUCE: Final = Act.REDUCE
+_TAKE, _REDUCE_FIRST = Act.TAKE, Act.REDUCE_FIRST
 
 
 class Codec(Protocol):
@@ -179,7 +185,11 @@ class Values:
         values = self._latest(block, chunk)
         if self._codec is not None:
             return self._codec.encode(place, self._wide(values))
-        if have is None and not (block.is_taken or self._frozen):
+        if have is not None:
+            is_kept = block.at[chunk] > block.grows
+        else:
+            is_kept = block.is_taken or self._frozen
+        if not is_kept:
             values = values.copy()
         return values.view(np.uint8)
 
@@ -189,8 +199,9 @@ class Values:
         Raises:
             ProtocolError: It has not so many bytes.
         """
-        if block.actions[block.at[chunk]].act is _REDUCE:
-            self._reduce(block, chunk, place, data)
+        act = block.actions[block.at[chunk]].act
+        if act is not _TAKE:
+            self._reduce(block, chunk, place, data, act is _REDUCE_FIRST)
         else:
             if block.result is not None:
                 result = block.part(block.result, chunk)
@@ -227,7 +238,9 @@ class Values:
             raise _wrong_length(place, data, result.nbytes)
         result[...] = data.view(result.dtype)
 
-    def _reduce(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
+    def _reduce(
+        self, block: Block, chunk: int, place: int, data: np.ndarray, is_first: bool
+    ) -> None:
         assert self._reduction is not None
         assert block.source is not None
         have = block.have[chunk]
@@ -240,6 +253,8 @@ class Values:
             else:
                 have = np.empty(len(some), self._reduction.accumulator)
             block.have[chunk] = have
+        if is_first:
+            some, more = more, some
         self._reduction.reduce(some, more, have)
 
     def _incoming(self, place: int, data: np.ndarray, count: int) -> np.ndarray:

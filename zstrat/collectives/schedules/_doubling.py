@@ -34,6 +34,37 @@ def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
     return Schedule(blocks, (2 * _log2(p) + 2) * p, tuple(range(p)))
 
 
+def doubling_all_reduce(rank: int, size: int) -> Schedule:
+    """One block, whole: at each step partners give each other all that they have, at
+    doubling distance. Half the steps of a tree, for arrays so small that steps count.
+
+    Every member reduces all of it, the lower numbers first: all have the same bits, of
+    which none is made of what was rounded for the wire. So nothing can be compressed.
+    Ranks beyond the largest power of two fold in, as in `halving_doubling_all_reduce`.
+
+    Cost: log2(p) steps, 2 more with extras; each rank sends the array log2(p) times.
+    Thakur, Rabenseifner and Gropp, as above.
+    """
+    p = 1 << (size.bit_length() - 1)
+    extras, steps = size - p, _log2(p)
+    if rank < 2 * extras and not rank % 2:
+        give = Action(Act.SEND, rank + 1, 0)
+        actions = [give, Action(Act.TAKE, rank + 1, steps + 1)]
+        return Schedule((tuple(actions),), steps + 2, (0,))
+    is_host = rank < 2 * extras
+    number = rank // 2 if is_host else rank - extras
+    actions = [Action(Act.REDUCE_FIRST, rank - 1, 0)] if is_host else []
+    for step in range(steps):
+        partner = number ^ (1 << step)
+        act = Act.REDUCE if number < partner else Act.REDUCE_FIRST
+        peer = _rank_of(partner, extras)
+        actions += [Action(Act.SEND, peer, step + 1), Action(act, peer, step + 1)]
+    actions.append(Action(Act.FINISH))
+    if is_host:
+        actions.append(Action(Act.SEND, rank - 1, steps + 1))
+    return Schedule((tuple(actions),), steps + 2, (0,))
+
+
 def doubling_all_gather(rank: int, size: int) -> Schedule:
     """Block b is what rank b gives; blocks may differ in size.
 

@@ -83,7 +83,10 @@ def _algorithm(
     if call.algorithm not in (None, "auto"):
         return call.algorithm
     whole = max(call.source.nbytes, call.target.nbytes)
-    return choices.choose(call.kind.value, whole, size, one_host)
+    chosen = choices.choose(call.kind.value, whole, size, one_host)
+    if call.compression is None or _is_compressible(call.kind, chosen):
+        return chosen
+    return "tree"  # what the table says is for calls without
 
 
 def _codec(
@@ -149,3 +152,7 @@ def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 @cache
 def _made(kind: CallKind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
     return algorithm_named(kind.value, algorithm).rooted(root)(rank, size)
+
+
+def _is_compressible(kind: CallKind, algorithm: str) -> bool:
+    return algorithm_named(kind.value, algorithm).is_compressible

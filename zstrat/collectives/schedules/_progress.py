@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ._chunks import Codec
     from ._schedule import Schedule
 
-_SEND, _REDUCE, _TAKE, _FINISH = Act.SEND, Act.REDUCE, Act.TAKE, Act.FINISH
+_SEND, _FINISH = Act.SEND, Act.FINISH
 
 
 class Send(NamedTuple):
@@ -89,7 +89,7 @@ class ScheduleProgress:
         self._left += block.cut(max(chunk_bytes // width, 1))
         self._blocks.append(block)
         for index, action in enumerate(block.actions):
-            if action.act is _REDUCE or action.act is _TAKE:
+            if action.act is not _SEND and action.act is not _FINISH:
                 self._receipts[action.place] = (block, index)
 
     @property

@@ -8,8 +8,8 @@ on both sides.
 
 The laws that a schedule keeps, for any size: every contribution is reduced into a
 block exactly once; a block is finished (divided, rounded, compressed) by exactly one
-rank; all ranks that hold it in the end hold the bytes that this rank made. What a rank
-has sent of a block and later receives as finished was received before by all whom it
+rank, and all ranks that hold it in the end hold the bytes that this rank made; or by
+several that have reduced the same contributions in the same order. What a rank has sent of a block and later receives as finished was received before by all whom it
 was sent to. No rank receives two hops of the same place. (A barrier moves nothing, and
 keeps the last law alone.)
 """
@@ -30,7 +30,9 @@ class Act(enum.Enum):
     SEND = enum.auto()
     """What this rank has of the block goes to the peer."""
     REDUCE = enum.auto()
-    """What comes from the peer is reduced into what this rank has."""
+    """What comes from the peer is reduced into what this rank has,"""
+    REDUCE_FIRST = enum.auto()
+    """or what this rank has into what comes: this is the other order."""
     TAKE = enum.auto()
     """What comes from the peer is the block from now on."""
     FINISH = enum.auto()
