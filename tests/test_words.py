@@ -22,6 +22,17 @@ def test_modules_that_are_named_in_words_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_comment_is_a_banner() -> None:
+    """What parts a file has, its classes and the first lines of its docstrings say."""
+    wrong = [
+        f"{module}:{line}"
+        for module, path in modules()
+        for line, text in enumerate(path.read_text().splitlines(), start=1)
+        if re.match(r"\s*#\s*[-=#*]{3}", text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 REFERENCE = re.compile(r"`(zstrat(?:\.\w+)+|_[a-z][a-z0-9_]*(?:\.[A-Za-z]\w*)*)`")
 """What is in backticks, and is or may be the name of a module, or of a thing in one."""
 

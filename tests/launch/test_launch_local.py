@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -57,18 +58,25 @@ def wait_gone(pid, seconds=30):
         os.close(descriptor)
 
 
-def found(cluster, folder):
+def found(cluster, folder, workers):
     """The environment of each worker, as what runs there finds it."""
 
     def write(context):
         place = folder / f"worker-{context.input_pipeline_id}.json"
-        place.write_text(json.dumps(dict(os.environ)))
-        return [np.float32(0)]
+        place.with_suffix(".part").write_text(json.dumps(dict(os.environ)))
+        place.with_suffix(".part").rename(place)
+        return itertools.repeat(np.float32(0))
 
+    files = []
     with zs.ParameterServerStrategy(cluster) as strategy:
         coordinator = zs.ClusterCoordinator(strategy)
-        coordinator.create_per_worker_dataset(write).build()
-    files = sorted(folder.glob("worker-*.json"))
+        iterator = iter(coordinator.create_per_worker_dataset(write))
+        draw = zs.function(lambda iterator: next(iterator))
+        while len(files) < workers:  # one may join later than the other
+            for _ in range(workers):
+                coordinator.schedule(draw, args=(iterator,))
+            coordinator.join()
+            files = sorted(folder.glob("worker-*.json"))
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -96,7 +104,7 @@ def test_a_cluster(lane, cores, each, monkeypatch, caplog, tmp_path):
         assert pids == [cluster.pid(task) for task in cluster.tasks]
         addresses = [sight.text("task", "address") for sight in seen]
         assert addresses == [sight.address for sight in seen]
-        environments = found(cluster, tmp_path)
+        environments = found(cluster, tmp_path, 2)
         assert [env["NPROC"] for env in environments] == [each, each]
         gpus = [env["CUDA_VISIBLE_DEVICES"] for env in environments]
         assert gpus == ["0,1", "2,3"]
@@ -114,7 +122,7 @@ def test_a_cluster(lane, cores, each, monkeypatch, caplog, tmp_path):
 def test_frozen_thawed_and_drained_by_who_says_where_its_logs_are(tmp_path):
     folder, env = tmp_path / "run", {"NPROC": "9", "PYTHONPATH": "given"}
     with LocalCluster(1, 1, lane="tcp", directory=folder, env=env) as cluster:
-        (environment,) = found(cluster, tmp_path)
+        (environment,) = found(cluster, tmp_path, 1)
         assert environment["NPROC"] == "9"
         path = f"{os.path.abspath(sys.path[0])}:given"
         assert environment["PYTHONPATH"] == path

@@ -9,9 +9,10 @@ on both sides.
 The laws that a schedule keeps, for any size: every contribution is reduced into a
 block exactly once; a block is finished (divided, rounded, compressed) by exactly one
 rank, and all ranks that hold it in the end hold the bytes that this rank made; or by
-several that have reduced the same contributions in the same order. What a rank has sent of a block and later receives as finished was received before by all whom it
-was sent to. No rank receives two hops of the same place. (A barrier moves nothing, and
-keeps the last law alone.)
+several that have reduced the same contributions in the same order. What a rank has sent
+of a block and later receives as finished was received before by all whom it was sent
+to. No rank receives two hops of the same place. (A barrier moves nothing, and keeps the
+last law alone.)
 """
 
 from __future__ import annotations
