@@ -67,9 +67,6 @@ def page(costs: Costs, largest: Largest, machine: str) -> dict[str, str]:
     return {PAGE: text, **_pictures(costs)}
 
 
-# ---- tables --------------------------------------------------------------------------
-
-
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
@@ -179,9 +176,6 @@ def _ledger(costs: Costs) -> str:
     )
 
 
-# ---- pictures ------------------------------------------------------------------------
-
-
 def _pictures(costs: Costs) -> dict[str, str]:
     many = [float(round(10 ** (1 + power / 10))) for power in range(31)]
     steps = [
@@ -238,9 +232,6 @@ def _pictures(costs: Costs) -> dict[str, str]:
 
 def _program_limit(costs: Costs) -> Callable[[float], float]:
     return lambda workers: max(1.0, model.program_rate(costs, int(workers), 1))
-
-
-# ---- words ---------------------------------------------------------------------------
 
 
 def _time(seconds: float) -> str:

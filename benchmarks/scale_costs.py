@@ -72,9 +72,6 @@ def measured(count: int = 3000, workers: tuple[int, int] = (100, 1000)) -> Costs
     )
 
 
-# ---- real processes ------------------------------------------------------------------
-
-
 def _stepped(servers: int, workers: int, numbers: int, count: int) -> dict[str, float]:
     """Seconds per step of the busiest thread of each process, and of the two threads of
     the program. A step adds to a variable of so many float32 on each server; 0: it does
@@ -127,9 +124,6 @@ def _spent(task: Path) -> float:
         return int((task / "schedstat").read_text("ascii").split()[0]) * 1e-9
     except FileNotFoundError:  # it has ended
         return 0.0
-
-
-# ---- connections ---------------------------------------------------------------------
 
 
 def _links(count: int = LINKS, seconds: float = 4.0) -> tuple[float, float, float]:
@@ -203,9 +197,6 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-# ---- the ledger ----------------------------------------------------------------------
-
-
 def _ledger(count: int = 200_000) -> tuple[float, float]:
     """Seconds and bytes of a push that is looked up, and noted."""
     from zstrat.ps import OptimizerEngine, Store
@@ -224,9 +215,6 @@ def _ledger(count: int = 200_000) -> tuple[float, float]:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return seconds, held / (count // 4)
-
-
-# ---- what grows with the number of workers -------------------------------------------
 
 
 def scanned(few: int, many: int) -> float:

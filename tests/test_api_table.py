@@ -158,9 +158,6 @@ def test_no_table_is_written_while_something_is_missing(make_api, run, capsys):
     assert not make_api.TABLE.exists()
 
 
-# ---- what TensorFlow makes public --------------------------------------------------
-
-
 @pytest.fixture
 def tf_names(make_api):
     import tf_names

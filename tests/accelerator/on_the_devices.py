@@ -60,9 +60,6 @@ def made(request):
     return Made(zs.OneDeviceStrategy("CPU:0"), [HOST], "/device:CPU:0")
 
 
-# ---- training
-
-
 def test_steps_of_training_are_those_of_numpy(made):
     strategy = made.strategy
     with strategy.scope():
@@ -101,9 +98,6 @@ def test_batches_of_a_dataset_are_on_the_devices_of_the_replicas(made):
         assert where == made.replicas
         found += parts
     np.testing.assert_array_equal(np.concatenate(found), rows)
-
-
-# ---- replicas in turns
 
 
 def on_replicas(strategy, parts):
@@ -147,9 +141,6 @@ def test_python_looks_at_a_value_on_the_device(made):
         np.testing.assert_array_equal(value, [n, -n])
 
 
-# ---- variables
-
-
 def test_a_variable_is_read_and_written_in_the_memory_of_the_devices(made):
     strategy = made.strategy
     value = RNG.integers(-9, 9, (6, 3)).astype(np.float32)
@@ -186,9 +177,6 @@ def test_a_variable_comes_back_from_a_checkpoint(made, tmp_path):
         half.numpy().astype(np.float32), np.asarray(small, np.float32)
     )
     assert made.has(v, half)
-
-
-# ---- logical devices
 
 
 def of_logical_devices():
@@ -234,9 +222,6 @@ def test_a_value_is_assigned_to_each_logical_device():
         np.testing.assert_array_equal(
             strategy.run(zs.function(replica), args=(x,)), x + x
         )
-
-
-# ---- groups
 
 
 def test_a_group_reduces_arrays_of_the_devices():

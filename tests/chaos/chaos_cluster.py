@@ -56,8 +56,6 @@ class Cluster:
     def tasks(self, job):
         return [task for task in self._made.tasks if task.startswith(job)]
 
-    # ---- faults; those of a ps leave it whole
-
     def reset(self, rng):
         """All connections of a task are reset."""
         self._made.reset(rng.choice(self._made.tasks))

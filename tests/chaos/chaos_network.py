@@ -64,8 +64,6 @@ class Network:
     def tasks(self, job):
         return [task for task in self._tasks if task.startswith(job)]
 
-    # ---- faults; those of a ps leave it whole
-
     def pulled(self, rng):
         """The cable of a server is out for less than anybody's patience."""
         self._for(SHORTER, self._machines.unplugged, rng.choice(self.tasks("ps")))
@@ -110,8 +108,6 @@ class Network:
         self._running[task].wait()
         time.sleep(rng.uniform(0.0, 1.0))
         self._start(task)
-
-    # ---- private
 
     def _for(self, seconds, fault, task):
         with fault(self._tasks.index(task)):

@@ -93,8 +93,6 @@ class Work:
         ]
         return tuple(int(number) for number in np.sum(found, 0))
 
-    # ---- steps, and how much each adds to its slot of which variable
-
     def _traced(self):
         dense, table = self._dense, self._table
 

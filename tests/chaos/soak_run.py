@@ -51,9 +51,6 @@ ALLOWED = {"memory": 0.1, "objects": 0.01}
 peak took, the allocator of C keeps: now and then that is some MiB at once."""
 
 
-# ---- how large a process is
-
-
 def look(local):
     """By task, and for this program: what there is now, by name. Memory in MiB."""
     sights = run(observe(local.spec, Settings(), 30))
@@ -88,9 +85,6 @@ def process(pid):
     }
 
 
-# ---- programs that are killed
-
-
 def train_for_ever(spec):
     play(zs.ClusterSpec(spec), sys.maxsize, lambda: print("trains", flush=True))
 
@@ -101,9 +95,6 @@ def killed(local):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert "trains\n" in iter(program.stdout.readline, "")
         program.kill()
-
-
-# ---- all of them
 
 
 class Soak:

@@ -94,9 +94,6 @@ def numbers():
     return zs.data.Dataset.from_tensor_slices(ids).repeat()
 
 
-# ---- objects of Python, in all processes
-
-
 def objects():
     """In the process that calls it."""
     gc.collect()

@@ -55,9 +55,6 @@ def save(path, data: bytes) -> Manifest:
     return manifest
 
 
-# ---- manifests -----------------------------------------------------------------------
-
-
 @st.composite
 def stored(draw):
     cuts = sorted(draw(st.sets(st.integers(1, 50), min_size=1, max_size=5)))
@@ -147,9 +144,6 @@ def test_hostile_manifests(body, says):
     assert Manifest.decode(signed(one()), "x").tensors["a"].is_whole
 
 
-# ---- folders -------------------------------------------------------------------------
-
-
 def test_a_folder_is_a_checkpoint_from_its_commit_on(tmp_path):
     path = tmp_path / "ckpt-1"
     with CheckpointFolder(str(path)) as folder:
@@ -222,9 +216,6 @@ def test_removal_touches_only_what_a_writer_made(tmp_path):
     (path / "notes.txt").unlink()
     assert sweep(str(path))
     assert not sweep(str(path))
-
-
-# ---- one writer ----------------------------------------------------------------------
 
 
 def test_the_second_writer_hears_who_is_first(tmp_path):

@@ -164,9 +164,6 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         resolver.cluster_spec()
 
 
-# ---- Google's own library ----------------------------------------------------------
-
-
 def test_the_true_requests() -> None:
     """By the description of the service that the library brings: it refuses names and
     arguments that there are not."""

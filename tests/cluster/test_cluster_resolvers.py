@@ -42,9 +42,6 @@ def tf_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return put
 
 
-# ---- SimpleClusterResolver ---------------------------------------------------------
-
-
 def test_simple_answers_what_it_was_given() -> None:
     resolver = SimpleClusterResolver(
         SPEC, "m:1", "ps", 0, "cloud", {"GPU": 2}, rpc_layer="tcp"
@@ -121,9 +118,6 @@ def test_an_empty_layer_takes_the_scheme_away_where_tensorflow_has_it_so(
     simple = SimpleClusterResolver(SPEC, rpc_layer="grpc")
     assert simple.master("ps", 0, "") == "grpc://ps0:2222"
     assert UnionResolver(simple, rpc_layer="x").master("ps", 0, "") == "x://ps0:2222"
-
-
-# ---- TFConfigClusterResolver -------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "{}", {}])
@@ -327,8 +321,6 @@ def test_tf_config_other_texts_must_be_texts(tf_config: Callable[[Any], None]) -
         _ = resolver.environment
 
 
-# ---- TomlClusterResolver -----------------------------------------------------------
-
 FILE = """
 [cluster]
 worker = ["a:1", "b:1"]
@@ -406,9 +398,6 @@ def test_toml_mistakes(file: Callable[[str], Path], text: str, words: str) -> No
 def test_toml_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*nowhere\.toml: No such file"):
         TomlClusterResolver(tmp_path / "nowhere.toml")
-
-
-# ---- UnionResolver -----------------------------------------------------------------
 
 
 def simple(cluster: Any, **options: Any) -> SimpleClusterResolver:

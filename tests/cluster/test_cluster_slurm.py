@@ -215,9 +215,6 @@ def test_ranks_that_slurm_dealt_out_in_another_order(
     assert SlurmClusterResolver().master() == "grpc://t02n13:8889"
 
 
-# ---- GPUs --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("visible", "rank", "options", "gpus", "share"),
     [
@@ -295,9 +292,6 @@ def test_nvidia_smi_that_fails(
     with pytest.raises(RuntimeError, match=f"(?s){words}"):
         SlurmClusterResolver()
     assert SlurmClusterResolver(gpus_per_node=0).num_accelerators() == {}
-
-
-# ---- all ranks together ------------------------------------------------------------
 
 
 @given(

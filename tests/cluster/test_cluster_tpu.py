@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("nowhere")
 
 
-# ---- local -------------------------------------------------------------------------
-
-
 @pytest.mark.shows("tf.distribute.cluster_resolver.TPUClusterResolver")
 def test_the_tpu_in_this_machine() -> None:
     resolver = TPUClusterResolver("local")
@@ -65,9 +62,6 @@ def test_metadata_of_a_local_tpu(cards: Callable[..., None]) -> None:
         "/job:localhost/replica:0/task:0/device:TPU:0",
         "/job:localhost/replica:0/task:0/device:TPU:1",
     )
-
-
-# ---- addresses ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,9 +152,6 @@ def test_a_number_of_the_environment_that_is_none(
     monkeypatch.setenv("TPU_WORKER_ID", number)
     with pytest.raises(ValueError, match=r"^TPU_WORKER_ID: expected the number of"):
         TPUClusterResolver()
-
-
-# ---- the environment ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tpu", [None, ""])

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("nowhere")
 
 
-# ---- a host of a TPU, by its metadata server ---------------------------------------
-
-
 @pytest.mark.parametrize(
     "workers",
     [
@@ -78,9 +75,6 @@ def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "metadata server 127.0.0.1:1 does not answer"
     with pytest.raises(ValueError, match=f"^Please provide a TPU Name .*{words}"):
         TPUClusterResolver()
-
-
-# ---- a TPU with a name, by the service ---------------------------------------------
 
 
 def test_a_tpu_with_a_name() -> None:

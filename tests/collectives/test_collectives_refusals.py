@@ -52,9 +52,6 @@ def joining(group, rank):
     return JoinGroup(group, 0, rank, 2, member(rank), 60.0)
 
 
-# ---- a task that is asked ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("role", "message", "error", "words"),
     [
@@ -120,9 +117,6 @@ def test_a_runtime_serves_groups_alone():
         GroupRuntime(SimpleNamespace())._handle(task(1), STATE)
 
 
-# ---- the lines to others -------------------------------------------------------------
-
-
 class Line:
     """A link that opens as a test says: to a task of this incarnation, or not."""
 
@@ -166,9 +160,6 @@ async def test_a_mesh_that_cannot_be_opened(lines, error, words):
     )
     with pytest.raises(error, match=words):
         await mesh.open(1.0)
-
-
-# ---- calls ---------------------------------------------------------------------------
 
 
 def test_a_result_that_takes_longer():

@@ -206,9 +206,6 @@ def test_workers_forget_arguments_that_nobody_needs(world):
     world.until(lambda: sum(len(w.arguments) for w in world.workers) <= 2)
 
 
-# ---- large results
-
-
 def test_large_results_stay_until_they_are_fetched(world):
     coordinator = world.coordinator()
     value = coordinator.schedule(large, args=(3,))

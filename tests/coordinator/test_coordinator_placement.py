@@ -63,8 +63,6 @@ class Stores(RuleBasedStateMachine):
         self.take(self.placement.start())
         self.settles()
 
-    # ---- what the program does with orders
-
     def take(self, orders):
         for order in orders:
             match order:
@@ -84,8 +82,6 @@ class Stores(RuleBasedStateMachine):
         held = self.memory[process].get(store)
         if self.up[process] and held is not None and held.view < view:
             del self.memory[process][store]
-
-    # ---- what processes do
 
     def at(self, address, store):
         """The copy there, and its process, if that answers."""
@@ -131,8 +127,6 @@ class Stores(RuleBasedStateMachine):
         backup.is_whole, backup.has = True, set(primary.has)
         primary.backup = backup
         return "done"
-
-    # ---- what happens
 
     @rule(process=PLACES, keeps=st.booleans())
     def goes(self, process, keeps):
@@ -264,8 +258,6 @@ class Stores(RuleBasedStateMachine):
         if primary.address == self.lines[store]:
             assert self.acked[store] <= primary.has, "it lacks what was acknowledged"
             self.acked[store].add(self.pushes)
-
-    # ---- what must hold
 
     @invariant()
     def one_primary_in_a_view(self):

@@ -56,8 +56,6 @@ class QueueMachine(RuleBasedStateMachine):
         if self.queue.runs:
             self.owed.append(error)
 
-    # ---- the user
-
     @precondition(lambda self: self.queue.accepts)
     @rule()
     def put(self):
@@ -111,8 +109,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.fetched(error)
         if self.once:
             self.owed.remove(error)
-
-    # ---- the workers
 
     @rule(limit=st.integers(1, 4))
     def take(self, limit):
@@ -173,8 +169,6 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _stop(self, data):
         return self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-
-    # ---- what always holds
 
     @invariant()
     def books_agree(self):

@@ -165,9 +165,6 @@ def test_per_worker_values_are_made_of_remote_values(world):
         PerWorkerValues([value, 3])
 
 
-# ---- bounds and deadlines
-
-
 def test_schedule_waits_while_the_queue_is_full(world):
     coordinator = world.coordinator(max_queued=3, closures_in_flight=1)
     world.on_loop(world.hold)
@@ -221,9 +218,6 @@ def test_a_join_does_not_hold_up_other_threads(world):
     assert not later.is_ready
     world.on_loop(world.release)
     assert later.fetch() == 7
-
-
-# ---- the end
 
 
 def test_shutdown_cancels_and_a_new_coordinator_goes_on(world):

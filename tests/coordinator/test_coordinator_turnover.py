@@ -300,9 +300,6 @@ def test_a_worker_may_be_removed_while_it_builds(world, caplog):
     assert "Traceback" not in caplog.text
 
 
-# ---- a resolver whose answer changes ------------------------------------------------
-
-
 class Resolver:
     """Tells the test which questions there were."""
 

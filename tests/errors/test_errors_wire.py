@@ -127,9 +127,6 @@ def test_other_fields_than_ours_are_said(cls, count):
     assert f"{cls.__name__} arrived with the fields" in str(error)
 
 
-# ---- exceptions that are not ours ----------------------------------------------------
-
-
 class Picky(Exception):
     """Wants something else than its ``args``."""
 
@@ -270,9 +267,6 @@ def test_a_long_traceback_fits_into_a_message():
     assert len(across(error).__notes__[0]) < 20_000
 
 
-# ---- notes and causes ----------------------------------------------------------------
-
-
 def raised(error):
     try:
         raise error
@@ -329,8 +323,6 @@ def test_a_root_is_pickled_with_its_error():
     assert str(again) == "on worker:0: ValueError: root"
     assert again.original_exception.args == ("root",)
 
-
-# ---- hostile values ------------------------------------------------------------------
 
 PLAIN = st.recursive(
     st.none()

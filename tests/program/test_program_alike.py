@@ -123,9 +123,6 @@ def test_rows_are_updated_where_they_are_meant(home):
     ]
 
 
-# ---- what is traced for each variable ----------------------------------------------
-
-
 def test_a_body_that_has_the_variable_itself(make):
     """It may be asked which one it was given."""
     a, b, c = (make([n]) for n in (1, 2, 3))
@@ -284,9 +281,6 @@ def test_rows_that_are_looked_up(home):
     step = Counted(lambda t, ids: t.sparse_read(ids))
     assert step(a, np.array([3, 0])).tolist() == [3, 0]
     assert step(b, np.array([3, 0])).tolist() == [1, 1]
-
-
-# ---- words -------------------------------------------------------------------------
 
 
 def test_no_warning_for_other_variables_and_one_for_other_shapes(make):

@@ -139,9 +139,6 @@ def test_refusals(home):
         zs.function(lambda: zs.embedding_lookup(table, [3, 11]))()
 
 
-# ---- ragged ids ----------------------------------------------------------------------
-
-
 def combined(rows, weights, combiner):
     """One row of ids, in float64 numpy."""
     if not len(rows):

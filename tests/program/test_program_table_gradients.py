@@ -297,9 +297,6 @@ def test_training(home, eager):
         np.testing.assert_allclose(home.whole(variable), value, rtol=1e-4, atol=1e-5)
 
 
-# ---- replicas ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("devices", [0, 2], ids=["one device", "a mesh"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
 def test_replicas(home, inside, devices):

@@ -118,8 +118,6 @@ def test_readers_that_overlap_updates_cost_one_second_buffer_that_is_given_up_la
     assert cell.held_bytes == cell.nbytes
 
 
-# ---- the proof that XLA keeps the law for values that it owns --------------------
-
 step = jax.jit(lambda value, delta: value - delta, donate_argnums=0)
 
 

@@ -215,9 +215,6 @@ async def test_creation_is_cut_into_messages_that_fit():
         assert [v[0] for v in values] == list(range(count))
 
 
-# ---- scripted links --------------------------------------------------------------
-
-
 class Script:
     """A link whose answers the test gives, in any order."""
 

@@ -264,8 +264,6 @@ async def test_who_may_not_push_may_not_exchange(rig, role):
     assert rig.ask(exchange(0), caller(Job.WORKER)).applied
 
 
-# ---- one message does what two do ------------------------------------------------
-
 KEYS = st.integers(0, 3)  # the last one is of no variable
 
 

@@ -67,8 +67,6 @@ async def value_of(heirs, key, known=-1):
     return answer.versions[0], *map(np.asarray, answer.arrays)
 
 
-# ---- what goes on ------------------------------------------------------------------
-
 KEYS = st.integers(0, 2)
 STEPS = st.integers(1, 6)
 CHANGES = st.one_of(
@@ -170,9 +168,6 @@ async def test_slots_of_which_a_part_was_loaded_are_as_they_were(tmp_path):
             await side.answer(step)
 
 
-# ---- who is answered ---------------------------------------------------------------
-
-
 async def test_while_it_leaves_nobody_is_told_anything(tmp_path):
     async with heirs(tmp_path / "s") as side:
         await side.answer(created(1))
@@ -235,9 +230,6 @@ async def test_without_a_session_nothing_is_left(tmp_path):
         assert not side.went_on
         assert not side.has_left
     assert not os.listdir(side_folder)
-
-
-# ---- states that are used once, or never ---------------------------------------------
 
 
 async def left_in(folder):

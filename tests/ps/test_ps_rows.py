@@ -378,9 +378,6 @@ def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch)
     np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-5)
 
 
-# ---- reading ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "?", "f2", BF16])
 @pytest.mark.parametrize("row", [(), (0,), (3,), (2, 2)])
 def test_rows_are_read_in_the_order_of_the_indices(dtype, row):

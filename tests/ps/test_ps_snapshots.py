@@ -50,9 +50,6 @@ async def rig():
         yield rig
 
 
-# ---- pinning and reading ---------------------------------------------------------
-
-
 async def test_a_pin_names_values_and_slots_and_keeps_them(rig):
     rows = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
     table, bias = await rig.create(0, 1, rows), await rig.create(1, 2, np.float64(4))
@@ -196,9 +193,6 @@ async def test_a_request_for_a_snapshot_never_meets_the_next_one(rig, message):
     with pytest.raises(UnavailableError, match="was lost meanwhile"):
         await asked
     assert rig.statistics()["snapshots"] == 1
-
-
-# ---- writing ---------------------------------------------------------------------
 
 
 async def test_a_file_has_every_tensor_as_it_was(rig, tmp_path, monkeypatch):
@@ -366,9 +360,6 @@ async def test_deleted_variables_stay_in_their_snapshot(rig):
     await rig.client.delete([ref])
     await rig.create(0, 1, np.zeros(3))
     assert (await rig.bytes_of(pinned[0])).tolist() == [0, 1, 2, 3, 4]
-
-
-# ---- who may ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", [Job.WORKER, Job.EVALUATOR, Job.OBSERVER])

@@ -88,8 +88,6 @@ def test_one_failure_of_xla_does_not_break_updates_of_rows():
         np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
 
 
-# ---- updates see those before them -----------------------------------------------
-
 FIVES = np.full((8, 2), 5, "f4")
 
 
@@ -151,9 +149,6 @@ def test_gradients_of_another_dtype_than_their_variable_in_one_push(kinds):
     for update in updates:
         twin.push(push(update))
     np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
-
-
-# ---- all or nothing --------------------------------------------------------------
 
 
 def no_memory(*_):
@@ -254,9 +249,6 @@ def test_half_of_a_push_that_xla_could_not_finish_is_never_seen():
         store.read([Read(2, -1)])
     store.push(push((2, UpdateOp.ASSIGN, FIVES)))
     np.testing.assert_array_equal(value_of(store, 2), FIVES)
-
-
-# ---- what was lost, and what does not fit, has a name ----------------------------
 
 
 def test_a_lost_value_heals_with_an_assignment_before_its_gradient():

@@ -292,8 +292,6 @@ class FakeCluster:
                 home = self.client.homes[spec.key][1]
                 home.update(handle(spec, home), op, tuple(arrays), None)
 
-    # ---- for tests -------------------------------------------------------------------
-
     @contextlib.contextmanager
     def scope(self):
         token = creator.set(self.variables)

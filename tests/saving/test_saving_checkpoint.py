@@ -147,9 +147,6 @@ def test_names_with_dots_and_slashes_stay_apart(tmp_path):
     assert float(again["a"]["b"].numpy()) == 5
 
 
-# ---- partitionings -------------------------------------------------------------------
-
-
 def test_any_partitioning(tmp_path):
     whole = np.arange(24, dtype="f4").reshape(8, 3)
 
@@ -162,9 +159,6 @@ def test_any_partitioning(tmp_path):
         other = sharded(parts, np.zeros_like(whole))
         Checkpoint(t=other).restore(path).assert_consumed()
         np.testing.assert_array_equal(other.numpy(), whole)
-
-
-# ---- what does not fit ---------------------------------------------------------------
 
 
 def test_other_shapes_and_dtypes_are_all_named_and_nothing_changes(tmp_path):
@@ -259,9 +253,6 @@ def test_nothing_to_restore(tmp_path):
         Checkpoint().restore(tmp_path)
 
 
-# ---- delayed restore -----------------------------------------------------------------
-
-
 def test_what_is_created_later_gets_its_value_when_it_is_attached(tmp_path):
     net, optimizer = Net(3.0), Optimizer(optax.sgd(0.5, momentum=0.5))
     optimizer.apply_gradients([(ones(2, 3), net.w)])
@@ -335,9 +326,6 @@ def test_a_module_is_not_kept_by_what_listens(tmp_path):
     del checkpoint
     gc.collect()
     assert died
-
-
-# ---- save, write, read ---------------------------------------------------------------
 
 
 def test_the_counter_goes_with_the_checkpoint(tmp_path):

@@ -167,9 +167,6 @@ def test_metrics_for_tensorboard(tmp_path):
     assert b"loss" in file.read_bytes()
 
 
-# ---- exports -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model():
     rows = np.arange(12, dtype="f4").reshape(6, 2)
@@ -206,9 +203,6 @@ def test_orbax(model, tmp_path):
         read = read.get("m", read)
         np.testing.assert_array_equal(read["emb"], rows)
         assert read["a/b"]["0"] == 3.0
-
-
-# ---- progress ------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):

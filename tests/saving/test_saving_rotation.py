@@ -179,9 +179,6 @@ async def test_the_async_forms(checkpoint, tmp_path):
     assert await manager.restore_or_initialize_async() == path
 
 
-# ---- damage --------------------------------------------------------------------------
-
-
 def cut(path):
     (part,) = path.glob("part-*")
     part.write_bytes(part.read_bytes()[:-1])
@@ -257,9 +254,6 @@ def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog
     outside.mkdir(exist_ok=True)
     manager.save()
     assert outside.exists()
-
-
-# ---- faults --------------------------------------------------------------------------
 
 
 def test_a_full_disk_leaves_what_was_there(checkpoint, value, tmp_path, monkeypatch):

@@ -133,9 +133,6 @@ def test_a_program_that_knows_only_some_workers(daemons):
         assert coordinator.schedule(which).fetch() == (0, 1)
 
 
-# ---- distributed datasets
-
-
 @pytest.mark.shows("ParameterServerStrategy.experimental_distribute_dataset")
 def test_a_dataset_function_distributes_over_the_replicas_of_its_worker(strategy):
     coordinator = zs.ClusterCoordinator(strategy)

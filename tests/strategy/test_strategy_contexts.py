@@ -40,9 +40,6 @@ def installed(strategy):
     experimental_set_strategy(None)
 
 
-# ---- the update context ------------------------------------------------------------
-
-
 def where():
     return in_cross_replica_context(), get_replica_context(), get_update_replica_id()
 
@@ -96,9 +93,6 @@ def test_an_update_in_a_replica_function_is_made_once_for_all(strategy):
 
     assert strategy.run(replica_fn) == (True, None, 0)
     assert v.numpy() == 3.0
-
-
-# ---- current without a scope -------------------------------------------------------
 
 
 @pytest.mark.shows("experimental_set_strategy")
@@ -161,9 +155,6 @@ def test_what_was_created_in_a_scope_stays_apart_from_what_is_installed(
 def test_only_strategies_are_set():
     with pytest.raises(TypeError, match="expected a strategy or None, got str"):
         experimental_set_strategy("mirrored")
-
-
-# ---- misuse ------------------------------------------------------------------------
 
 
 def test_between_replicas_of_another_strategy_is_refused(strategy, other):

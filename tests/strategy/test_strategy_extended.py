@@ -24,9 +24,6 @@ def per_replica(strategy, *values):
     )
 
 
-# ---- reduce_to ---------------------------------------------------------------------
-
-
 @pytest.mark.shows("tf.distribute.StrategyExtended.reduce_to")
 @pytest.mark.parametrize(("op", "wanted"), [("sum", [8.0, 12.0]), ("MEAN", [2.0, 3.0])])
 def test_the_values_of_the_replicas_are_reduced(four, op, wanted):
@@ -111,9 +108,6 @@ def test_a_broadcast_has_one_value_for_each_replica(four):
         four.extended.broadcast_to(np.ones(2), object())
 
 
-# ---- update ------------------------------------------------------------------------
-
-
 def test_what_update_returns_as_it_is_or_as_lists(strategy):
     with strategy.scope():
         v = zs.Variable([1.0, 2.0])
@@ -166,9 +160,6 @@ def test_what_belongs_to_no_variable_is_updated_with_the_first_one(strategy):
         assert strategy.extended.update_non_slot(
             devices, lambda: (1, None), group=False
         ) == ([1], [None])
-
-
-# ---- the rest ----------------------------------------------------------------------
 
 
 def test_a_component_belongs_to_its_container(make_cluster):
@@ -249,9 +240,6 @@ def test_outputs_that_a_replica_hands_out_are_merged(strategy):
     )
     assert context.last_step_outputs == {"x": 2.0}
     assert context.non_tensor_outputs == {"y": ["b"]}
-
-
-# ---- what the first version had besides --------------------------------------------
 
 
 @pytest.mark.shows("Strategy.experimental_distribute_datasets_from_function")

@@ -141,9 +141,6 @@ def test_a_batch_of_all_is_dealt_out_in_halves(two):
     assert found == [[[0], [2]], [[4], [6]]]
 
 
-# ---- TPUStrategy has them too ------------------------------------------------------
-
-
 @pytest.fixture
 def tpu():
     """Eight replicas of one device."""

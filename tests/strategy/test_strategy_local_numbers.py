@@ -142,9 +142,6 @@ def test_a_scalar_variable_is_read_as_an_array(two, synchronization):
         assert each.numpy().shape == ()
 
 
-# ---- what is refused --------------------------------------------------------------
-
-
 def test_gather_takes_an_integer(two):
     value = PerReplica((np.ones(2), np.ones(2)))
     for axis in ("x", None, 1.0, True, (0,)):

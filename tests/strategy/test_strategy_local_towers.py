@@ -74,9 +74,6 @@ def test_elements_that_nobody_writes_to_are_not_copied(towers):
             assert value is rows[2 * step + number]
 
 
-# ---- the end of the elements --------------------------------------------------------
-
-
 @pytest.mark.parametrize(("count", "wanted"), [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 3])])
 def test_a_loop_over_a_dataset_ends_with_its_elements(count, wanted):
     """A remainder that only some of the towers would have is left out."""
@@ -117,8 +114,6 @@ def test_steps_end_with_an_error_where_the_elements_do(towers):
         with pytest.raises(zs.OutOfRangeError):
             towers.run_steps_on_dataset(several, iter(dataset), 2)
 
-
-# ---- updates -------------------------------------------------------------------------
 
 ENGINES = {
     "mirrored": lambda: zs.MirroredStrategy(["CPU:0", "CPU:1"]),

@@ -14,8 +14,6 @@ import zstrat as zs
 from zstrat.cluster import ClusterSpec, TPUClusterResolver
 from zstrat.tpu.experimental import DeviceAssignment, Topology
 
-# ---- the face --------------------------------------------------------------------
-
 
 @pytest.mark.shows("TPUStrategy.cluster_resolver", "TPUStrategy.extended")
 @pytest.mark.shows("TPUStrategy.num_replicas_in_sync")
@@ -89,9 +87,6 @@ def test_an_assignment_of_another_system(tpu_resolver):
     assignment = DeviceAssignment.build(topology)
     with pytest.raises(ValueError, match=r"1 tasks of 2 devices.*this job have \[8\]"):
         zs.TPUStrategy(tpu_resolver, assignment)
-
-
-# ---- annotations ---------------------------------------------------------------
 
 
 @pytest.mark.shows("TPUStrategy.experimental_assign_to_logical_device")
@@ -266,9 +261,6 @@ def test_replicas_on_devices_of_other_processes_are_refused(tpu_resolver, monkey
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with pytest.raises(NotImplementedError, match=r"process 1 .* devices of \[0\]"):
         zs.TPUStrategy(tpu_resolver)
-
-
-# ---- run -------------------------------------------------------------------------
 
 
 @pytest.mark.shows("TPUStrategy.run")

@@ -14,8 +14,6 @@ import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.tpu.experimental import DeviceAssignment, initialize_tpu_system
 
-# ---- training --------------------------------------------------------------------
-
 
 def losses_of(strategy, lay):
     """Five steps of Adam; replicas share the batch."""
@@ -245,9 +243,6 @@ def test_a_resolver_of_hosts_without_a_tpu_is_no_obstacle():
         resolver, DeviceAssignment.build(topology, num_replicas=8)
     )
     assert strategy.cluster_resolver is resolver
-
-
-# ---- datasets ---------------------------------------------------------------------
 
 
 def rows_fn(context):

@@ -68,9 +68,6 @@ def values_of(result):
     return [float(x) for x in result.values]
 
 
-# ---- ON_WRITE --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("run", "method", "expected", "aggregation", "merged"),
     pairwise(
@@ -233,8 +230,6 @@ def test_no_synchronization_is_refused(two):
     with pytest.raises(ValueError, match="`NONE` variable synchronization mode is not"):
         variable(two, 1.0, A.SUM, S.NONE)
 
-
-# ---- ON_READ ---------------------------------------------------------------------
 
 MERGED = [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)]
 

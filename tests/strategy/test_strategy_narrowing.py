@@ -19,9 +19,6 @@ def silent():
     return warnings.catch_warnings(action="error")
 
 
-# ---- variables ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [ROUNDED, lambda: ROUNDED, EXACT, ROUNDED + 1j])
 def test_a_variable_of_64_bits_is_told_of_where_it_is_made(make_cluster, value):
     dtype = np.asarray(value() if callable(value) else value).dtype
@@ -59,9 +56,6 @@ def test_a_whole_tree_is_told_of_once():
     with pytest.warns(zs.NarrowingWarning, match="^'a', 'b', 'c' and 2 more:") as said:
         zs.create_variables(tree)
     assert len(said) == 1
-
-
-# ---- arguments and elements of steps ------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
@@ -161,9 +155,6 @@ def test_a_step_of_parameter_servers_tells_of_its_arguments(make_cluster):
     step = fake.ship(zs.function(lambda x: w.value() * x.sum()))
     with pytest.warns(zs.NarrowingWarning, match=r"^args\[0\] of the step function"):
         fake.run(step, ROUNDED)
-
-
-# ---- distributed datasets -----------------------------------------------------------
 
 
 def test_a_distributed_dataset_is_told_of_where_it_was_distributed():

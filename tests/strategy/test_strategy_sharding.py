@@ -46,9 +46,6 @@ def places(*variables):
     return [part.spec.ps for variable in variables for part in variable.components]
 
 
-# ---- names, sizes, places -----------------------------------------------------------
-
-
 def test_parts_have_the_names_and_sizes_of_the_reference(make_cluster):
     strategy = make_cluster(ps=3, variable_partitioner=in_parts(4)).strategy
     with strategy.scope():
@@ -146,9 +143,6 @@ def test_placement_by_bytes(make_cluster):
 def test_an_unknown_placement_is_refused(make_cluster):
     with pytest.raises(ValueError, match=r"'size'.*'round_robin', 'bytes'"):
         make_cluster(placement="size")
-
-
-# ---- who makes the value ------------------------------------------------------------
 
 
 def test_a_hundred_gigabytes_are_never_here(make_cluster):
@@ -312,9 +306,6 @@ def test_several_variables_are_made_in_few_requests(make_cluster):
     np.testing.assert_array_equal(read["b"], np.ones((3, 2)))
     fake.strategy.delete_variables(made)
     assert not fake.session.values
-
-
-# ---- use outside of steps -----------------------------------------------------------
 
 
 def sharded(fake, rows=10, name="w"):

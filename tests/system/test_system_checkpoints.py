@@ -27,9 +27,6 @@ from zstrat.testing import ThreadCluster
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
-# ---- from one cluster to another -----------------------------------------------------
-
-
 class Training:
     """A table by rows and a bias, moved by Adam."""
 
@@ -109,9 +106,6 @@ def test_training_goes_on_with_other_servers_as_if_nothing_had_been(world, tmp_p
     first.run([6])
     for got, wanted in zip(whole.values(), first.values(), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
-
-
-# ---- while training goes on ----------------------------------------------------------
 
 
 class Counting:
@@ -213,9 +207,6 @@ def test_what_is_saved_beside_pushes_is_one_moment_of_each_server(world, tmp_pat
     assert sums[-1] <= total
 
 
-# ---- what does not fit ---------------------------------------------------------------
-
-
 def test_other_shapes_and_dtypes_are_named_and_nothing_is_restored(world, tmp_path):
     saved = {
         "a": world.table(numbered(ROWS)),
@@ -267,9 +258,6 @@ def test_what_is_created_after_the_restore_gets_its_value(world, tmp_path):
     later.table = world.table(np.zeros((ROWS, DIM), "f4"), 3)
     np.testing.assert_array_equal(later.table.numpy(), numbered(ROWS))
     status.assert_consumed()
-
-
-# ---- the evaluator -------------------------------------------------------------------
 
 
 _EVALUATED = """

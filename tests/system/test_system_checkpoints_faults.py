@@ -35,9 +35,6 @@ def fragile():
     return started
 
 
-# ---- killed in the middle ------------------------------------------------------------
-
-
 # Runs at the start of each daemon: a write to a file of that name says so, and never
 # comes back.
 _GATE = """
@@ -170,9 +167,6 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
     table.assign(np.zeros((ROWS, DIM), "f4"))
     assert manager.restore_or_initialize() == str(tmp_path / "ckpt-2")
     np.testing.assert_array_equal(table.numpy(), numbered(ROWS))
-
-
-# ---- disks ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -8,8 +8,6 @@ from system_ranks import Ranks, zstrat_run
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
 
-# ---- what they compute
-
 EVERYTHING = """
 import zlib
 import jax.numpy as jnp
@@ -191,8 +189,6 @@ def test_what_compression_leaves_out_is_sent_later():
         assert "real floating numbers" in said[rank][0]
         assert "'zip': expected 'bf16', 'f16', 'int8', 'topk'" in said[rank][1]
 
-
-# ---- calls that do not fit together
 
 DISORDER = """
 import gc

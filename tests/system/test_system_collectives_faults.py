@@ -172,8 +172,6 @@ def test_zstrat_run_lets_the_others_say_whom_they_lost():
         assert said[rank][0].startswith("PeerLostError lost rank 1 (/job:worker/"), said
 
 
-# ---- what is left
-
 USED = """
 import gc, time
 

@@ -14,8 +14,6 @@ from zstrat.testing import NoNamespacesError, switched_network
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("programs")]
 
-# ---- strangers
-
 
 ADDING = """
 at_end = threading.Event()
@@ -85,9 +83,6 @@ def test_garbage_on_the_port_of_a_rank_disturbs_nobody():
         for rank in (0, 1):
             assert ranks.line(rank) == "at its end True 0"
         assert ranks.ends() == [0, 0]
-
-
-# ---- a network of namespaces
 
 
 @pytest.fixture

@@ -179,9 +179,6 @@ def test_stores_are_found_where_they_have_moved(local):
         assert strategy.resumed
 
 
-# ---- told to stop: one of two copies, and all at once
-
-
 def stopped(local, *tasks):
     """All at once."""
     with ThreadPoolExecutor(len(tasks)) as pool:

@@ -44,8 +44,6 @@ def descend(strategy):
     return v, step
 
 
-# ---- strangers
-
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 GARBAGE = {
@@ -164,9 +162,6 @@ def test_a_program_says_who_has_the_place_of_its_worker():
     loop.close()
 
 
-# ---- versions
-
-
 @contextlib.contextmanager
 def tasks_of_another_version():
     """A ps and a worker that greet as a zstrat of long ago did."""
@@ -206,9 +201,6 @@ def test_another_version_is_refused_at_once_with_both_versions():
     assert f"speaks {PROTOCOL} (zstrat {zs.__version__})" in words
     assert "install the same zstrat on both" in words
     assert "ps:0" in words
-
-
-# ---- keys
 
 
 @pytest.fixture

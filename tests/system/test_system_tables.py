@@ -30,9 +30,6 @@ def scope(world):
     return world.scope
 
 
-# ---- training ------------------------------------------------------------------------
-
-
 def start():
     random = np.random.default_rng(0)
 
@@ -219,9 +216,6 @@ def test_all_parts_count_the_steps_of_an_optimizer(coordinator, scope, in_step):
         got[parts] = table.numpy()
     np.testing.assert_allclose(got[1], value, atol=1e-5)
     np.testing.assert_allclose(got[4], value, atol=1e-5)
-
-
-# ---- initial values ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -76,9 +76,6 @@ def files(tmp_path_factory):
     return places
 
 
-# ---- Perfetto's own protobuf, read by the classes that Perfetto publishes ------------
-
-
 @pytest.fixture(scope="module")
 def trace(files):
     protos = pytest.importorskip(
@@ -176,8 +173,6 @@ def value_of(annotation):
     return getattr(annotation, annotation.WhichOneof("value"))
 
 
-# ---- Chrome's trace events, against what their description demands -------------------
-
 REQUIRED = {
     "X": {"name", "cat", "ts", "dur", "pid", "tid", "args"},
     "s": {"name", "cat", "ts", "id", "pid", "tid"},
@@ -251,9 +246,6 @@ def test_json_has_both_ends_of_each_arrow_at_the_begin_of_its_span(events):
     assert {(ends["s"][n], ends["f"][n]) for n in ends["s"]} == ARROWS
 
 
-# ---- OpenTelemetry's JSON, read by the classes that it publishes --------------------
-
-
 def test_otlp_has_a_trace_for_each_call(tmp_path):
     trace_pb2 = pytest.importorskip(
         "opentelemetry.proto.trace.v1.trace_pb2",
@@ -306,9 +298,6 @@ def test_otlp_has_a_trace_for_each_call(tmp_path):
     ]
     loss = [each for each in compute.attributes if each.key == "loss"]
     assert [each.value.double_value for each in loss] == [0.5]
-
-
-# ---- places, and rows ----------------------------------------------------------------
 
 
 def test_a_name_that_says_no_format_is_refused(tmp_path):

@@ -97,9 +97,6 @@ def test_what_a_process_holds(tmp_path):
     assert ProcessResources.held() == before
 
 
-# ---- lines
-
-
 @pytest.fixture
 async def echo():
     """The address of a server that sends back what comes."""

@@ -27,9 +27,6 @@ def cores(assignment):
     ]
 
 
-# ---- the assignment ---------------------------------------------------------------
-
-
 @pytest.fixture
 def assignment():
     """Two replicas of two cores, on two tasks of two chips."""
@@ -98,9 +95,6 @@ def test_it_is_of_a_topology():
             make("a topology", [[[0, 0, 0, 0]]])
 
 
-# ---- build: what does not fit -----------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["computation_shape", "computation_stride"])
 @pytest.mark.parametrize(
     ("extents", "words"),
@@ -135,9 +129,6 @@ def test_more_replicas_than_fit():
         DeviceAssignment.build(whole([2, 2, 1, 2]), [1, 1, 1, 2], num_replicas=5)
     with pytest.raises(ValueError, match="num_replicas must be positive; got 0"):
         DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=0)
-
-
-# ---- build: which cores -----------------------------------------------------------
 
 
 def test_one_core():
@@ -255,8 +246,6 @@ def test_a_ring_that_is_not_possible(shape, stride, replicas):
     assert cores(auto) == cores(mesh)
 
 
-# ---- build: holes -----------------------------------------------------------------
-
 HOLED = Topology(
     mesh_shape=[2, 2, 1, 2],
     device_coordinates=[
@@ -276,9 +265,6 @@ def test_a_holed_mesh_has_no_strides_and_may_have_too_few():
         DeviceAssignment.build(HOLED, computation_stride=[2, 1, 1, 1])
     with pytest.raises(ValueError, match=r"requested 4 replicas of 2 cores.* has 6"):
         DeviceAssignment.build(HOLED, [1, 1, 1, 2], num_replicas=4)
-
-
-# ---- build: properties ------------------------------------------------------------
 
 
 @st.composite

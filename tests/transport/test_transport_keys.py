@@ -280,9 +280,6 @@ async def test_one_folder_serves_tasks_of_all_roles(net, folder):
         assert await link.request(Inspect()) == Done()
 
 
-# ---- a key for each task ----
-
-
 @pytest.fixture
 def per_task(tmp_path):
     generate_keys(tmp_path / "per task", {Job.PS: 2, Job.WORKER: 2})
@@ -324,9 +321,6 @@ def test_each_task_needs_its_own_secret_alone(per_task):
         Security.load(per_task, "worker", 0)
     with pytest.raises(ValueError, match=r"expected worker.public .* worker-1"):
         Security.load(per_task, "worker", 7)
-
-
-# ---- the folder ----
 
 
 def mode(path):

@@ -16,8 +16,6 @@ from zstrat.errors import (
 from zstrat.wire import Beat, Done, Fetched, Goodbye, Inspect, Pulled, encode
 from zstrat.wire.connection import Answered, Closed, OrderState, failure, mismatch
 
-# ---- greeting ----
-
 
 def test_the_initiator_speaks_first_and_both_know_each_other(pair):
     assert pair.client.state is pair.server.state is OrderState.OPEN
@@ -74,9 +72,6 @@ def test_whoever_does_not_greet_is_told_and_forgotten():
     (closed,) = server.received([encode(Beat(False))[0]], 0.0)
     assert "expected Hello, got Beat" in closed.reason
     assert kinds(server.transmit(0.0)) is Goodbye
-
-
-# ---- requests ----
 
 
 def test_requests_are_answered_by_number_in_any_order(pair):
@@ -148,9 +143,6 @@ def test_too_many_open_requests_are_refused_on_both_sides(pair):
     ((token, error),) = flow(server, client)
     assert token == "c"
     assert isinstance(error, BusyError)
-
-
-# ---- time ----
 
 
 def test_goodbye_ends_both_sides_with_the_reason(pair):

@@ -12,9 +12,6 @@ import zstrat.variables as zv
 VALUE = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
 
-# ---- the mathematics, on the rows of one update: (rows, slots, count) -> (move, slots)
-
-
 def momentum(gradient, trace, count):
     trace = gradient + 0.9 * trace
     return -0.1 * trace, trace

@@ -27,9 +27,6 @@ def sharded(value=VALUE, cuts=(4, 7), name="w"):
     return zv.ShardedVariable(parts, name)
 
 
-# ---- what it is ---------------------------------------------------------------------
-
-
 def test_it_is_an_array_over_its_components():
     parts = [zv.Variable(VALUE[:4]), zv.Variable(VALUE[4:])]
     w = zv.ShardedVariable(parts)
@@ -162,9 +159,6 @@ def test_a_copy_is_another_variable():
     assert (twin.name, len(twin)) == ("w", 3)
 
 
-# ---- updates ------------------------------------------------------------------------
-
-
 def test_dense_updates_return_the_container():
     w = sharded()
     assert w.assign(VALUE * 2) is w
@@ -285,9 +279,6 @@ def test_staged_by_jax_it_is_refused():
         jax.jit(
             lambda: w.scatter_add(zv.IndexedSlices(np.ones((1, 2)), [1])) and None
         )()
-
-
-# ---- optimizers ---------------------------------------------------------------------
 
 
 def test_a_dense_gradient_moves_each_part():

@@ -95,9 +95,6 @@ def test_a_batch_of_rows_may_be_locked():
     np.testing.assert_array_equal(variable.numpy(), [2.0, 4.0])
 
 
-# ---- trainable ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [{}, {"trainable": None}])
 def test_what_is_brought_together_when_read_is_not_trainable(given):
     assert zv.Variable(0.0, **given).trainable

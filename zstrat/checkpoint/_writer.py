@@ -115,8 +115,6 @@ class AppendedFile:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
-    # ---- private ---------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:
         with blamed(self._path, "writing"):
@@ -275,8 +273,6 @@ class TensorWriter:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
-
-    # ---- private ---------------------------------------------------------------------
 
     def _put(self, data: Buffer) -> None:
         if not self._file.is_open:

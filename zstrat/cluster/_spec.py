@@ -239,9 +239,6 @@ def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
         raise ValueError(f"There is no `task_id` {task_id} in {task_type}: {indices}.")
 
 
-# ---- what a person wrote ---------------------------------------------------------
-
-
 def spec_from(cluster: object, source: str) -> ClusterSpec:
     """The spec of plain data: job -> addresses, as a list or by index.
 

@@ -272,8 +272,6 @@ class CallTable:
         """Lets go of everything."""
         self._known.clear()
 
-    # ---- private ---------------------------------------------------------------------
-
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _TracedCall:

@@ -162,8 +162,6 @@ class Cluster:
             task.renew(renewal.worker_session, renewal.farewells)
         return task
 
-    # ---- life ------------------------------------------------------------------------
-
     @property
     def session(self) -> int:
         """The number that the parameter servers know the session by."""
@@ -282,8 +280,6 @@ class Cluster:
                 process.require_same_process(server)
         return self.replication
 
-    # ---- how it is -------------------------------------------------------------------
-
     @property
     def outage_error(self) -> PSUnavailableError | None:
         """Names the parameter server that is not there; None if all are."""
@@ -333,8 +329,6 @@ class Cluster:
     def backups(self) -> list[BackupTask]:
         """A way to each second copy that has all, to ask it what it does."""
         return [] if self.replication is None else self.replication.backups()
-
-    # ---- told by the task sessions ---------------------------------------------------
 
     def task_ready(self, task: TaskSession) -> None:
         """The task is in our session."""

@@ -119,8 +119,6 @@ class CoordinatorCore:
         )
         self._finalizer.atexit = False
 
-    # ---- per-worker resources --------------------------------------------------------
-
     def create_resource(
         self,
         purpose: str,
@@ -159,8 +157,6 @@ class CoordinatorCore:
         """
         if self.engine.taken_over is not None:
             raise self.engine.closed_error()
-
-    # ---- the rest --------------------------------------------------------------------
 
     @property
     def errors(self) -> list[Exception]:

@@ -98,8 +98,6 @@ class Dispatcher:
         for task in workers:
             self.admit(task)
 
-    # ---- orders from the user's side, on the loop ------------------------------------
-
     def start(self) -> None:
         """Takes the workers that are in the session already."""
         self.members.start(self._now())
@@ -195,8 +193,6 @@ class Dispatcher:
             "and fetch large results soon, or return less"
         ) from lost
 
-    # ---- workers that come and go, on the loop ---------------------------------------
-
     def admit(self, task: TaskSession) -> None:
         """A worker may come: a new one, or another process in the place of one."""
         channel = self.channels.get(task.place)
@@ -253,8 +249,6 @@ class Dispatcher:
             with self.engine.lock:
                 self.builder.leave(channel)
                 self.engine.waiters.notify()
-
-    # ---- told by the task sessions ---------------------------------------------------
 
     def worker_ready(self, task: TaskSession) -> None:
         """A worker is in the session: build its resources, then use it."""
@@ -313,8 +307,6 @@ class Dispatcher:
             case _:
                 log.warning("%s sent a %s", task.name, type(message).__name__)
 
-    # ---- a turn ----------------------------------------------------------------------
-
     def turn_soon(self) -> None:
         """Has a turn at the end of this loop iteration; called on the loop."""
         if self._turn_due is None and not self._stopped:
@@ -359,8 +351,6 @@ class Dispatcher:
         if grant.alone:
             return [self.queue.take_suspect(now)]
         return self.queue.take(grant.count, now)
-
-    # ---- upkeep ----------------------------------------------------------------------
 
     def _clean(self) -> None:
         """Tells workers which arguments, resources and results they may forget."""

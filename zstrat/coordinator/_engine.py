@@ -65,8 +65,6 @@ class ClosureEngine:
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
 
-    # ---- calls of the user -----------------------------------------------------------
-
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
         """Queues the call; blocks while the queue is full, or all is cancelled after
         an error."""
@@ -187,8 +185,6 @@ class ClosureEngine:
         """
         await self.waiters.wait(self._try_rest)
 
-    # ---- the loop --------------------------------------------------------------------
-
     def cancel_waiting(self, wish: Cancelling | None) -> bool:
         """Cancels closures that wait: for a wish, or else because one has failed.
 
@@ -284,8 +280,6 @@ class ClosureEngine:
     def _close(self, cause: str) -> None:
         self.settle(self.queue.close(cause))
         self.waiters.notify()
-
-    # ---- attempts, lock held ---------------------------------------------------------
 
     def _enqueue(self, closure: Closure) -> bool:
         """Queues the closure, if the queue accepts it.

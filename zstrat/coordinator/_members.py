@@ -207,8 +207,6 @@ class Members:
         closure, member = min(heads, key=lambda head: head[0].step)
         return f" (the oldest: step {closure.step}, {closure.name}, on {member.name})"
 
-    # ---- who is a worker of the cluster ----------------------------------------------
-
     def add(self, place: int, name: str) -> Member:
         """A worker that the cluster has from now on; it is not connected yet."""
         assert place not in self._at, place
@@ -233,8 +231,6 @@ class Members:
         self._epochs[place] = member.epoch
         self._ended += member.completed
         self._lost += member.losses
-
-    # ---- life of a worker ------------------------------------------------------------
 
     def connected(self, place: int) -> int:
         """The worker is in our session and builds its resources; returns its epoch."""
@@ -293,8 +289,6 @@ class Members:
         member.in_flight.clear()
         self._missing(member, now)
         return orphans
-
-    # ---- closures --------------------------------------------------------------------
 
     def grants(self, ordinary: int, suspects: int) -> list[Grant]:
         """Who gets how many of the closures that wait, the least loaded first."""

@@ -174,8 +174,6 @@ class Queue:
         self.suspended = False
         """Nothing is handed out: a lost parameter server is awaited, or filled."""
 
-    # ---- what the user does ----------------------------------------------------------
-
     @property
     def errors(self) -> list[Exception]:
         """Every error since the last one was raised, the first one first."""
@@ -311,8 +309,6 @@ class Queue:
         self.phase, self._pending = QueuePhase.CLOSED, False
         return self._cancel_queued(cause)
 
-    # ---- what the workers do ---------------------------------------------------------
-
     def ready(self, now: float) -> tuple[int, int]:
         """How many ordinary closures and how many suspects may go to a worker now."""
         if not self.runs or self.suspended:
@@ -413,8 +409,6 @@ class Queue:
         wait = FIRST_DELAY * 2.0 ** (lost - SUSPECT_AFTER)
         delay = 0.0 if lost < SUSPECT_AFTER else min(wait, LONGEST_DELAY)
         return self.retry(closure, now, delay, begun=True)
-
-    # ---- private ---------------------------------------------------------------------
 
     @property
     def _reachable(self) -> int:

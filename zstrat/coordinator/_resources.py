@@ -269,8 +269,6 @@ class Builder:
         for record in self._records.values():
             record.leave(channel.member.place)
 
-    # ---- private ---------------------------------------------------------------------
-
     @staticmethod
     def _joined(record: Record, channel: WorkerChannel) -> None:
         member = channel.member

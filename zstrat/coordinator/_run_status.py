@@ -51,8 +51,6 @@ class RunStatus:
             maxlen=KEPT_LINES
         )
 
-    # ---- on the loop -------------------------------------------------------------
-
     def telemetry_received(self, task: str, values: Mapping[str, PlainTree]) -> None:
         """A task has told of itself."""
         self._told[short(task)] = values
@@ -89,8 +87,6 @@ class RunStatus:
     def _line(self, name: str, level: str, text: str) -> None:
         at = time.monotonic() - self._since
         self._lines.append((at, name, level, text[:LINE_CHARACTERS]))
-
-    # ---- from any thread ---------------------------------------------------------
 
     def metrics(
         self,

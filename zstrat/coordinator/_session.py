@@ -75,8 +75,6 @@ class ClusterSession:
         if core is not None:
             core.engine.join(None)
 
-    # ---- what it is ------------------------------------------------------------------
-
     @property
     def session(self) -> int:
         """The number that all requests of this session carry."""
@@ -111,8 +109,6 @@ class ClusterSession:
     def devices(self) -> int:
         """Local devices of one worker."""
         return self.cluster.worker_devices.devices
-
-    # ---- what is done on the loop ----------------------------------------------------
 
     @property
     def client(self) -> PsClient:
@@ -175,8 +171,6 @@ class ClusterSession:
             self.require_unrestored(before)
         finally:
             self.portal.call_soon(pause.end, holder)
-
-    # ---- parameter servers that are filled again -------------------------------------
 
     def recover(self, patience: float) -> None:
         """From now on parameter servers that come back empty are filled from the last
@@ -247,8 +241,6 @@ class ClusterSession:
 
         return await self.run_async(tell(), "noting a checkpoint")
 
-    # ---- the end ---------------------------------------------------------------------
-
     def close(self, exit: bool = False) -> None:  # noqa: A002
         """Ends the session, whatever its name, and leaves the cluster. Idempotent, and
         safe at the exit of the interpreter.
@@ -290,8 +282,6 @@ class ClusterSession:
         self.taken_over = words
         log.info("%s", words)
         self.portal.close(words)
-
-    # ---- how it is, asked on the loop ------------------------------------------------
 
     def readiness(self) -> str:
         """Why steps cannot be run now; "" if they can."""

@@ -197,8 +197,6 @@ class RemoteValue:
             words = f" of attempt {run.attempt} on {run.worker}{words}"
         return f"<RemoteValue of {self._expected.name} {self.state.value}{words}>"
 
-    # ---- the engine settles values, with its lock held -------------------------------
-
     def _settle(self, layout: LayoutMessage | None, data: bytes) -> None:
         self._result = _Inline(layout, data)
         self._ready(_READY)
@@ -236,8 +234,6 @@ class RemoteValue:
     def _unlisten(self, bell: Bell) -> None:
         if self._bells is not None and bell in self._bells:
             self._bells.remove(bell)
-
-    # ---- private ---------------------------------------------------------------------
 
     def _settled(self, bring: Any) -> _Opened:
         """The arrays, or the error. Two threads may open it at once: no harm."""

@@ -126,8 +126,6 @@ class Waiters:
         if self.echo.is_behind:
             self.echo.show()
 
-    # ---- until an attempt succeeds ---------------------------------------------------
-
     def block(self, attempt: Attempt, timeout: float | None, what: str) -> None:
         """Repeats the attempt until it succeeds; blocks meanwhile.
 
@@ -172,8 +170,6 @@ class Waiters:
             with self._guarded.lock:
                 self.watchers.pop(bell, None)
             self.echo.place = None
-
-    # ---- until a value is settled ----------------------------------------------------
 
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
         """Waits until the value is settled."""

@@ -143,8 +143,6 @@ class TreeCut:
         return self.operand_part.run(known)
 
 
-# ---- is it by leaf -------------------------------------------------------------------
-
 _Found = tuple[list[LeafSlots], list[frozenset[Any]]]
 """For each leaf what is kept beside it, and its operands."""
 

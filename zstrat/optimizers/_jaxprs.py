@@ -245,9 +245,6 @@ def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return (inner, consts) if len(inner.outvars) == len(eqn.outvars) else None
 
 
-# ---- evaluation ----------------------------------------------------------------------
-
-
 def _evaluated(
     jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], selects: bool
 ) -> list[Any]:
@@ -338,9 +335,6 @@ def _branch(
 def _zeros(var: Any) -> Any:
     """Zeros in place of what no output that is wanted depends on."""
     return jnp.zeros(var.aval.shape, var.aval.dtype)
-
-
-# ---- dependence ----------------------------------------------------------------------
 
 
 def _through(eqn: Any, given: Sequence[int]) -> list[int]:

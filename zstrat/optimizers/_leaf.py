@@ -208,8 +208,6 @@ class LeafRule:
         with self.tree.precision():
             return jax.make_jaxpr(self.init)(kind)
 
-    # ---- private -------------------------------------------------------------------
-
     def _sizes(self, size: int | None) -> Sizes | None:
         if size is None or size == self.kind.shape[0]:
             return None
@@ -342,9 +340,6 @@ class _Step:
 
         with self._rule.tree.precision():
             return jax.make_jaxpr(run)(*[var.aval for var in self._inputs])
-
-
-# ---- are its rows moved one by one ---------------------------------------------------
 
 
 def _dependence_on_rows(rule: LeafRule) -> str:

@@ -58,9 +58,6 @@ class RowsTogether(Exception):
     """An equation brings rows together; says which."""
 
 
-# ---- do two traces agree -------------------------------------------------------------
-
-
 def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:
     """Whether two programs are equal but that one has ``rows`` where the other has
     ``other``."""
@@ -135,8 +132,6 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
         return True
     return type(one) is type(two) and bool(one == two)
 
-
-# ---- does anything bring rows together -----------------------------------------------
 
 FREE: Final = -1
 """Of a variable that has nothing to do with rows: the same for each of them."""

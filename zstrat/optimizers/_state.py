@@ -153,9 +153,6 @@ def unwrapped(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-# ---- private -------------------------------------------------------------------------
-
-
 def _first_update(
     tree: TreeTransformation, state: StateOfTree, sizes: Sizes | None
 ) -> tuple[Callable[..., tuple[Any, Any]], list[Shape]]:

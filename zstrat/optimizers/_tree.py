@@ -223,8 +223,6 @@ class TreeRule(TreeTransformation):
             return found
         return self
 
-    # ---- private -------------------------------------------------------------------
-
     def _brought_together(self) -> str:
         """The function of optax that first makes something of the values, or of the
         state, of several leaves; "" if it cannot be told."""

@@ -114,8 +114,6 @@ class PerWorkerVariable(AbstractVariable):
             "(it cannot be an argument); elsewhere read_all() gives all values"
         )
 
-    # ---- the members of AbstractVariable -------------------------------------------
-
     def _read_now(self) -> np.ndarray:
         self._refuse()
 

@@ -155,8 +155,6 @@ class ServerSession:
         grace = self._timeouts.patience + self._timeouts.reconnect
         asyncio.get_running_loop().call_later(grace, self.lost, owner.peer)
 
-    # ---- private ---------------------------------------------------------------------
-
     def _require_alone(self, asked: OpenSession) -> None:
         """Refuses to go on without second copies with what was left in two.
 

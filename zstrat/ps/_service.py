@@ -467,8 +467,6 @@ class PsService:
         """An answer had to wait for its way, or for its reader."""
         self._telemetry.waited(began, ended)
 
-    # ---- replication -------------------------------------------------------------
-
     def give_up(self, view: int) -> None:
         """Another process serves the store since this view: drops what is here of it.
 

@@ -96,8 +96,6 @@ class ServiceTelemetry:
         pulls, pushes = counts.pulls, counts.pushes
         return {"pulls": pulls, "pushes": pushes, "bytes_in": got, "bytes_out": sent}
 
-    # ---- notices to the coordinator ----------------------------------------------
-
     def start_notices(self, tell: Callable[[Message], None]) -> None:
         """Tells the coordinator about once a second from now on, if that changes."""
         if self._notices is None:

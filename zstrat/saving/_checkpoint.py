@@ -80,8 +80,6 @@ class Checkpoint(Tracked):
     def tracked(self) -> dict[str, Any]:
         return dict(self._tracked)
 
-    # ---- saving ----------------------------------------------------------------------
-
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
         """Saves to the folder ``<file_prefix>-<N>`` and returns its path; ``N`` is the
         `save_counter`, counted up by this call.
@@ -169,8 +167,6 @@ class Checkpoint(Tracked):
         except BaseException:  # to the caller of save
             self.save_counter.assign(before)
             raise
-
-    # ---- restoring -------------------------------------------------------------------
 
     def restore(
         self,

@@ -142,9 +142,6 @@ async def _all(works: Iterable[Any]) -> None:
             raise outcome
 
 
-# ---- parameter servers ---------------------------------------------------------------
-
-
 def _ask(
     server: LoadingServer,
     folder: str,
@@ -244,9 +241,6 @@ def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarr
     for first in range(entry.start, entry.stop, step):
         last = min(first + step, entry.stop)
         yield entry.at + first - entry.start, reader.read(entry.name, first, last)
-
-
-# ---- this process --------------------------------------------------------------------
 
 
 def _load_local(

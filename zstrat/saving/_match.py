@@ -139,8 +139,6 @@ class Matching:
             and node.kind != "group"
         ]
 
-    # ---- private ---------------------------------------------------------------------
-
     def _walk(
         self,
         value: Any,

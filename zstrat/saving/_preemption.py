@@ -258,8 +258,6 @@ class PreemptionCheckpointHandler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- private ---------------------------------------------------------------------
-
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(

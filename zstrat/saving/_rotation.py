@@ -147,8 +147,6 @@ class CheckpointManager:
         paths = self.checkpoints
         return paths[-1] if paths else None
 
-    # ---- saving ----------------------------------------------------------------------
-
     def save(
         self, checkpoint_number: Any = None, check_interval: bool = True
     ) -> str | None:
@@ -239,8 +237,6 @@ class CheckpointManager:
     def close(self) -> None:
         """Lets other processes save to the folder; the next save takes it again."""
         self._lock = None
-
-    # ---- restoring -------------------------------------------------------------------
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint and returns its path; without any, calls

@@ -124,9 +124,6 @@ def _logical(
     )
 
 
-# ---- the graph in the manifest -------------------------------------------------------
-
-
 class StoredNode(NamedTuple):
     """An object of the program that wrote the checkpoint.
 

@@ -73,8 +73,6 @@ class StrategyExtended:
         self._workers, self._parameters = tuple(workers), tuple(parameters)
         self._owner = owner
 
-    # ---- what a strategy says ------------------------------------------------------
-
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """TF's names of the devices that the replicas of one worker run on."""
@@ -118,8 +116,6 @@ class StrategyExtended:
     def should_save_summary(self) -> bool:
         """Whether this process writes metrics."""
         return True
-
-    # ---- variables -----------------------------------------------------------------
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
@@ -239,8 +235,6 @@ class StrategyExtended:
             )
         return min(var_list, key=lambda variable: variable.name).components[0].device
 
-    # ---- values --------------------------------------------------------------------
-
     def reduce_to(
         self,
         reduce_op: ReduceOp | str,
@@ -309,8 +303,6 @@ class StrategyExtended:
         if isinstance(tensor, int | float):
             return tensor
         return self._cross_device_ops().broadcast(tensor, destinations)
-
-    # ---- steps ---------------------------------------------------------------------
 
     def call_for_each_replica(
         self,

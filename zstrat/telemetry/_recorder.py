@@ -131,8 +131,6 @@ class Recorder:
         self.is_fresh = False
         """Something was noted since this was last set to False."""
 
-    # ---- what happened -----------------------------------------------------------
-
     def ran(self, times: StepTimes, now: float) -> None:
         """Takes over what steps that have run have noted."""
         steps = self._steps
@@ -197,8 +195,6 @@ class Recorder:
             rate = self._rates[name] = Rate(now if self._began is None else self._began)
         return rate
 
-    # ---- what is told ------------------------------------------------------------
-
     def plain(
         self, now: float, under_way: StepUnderWay | None = None
     ) -> dict[str, Plain]:
@@ -229,8 +225,6 @@ class Recorder:
             "now": present,
         }
 
-    # ---- a capture ---------------------------------------------------------------
-
     def begin_capture(self, capture: SpanCapture, now: float) -> None:
         """From now on spans, and what was moved by then, are kept there, too."""
         self.digest(now)
@@ -251,8 +245,6 @@ class Recorder:
             raise NotFoundError("no capture is under way: the session began anew")
         capture.sample(now)
         return capture
-
-    # ---- in bulk -----------------------------------------------------------------
 
     def digest(self, now: float) -> None:
         """Sorts what was noted into histograms and rates."""

@@ -152,8 +152,6 @@ class FakeLink:
         task may greet with the same words."""
         self._waiters: list[asyncio.Future[Hello]] = []
 
-    # ---- what the program under test calls
-
     @property
     def is_open(self) -> bool:
         return self.peer is not None
@@ -222,8 +220,6 @@ class FakeLink:
         self.is_closed, self.peer = True, None
         self._fail(ClosedError(self.name))
 
-    # ---- what the test calls
-
     def connect(self, hello: Hello | None = None) -> None:
         """The task is there, or back: it greets.
 
@@ -281,8 +277,6 @@ class FakeLink:
         if self.peer is not None:
             received = through_the_codec(message)
             self._loop.call_soon(self._hear, received, self._connection)
-
-    # ---- private
 
     def _carry(self, message: Message, future: Reply | None) -> None:
         received = through_the_codec(message)

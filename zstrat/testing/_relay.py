@@ -92,8 +92,6 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- on the relay's own loop
-
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_TIMEOUT)
 

@@ -221,8 +221,6 @@ class Endpoint:
     def _interval(self) -> float:
         return self._settings.timeouts.beat / 2
 
-    # ---- what arrives -----------------------------------------------------------
-
     def _received(self, frames: list[zmq.Frame]) -> None:
         if self._closed:
             return
@@ -369,8 +367,6 @@ class Endpoint:
             if connection.unfinished() > (UNFINISHED if is_brief else usual):
                 found.append(connection.accepted)
         return found
-
-    # ---- what Peer decided --------------------------------------------------------
 
     def _obey(self, connection: Connection, order: Order[None]) -> None:
         match order:

@@ -125,8 +125,6 @@ class Link:
         self.is_refused = False
         """The last attempt to connect has failed at once: nothing listens there."""
 
-    # ---- public -----------------------------------------------------------------
-
     def start(self) -> None:
         """Begins to connect, and connects again after each loss until `close`."""
         if self._is_started or self._is_closed:
@@ -267,8 +265,6 @@ class Link:
         if not self._is_started:
             raise RuntimeError(f"the link to {self.name} was not started")
 
-    # ---- connecting ---------------------------------------------------------------
-
     @property
     def _target(self) -> str:
         return f"{self.name} at {self.address}"
@@ -375,8 +371,6 @@ class Link:
             self._obey(orders)
         outlet.flush()
 
-    # ---- time -----------------------------------------------------------------------
-
     def _arm(self, due: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -407,8 +401,6 @@ class Link:
         due = self._continuity.due
         if due is not None and self._watch is None:
             self._watch = self._loop.call_at(due, self._look_after)
-
-    # ---- what Peer decided --------------------------------------------------------
 
     def _obey(self, orders: Sequence[Order[Reply]]) -> None:
         for order in orders:

@@ -187,8 +187,6 @@ class Portal:
     def is_closed(self) -> bool:
         return self._closed
 
-    # ---- private ---------------------------------------------------------------------
-
     def _submit(
         self, work: Coroutine[Any, Any, T], what: str
     ) -> concurrent.futures.Future[T]:

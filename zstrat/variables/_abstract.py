@@ -91,8 +91,6 @@ class AbstractVariable(ArrayOperators):
         """What an update by indices and rows is told to be of: a table, if it may be of
         several components, or is one for all of them."""
 
-    # ---- what it is ----------------------------------------------------------------
-
     @property
     def name(self) -> str:
         if (told := asked_name.get()) is not None:
@@ -137,8 +135,6 @@ class AbstractVariable(ArrayOperators):
         Raises:
             ValueError: Says why.
         """
-
-    # ---- reads ---------------------------------------------------------------------
 
     def value(self) -> Any:
         """The value: traced by jax inside a step, a read-only numpy array elsewhere.
@@ -214,7 +210,6 @@ class AbstractVariable(ArrayOperators):
         """`sparse_read`, without blocking the running loop."""
         return await read_rows_async(self.table, indices)
 
-    # ---- updates of the whole value ------------------------------------------------
     #
     # The arguments behind the first one are TF's, in its order.
 
@@ -302,8 +297,6 @@ class AbstractVariable(ArrayOperators):
         """`assign_sub`, without blocking the running loop; see `assign_async`."""
         return await self._dense_async(UpdateOp.SUB, delta)
 
-    # ---- updates of rows -----------------------------------------------------------
-
     def scatter_add(
         self,
         sparse_delta: IndexedSlices,
@@ -386,8 +379,6 @@ class AbstractVariable(ArrayOperators):
         """
         await update_all_async(self._planned_rows(op, sparse_delta))
         return self
-
-    # ---- the one way of every update -----------------------------------------------
 
     def _operand(self, value: Any) -> Any:
         """What an update of the whole variable, or a gradient, is given: the operand of

@@ -115,8 +115,6 @@ class DeviceHome(HomeWithSlots):
         shape = self._value.shape[1:] if self.is_apart else self._value.shape
         return np.zeros(shape, self._value.dtype)
 
-    # ---- reads and updates -----------------------------------------------------------
-
     def read(self, variable: VariableHandle) -> np.ndarray:
         return self._looked_at(variable.name, self.shown)
 
@@ -235,8 +233,6 @@ class DeviceHome(HomeWithSlots):
             copies = self._equal(np.asarray(self._value))
             self._put_apart(copies)
 
-    # ---- what steps take and put back ------------------------------------------------
-
     def value(self) -> jax.Array:
         """The value, where steps run."""
         here = self.residence
@@ -265,8 +261,6 @@ class DeviceHome(HomeWithSlots):
         here = self.residence
         made = here.returned(leaves) if here.travels else leaves
         self._slots[rule.id] = rule.beside(made)
-
-    # ---- from outside of steps -------------------------------------------------------
 
     def shown(self) -> np.ndarray:
         """The value as code outside of the replicas sees it."""

@@ -77,8 +77,6 @@ class ShardedVariable(AbstractVariable):
     def table(self) -> Table:
         return self._table
 
-    # ---- the members of AbstractVariable -------------------------------------------
-
     def _read_now(self) -> np.ndarray:
         return _joined(read_all(self.components))
 
@@ -104,8 +102,6 @@ class ShardedVariable(AbstractVariable):
 
     def _target_of_rows(self, op: UpdateOp) -> Table:
         return self._table
-
-    # ---- in parts ------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Variable]:
         """The components, as in TF; ``iter(v.value())`` goes through the rows."""
@@ -154,8 +150,6 @@ class ShardedVariable(AbstractVariable):
         else:
             parts = read_parts([(c, _indices(rows, c)) for c, rows in pieces])
         return _joined(parts)
-
-    # ---- what becomes of it --------------------------------------------------------
 
     def batch_scatter_update(
         self,

@@ -173,8 +173,6 @@ class Variable(AbstractVariable):
         is read, so that no home has rows of it."""
         return False
 
-    # ---- the members of AbstractVariable -------------------------------------------
-
     def _read_now(self) -> np.ndarray:
         return self._home.read(self)
 

@@ -116,8 +116,6 @@ class Reports:
         self._open.clear()
         self._idle.set()
 
-    # ---- private ---------------------------------------------------------------------
-
     def _flush(self) -> None:
         if self._flushing is not None:
             self._flushing.cancel()

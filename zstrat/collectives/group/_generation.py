@@ -139,8 +139,6 @@ class Generation:
         """The rank of a task, None if it is no member."""
         return self._ranks.get(hello.incarnation)
 
-    # ---- calls -----------------------------------------------------------------------
-
     def start(
         self,
         call: CollectiveCall,
@@ -157,8 +155,6 @@ class Generation:
             self._counts["hops of strangers"] += 1
             return
         self._traffic.hop(sender, hop)
-
-    # ---- how far is everybody --------------------------------------------------------
 
     def end(self, number: int) -> None:
         """An operation without a tag is over, well or not; from any thread."""
@@ -224,8 +220,6 @@ class Generation:
     def title(self) -> str:
         """What messages call it."""
         return f"group {self.group!r} (generation {self.number})"
-
-    # ---- the end ---------------------------------------------------------------------
 
     def abort(
         self,

@@ -122,8 +122,6 @@ class Group(GroupCalls):
             raise
         return group
 
-    # ---- who we are ------------------------------------------------------------------
-
     @property
     def name(self) -> str:
         """What all ranks call the group."""
@@ -163,8 +161,6 @@ class Group(GroupCalls):
     def is_broken(self) -> bool:
         """A rank was lost, left, or did not take part: `reform` is needed."""
         return self._work.generation.broken is not None
-
-    # ---- the life of a group ---------------------------------------------------------
 
     def _next(
         self,

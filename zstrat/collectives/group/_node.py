@@ -106,8 +106,6 @@ class GroupNode:
         self._forming = 0
         self._counts: Counter[str] = Counter()
 
-    # ---- what arrives ----------------------------------------------------------------
-
     def handle(
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None:
@@ -187,8 +185,6 @@ class GroupNode:
             **self._counts,
             "waited": dict(waited),
         }
-
-    # ---- joining ---------------------------------------------------------------------
 
     async def join(
         self,

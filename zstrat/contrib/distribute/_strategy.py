@@ -38,8 +38,6 @@ class DistributionStrategy:
         self.engine = engine
         _faces[id(engine)] = self
 
-    # ---- what it is ----------------------------------------------------------------
-
     @property
     def between_graph(self) -> bool:
         """Whether each worker runs a program of its own."""
@@ -85,8 +83,6 @@ class DistributionStrategy:
     def should_save_summary(self) -> bool:
         """Whether this program writes metrics."""
         return self.engine.extended.should_save_summary
-
-    # ---- scope and steps -------------------------------------------------------------
 
     @contextmanager
     def scope(self) -> Iterator[DistributionStrategy]:
@@ -149,8 +145,6 @@ class DistributionStrategy:
 
     def finalize(self) -> None:
         """Nothing is to be done after the last step."""
-
-    # ---- variables -----------------------------------------------------------------
 
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
@@ -216,8 +210,6 @@ class DistributionStrategy:
         return self.engine.extended.update_non_slot(
             colocate_with, fn, args, named, grouped
         )
-
-    # ---- values --------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
         """The value on other devices; left out: on those of all towers.
@@ -291,8 +283,6 @@ class DistributionStrategy:
         """Waits until all that ``value`` consists of has been computed; ``name``
         changes nothing."""
         self.engine.group(value, name)
-
-    # ---- the cluster -----------------------------------------------------------------
 
     def configure(
         self,

@@ -252,9 +252,6 @@ def _ignored(_: object) -> None:
     pass
 
 
-# ---- workers that are not alike -----------------------------------------------------
-
-
 def devices_of(workers: Iterable[TaskSession]) -> SessionOpened | None:
     """What all workers that are there say about their devices.
 

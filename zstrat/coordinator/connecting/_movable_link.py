@@ -113,8 +113,6 @@ class MovableLink:
             await self._moving
         await self.now.close()
 
-    # ---- private ---------------------------------------------------------------------
-
     def _new_link(self, address: str) -> TaskLink:
         return self._make_link(
             address,

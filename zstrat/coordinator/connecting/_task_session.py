@@ -318,8 +318,6 @@ class TaskSession:
             self.line.close(ClosedError(f"the link to {self.name} was closed"))
         await self._link.close()
 
-    # ---- told by the link ------------------------------------------------------------
-
     def _greeted(self, hello: Hello) -> None:
         if self._closed:
             return
@@ -373,8 +371,6 @@ class TaskSession:
         elif self._one_life and self._request.is_under_way:
             # That a backup is lost, say, or that a worker waits: told when it is ours.
             self._request.early.append(message)
-
-    # ---- entering the session --------------------------------------------------------
 
     def _ask(self) -> None:
         self._request.send(self.link, resumes=self.is_ready)

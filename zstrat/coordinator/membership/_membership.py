@@ -147,8 +147,6 @@ class Membership:
         was has a part."""
         self._bound = self._bound or why
 
-    # ---- the program's word ----------------------------------------------------------
-
     def add(self, address: str, task_number: int | None = None) -> AdmitWorker:
         """A worker that the program wants.
 
@@ -206,8 +204,6 @@ class Membership:
         worker.has_come, worker.is_dismissed = True, False
         self._promised.pop(worker.address, None)
 
-    # ---- a worker's own word ---------------------------------------------------------
-
     def promise(self, address: str) -> int:
         """The number that a worker at the address is to have: that which it had, or one
         that nobody else gets.
@@ -253,8 +249,6 @@ class Membership:
                 f"takes it back by strategy.workers.add({address!r})"
             )
         return known
-
-    # ---- the resolver's word ---------------------------------------------------------
 
     def resolved(
         self, workers: Mapping[int, str], lost: Collection[int]
@@ -338,8 +332,6 @@ class Membership:
                 worker.presence = Presence.AWAY
                 released.append(ReleaseWorker(worker.place))
         return released
-
-    # ---- private ---------------------------------------------------------------------
 
     def _at(self, address: str) -> _Worker | None:
         """The worker at the address, or the last one that was there."""

@@ -72,8 +72,6 @@ class ResolverWatch:
             if timer is not None:
                 timer.cancel()
 
-    # ---- private ---------------------------------------------------------------------
-
     def _arm(self, pause: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

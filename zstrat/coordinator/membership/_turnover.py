@@ -67,8 +67,6 @@ class Turnover:
         self._refused: dict[int, str] = {}
         self._leaving: set[int] = set()
 
-    # ---- the program's word ----------------------------------------------------------
-
     async def add(self, address: str, task_number: int | None, patience: float) -> int:
         """Takes a worker in, and waits until it is in the session; returns its number.
 
@@ -142,8 +140,6 @@ class Turnover:
             await self._release(task, REMOVED, 0.0)
             raise
 
-    # ---- the resolver's word ---------------------------------------------------------
-
     def watch(self, ask: Callable[[], Mapping[int, str]], every: float) -> None:
         """From now on the resolver is asked again."""
         self._watch = ResolverWatch(ask, every, self._answered)
@@ -174,8 +170,6 @@ class Turnover:
         told["resolver_questions"] = 0 if watch is None else watch.questions
         told["resolver_errors"] = 0 if watch is None else watch.errors
         return told
-
-    # ---- private ---------------------------------------------------------------------
 
     def _answered(self, workers: Mapping[int, str]) -> None:
         self._answer = workers

@@ -161,8 +161,6 @@ class Workers:
         reports = self._session.cluster.turnover.reports
         self._session.portal.call_soon(reports.accept, accept)
 
-    # ---- for the strategy ------------------------------------------------------------
-
     def follow(self, ask: Callable[[], ClusterSpec]) -> None:
         """From now on the workers are those of which ``ask`` tells. It is called on a
         thread, when a worker was lost and every ``timeouts.resolve`` seconds; what it

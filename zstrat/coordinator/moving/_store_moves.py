@@ -108,8 +108,6 @@ class StoreMoves:
         ]
         return {"stores_moved": 0, "stores": stores}
 
-    # ---- the program's word ----------------------------------------------------------
-
     async def add(self, address: str, number: int | None, patience: float) -> int:
         """Takes a process in, and has it serve some stores, if others serve two more
         than it would; returns its number.
@@ -230,8 +228,6 @@ class StoreMoves:
         await replication.dismiss(process, HEARING)
         log.info("%s at %s is drained, and was let go", process.name, address)
 
-    # ---- what may be -----------------------------------------------------------------
-
     async def _watched(self, deadline: float) -> Replication:
         """Who moves stores, with all processes there."""
         self._require_whole()
@@ -308,8 +304,6 @@ class StoreMoves:
                 f"{process.name} at {process.address} cannot be drained: {left} other "
                 f"ps are there, and {least} have to be{copies}; add one first"
             )
-
-    # ---- moves -----------------------------------------------------------------------
 
     async def _level(self, replication: Replication) -> None:
         placement = replication.placement

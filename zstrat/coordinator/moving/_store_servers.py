@@ -137,8 +137,6 @@ class StoreServers:
         """As `level`, awaited. Cancellation: stores that have moved stay there."""
         await self._session.run_async(self._levelling(), "levelling")
 
-    # ---- private ---------------------------------------------------------------------
-
     def _levelling(self) -> Coroutine[Any, Any, None]:
         return self._session.cluster.moves.level(
             self._session.settings.timeouts.connect

@@ -110,8 +110,6 @@ class Profile:
             await session.run_async(run.end(), "ending a time line")
         await asyncio.to_thread(self._write, run)
 
-    # ---- private ---------------------------------------------------------------------
-
     def _prepare(self) -> CoordinatorCore:
         if worker_context.get() is not None or recorder.get() is not None:
             raise RuntimeError(in_step("zs.profile"))

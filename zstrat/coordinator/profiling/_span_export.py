@@ -126,8 +126,6 @@ class OpenTelemetryExport:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- private, on its thread ------------------------------------------------------
-
     def _live(self) -> None:
         while True:
             try:

@@ -274,8 +274,6 @@ class TimelineRun:
             return None
         return None if collecting.exception() else collecting.result()
 
-    # ---- private ---------------------------------------------------------------------
-
     async def _begin_tasks(self) -> None:
         cluster, bounds = self._cluster, self._bounds
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]

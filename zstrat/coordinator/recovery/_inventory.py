@@ -76,8 +76,6 @@ class Inventory:
         self._initial: dict[int, np.ndarray] = {}
         """First values of variables that no checkpoint has, by key."""
 
-    # ---- what becomes of them --------------------------------------------------------
-
     def created(self, specs: Iterable[VariableSpec]) -> None:
         self._variables.update((spec.key, spec) for spec in specs)
 
@@ -105,8 +103,6 @@ class Inventory:
             self._optimizers.pop(number, None)
         for at in [at for at in self._trees if at[0] in gone]:
             del self._trees[at]
-
-    # ---- again -----------------------------------------------------------------------
 
     def missing_in(self, point: RestorePoint) -> list[str]:
         """What would have no value if the servers were filled from there, in words."""

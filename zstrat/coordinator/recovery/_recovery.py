@@ -131,8 +131,6 @@ class Recovery:
             )
         return None if self.failure is None else _copy(self.failure)
 
-    # ---- told by the cluster ---------------------------------------------------------
-
     def server_lost(self) -> None:
         """A server is lost, for a while or for good."""
         self._news.set()
@@ -156,8 +154,6 @@ class Recovery:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-
-    # ---- asked on behalf of the program ----------------------------------------------
 
     def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:
         """The checkpoint is whole, or its values were loaded.
@@ -218,8 +214,6 @@ class Recovery:
                 await self._cluster.client.statistics()
         await self.over()
         return waited or self.restores != since
-
-    # ---- the recovery ----------------------------------------------------------------
 
     async def _recover(self) -> None:
         try:

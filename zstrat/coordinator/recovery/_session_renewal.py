@@ -89,8 +89,6 @@ class SessionRenewal:
         dispatcher = self._cluster.dispatcher
         return Cut() if dispatcher is None else cut_of(dispatcher.queue)
 
-    # ---- what workers get meanwhile --------------------------------------------------
-
     def suspend_dispatch(self) -> None:
         """Nothing is handed out to workers any more."""
         if (dispatcher := self._cluster.dispatcher) is not None:
@@ -106,8 +104,6 @@ class SessionRenewal:
         are back."""
         if (dispatcher := self._cluster.dispatcher) is not None:
             dispatcher.engine.fail(error, lasting=True)
-
-    # ---- a session that was left -----------------------------------------------------
 
     async def adopt(self, name: str, begins_anew: bool, deadline: float) -> None:
         """Goes on with what another program has left under the name, if there is such.
@@ -158,8 +154,6 @@ class SessionRenewal:
             task.keep_origin(self.origin)
         if (replication := self._cluster.replication) is not None:
             replication.keep_origin(self.origin)
-
-    # ---- another session -------------------------------------------------------------
 
     def renew_servers(self) -> None:
         """Has all parameter servers enter another session, in which they are empty.

@@ -67,8 +67,6 @@ class CopiesStatus:
             counts["stores_without_backup"] = placement.without_backup
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
 
-    # ---- private ---------------------------------------------------------------------
-
     def _log_change(self, store: StorePlace) -> None:
         name, bare = self._servers[store.number].name, self._bare
         if store.phase is CopyPhase.PAIRED and store.number in bare:

@@ -41,8 +41,6 @@ class Failover:
     def __init__(self, places: StorePlaces) -> None:
         self._places = places
 
-    # ---- of the program before -------------------------------------------------------
-
     def succeed(
         self, left: Mapping[int, Successor], lives: Sequence[int]
     ) -> list[PlacementOrder]:
@@ -69,8 +67,6 @@ class Failover:
             others = {*successor.useless, store.home} - used
             orders += [Drop(number, store.view, process) for process in sorted(others)]
         return orders
-
-    # ---- of a process ----------------------------------------------------------------
 
     def process_lost(
         self, store: StorePlace, number: int, reason: str
@@ -124,8 +120,6 @@ class Failover:
         elif store.phase in WITH_BACKUP:
             yield from self._places.detach(store, reason)
 
-    # ---- of one copy -----------------------------------------------------------------
-
     def primary_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The primary of the store does not answer, or not with what it had."""
         places = self._places
@@ -166,8 +160,6 @@ class Failover:
                 return places.report_store_lost(store, reason)
             case _:
                 return []
-
-    # ---- of who was asked ------------------------------------------------------------
 
     def refused(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """Who was asked has said no: nothing of the order was done, nor will be."""

@@ -189,8 +189,6 @@ class LeftStores:
                 each.cancel()
             await asyncio.gather(*both, return_exceptions=True)
 
-    # ---- private ---------------------------------------------------------------------
-
     async def _copies_of(
         self, number: int, session: int, deadline: float
     ) -> _ToldCopies:

@@ -36,8 +36,6 @@ class MovingStores:
     def __init__(self, places: StorePlaces) -> None:
         self._places = places
 
-    # ---- the program's word ----------------------------------------------------------
-
     def move(self, store: StorePlace, target: int) -> list[PlacementOrder]:
         """The store is to be served by the process ``target``."""
         places = self._places
@@ -78,8 +76,6 @@ class MovingStores:
         if store.phase in WITH_BACKUP:
             return self._places.detach(store, reason)
         return []
-
-    # ---- what the copies are ---------------------------------------------------------
 
     def backup_whole(self, store: StorePlace) -> list[PlacementOrder]:
         """The backup has all: it is promoted where the store moves."""

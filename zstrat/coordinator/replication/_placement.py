@@ -65,8 +65,6 @@ class StorePlacement:
         """Whether the store has more than a primary, or is to have."""
         return bool(self._places.replicas) or not self.stores[number].is_bare
 
-    # ---- the session -----------------------------------------------------------------
-
     def create_stores(self) -> list[PlacementOrder]:
         """Stores that no process has by itself are made where they belong. Comes before
         `start`."""
@@ -99,8 +97,6 @@ class StorePlacement:
         self._places.is_started = False
         for store in self.stores:
             self._places.begin_anew(store)
-
-    # ---- processes -------------------------------------------------------------------
 
     def joined(self, number: int, life: int) -> list[PlacementOrder]:
         """The process is in the session. Its ``life`` is the same number as before if
@@ -153,8 +149,6 @@ class StorePlacement:
         """Whether `forgive` is of use."""
         return any(process.unwilling for process in self._processes)
 
-    # ---- stores ----------------------------------------------------------------------
-
     def primary_lost(
         self, number: int, address: str, reason: str
     ) -> list[PlacementOrder]:
@@ -185,8 +179,6 @@ class StorePlacement:
     def evict(self, number: int) -> list[PlacementOrder]:
         """The backup of the store is to be in another process."""
         return self._moving.evict(self.stores[number])
-
-    # ---- answers ---------------------------------------------------------------------
 
     def hosted(
         self, order: Host, address: str, incarnation: int
@@ -254,8 +246,6 @@ class StorePlacement:
             return self._places.seek_elsewhere(store) if is_asked else []
         store.reason = reason
         return [order]
-
-    # ---- private ---------------------------------------------------------------------
 
     @property
     def _processes(self) -> list[ProcessPlace]:

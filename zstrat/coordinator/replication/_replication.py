@@ -154,8 +154,6 @@ class Replication:
         """By process: it grows when that has lost what it held."""
         return self._known.lives
 
-    # ---- life ------------------------------------------------------------------------
-
     def start(self) -> None:
         """All stores are served where they belong: each is to get a second copy. Does
         nothing if that was said since the last `renew`: some may have moved."""
@@ -264,8 +262,6 @@ class Replication:
         while not is_so():
             self._news.clear()
             await self._news.wait()
-
-    # ---- processes that come and go, and stores that move ----------------------------
 
     def enter(self, number: int, address: str) -> TaskSession:
         """Begins to greet another process, which has no store yet."""
@@ -390,8 +386,6 @@ class Replication:
         """How often a backup became primary, whyever."""
         return self.placement.failovers + self.placement.moves
 
-    # ---- told by the sessions with the processes -------------------------------------
-
     def task_ready(self, task: TaskSession) -> None:
         self.carry_out(self.placement.joined(task.place, self.lives[task.place]))
 
@@ -426,8 +420,6 @@ class Replication:
             view = placement.stores[number].view if is_served else None
             self._known.take_back(task, view)
 
-    # ---- told by the cluster ---------------------------------------------------------
-
     def store_lost(self, task: TaskSession, reason: str) -> None:
         """Who serves the store does not answer, or not with what it had."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
@@ -437,8 +429,6 @@ class Replication:
             # Its process was lost before, and this way to it was not known to be.
             self._losses.report(task.place, reason)
 
-    # ---- told by `LeftStores` --------------------------------------------------------
-
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
         """Another program has left these copies, when processes had these lives."""
         self.is_started, self._takes_over = True, False
@@ -447,8 +437,6 @@ class Replication:
     def process_lost(self, task: TaskSession, reason: str) -> None:
         """The process is away."""
         self.carry_out(self.placement.process_lost(task.place, reason))
-
-    # ---- told by `OrderAsking` -------------------------------------------------------
 
     @property
     def servers(self) -> Sequence[TaskSession]:
@@ -489,8 +477,6 @@ class Replication:
             self._losses.report(order.store, order.reason)
         else:
             self._losses.report_later(order.store, order.reason)
-
-    # ---- private ---------------------------------------------------------------------
 
     def _look(self) -> None:
         """What follows from all orders together."""

@@ -121,8 +121,6 @@ class StorePlaces:
         ]
         self._own = len(addresses)
 
-    # ---- what is so ------------------------------------------------------------------
-
     def is_own(self, number: int) -> bool:
         """Whether the process where the store belongs has it by itself."""
         return number < self._own and self.stores[number].home == number
@@ -152,8 +150,6 @@ class StorePlaces:
         copies = [copy for s in self.stores for copy in (s.primary, s.backup) if copy]
         return sum(copy.process == process for copy in copies)
 
-    # ---- where a store begins --------------------------------------------------------
-
     def begin_anew(self, store: StorePlace) -> None:
         """It is alone where it belongs, in another session. Views go on."""
         self.end_move(store)
@@ -169,8 +165,6 @@ class StorePlaces:
     def inherit(self, store: StorePlace, view: int) -> None:
         """The newest view of a program before, which had it; later ones go on there."""
         store.view = view
-
-    # ---- who serves it ---------------------------------------------------------------
 
     def promote(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The backup is asked to be the primary."""
@@ -218,8 +212,6 @@ class StorePlaces:
         self._change(store, CopyPhase.EMPTY)
         store.backup, store.is_reported_lost = None, True
         return [Lose(store.number, reason, gone=True)]
-
-    # ---- its backup ------------------------------------------------------------------
 
     def seek_all(self) -> list[PlacementOrder]:
         """Each store that has no backup, and is to have one, seeks it."""
@@ -294,8 +286,6 @@ class StorePlaces:
             return []
         return [Drop(store.number, store.view, copy.process)]
 
-    # ---- where it moves --------------------------------------------------------------
-
     def end_move(self, store: StorePlace) -> None:
         """The store has no target any more. That is so when it is there, when that is
         not wished any more (`MovingStores`), in another session (`begin_anew`), when
@@ -309,8 +299,6 @@ class StorePlaces:
         """The backup ends, and so does the move that it was for."""
         if store.is_backup_at_target:
             self.end_move(store)
-
-    # ---- private ---------------------------------------------------------------------
 
     def _change(
         self, store: StorePlace, phase: CopyPhase, reason: str | None = None

@@ -145,8 +145,6 @@ class LoopCoordinator:
         """Leaves all tasks."""
         await self.cluster.close(False)
 
-    # ---- the loop, as the engine knows it (`LoopSide`)
-
     def wake(self) -> None:
         """As of `LoopSide`."""
         self._dispatcher.turn_soon()

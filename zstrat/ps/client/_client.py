@@ -76,8 +76,6 @@ class PsClient(VariableCalls, SnapshotCalls):
         self.session = session
         self._known = Known(self._memory)
 
-    # ---- values ------------------------------------------------------------------
-
     def pull(
         self,
         refs: Sequence[Ref],
@@ -250,8 +248,6 @@ class PsClient(VariableCalls, SnapshotCalls):
         pushing = Pushing(self.session, step, part, low_water, updates, clocks=theirs)
         reading = Reading(refs, rows, self._known, mine)
         return exchange(self.lines, self.session, pushing, reading, deadline)
-
-    # ---- private ---------------------------------------------------------------------
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [

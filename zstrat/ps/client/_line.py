@@ -197,8 +197,6 @@ class ServerLine:
             self._keep(repeated, deadline, outcome, sent=sent)
         return outcome
 
-    # ---- told by the owner of the connection ---------------------------------------
-
     def hold(self) -> None:
         """The server is connected, but it is not known yet what it still holds."""
         self._stop_retry()
@@ -244,8 +242,6 @@ class ServerLine:
         self._state, self._loss = LineState.UNTOLD, None  # the link says what is wrong
         for each in self._take():
             self._end(each, type(error)(*error.args))
-
-    # ---- private ---------------------------------------------------------------------
 
     def _in_vain(self) -> PeerLostError:
         """The error of a request that cannot be sent again."""

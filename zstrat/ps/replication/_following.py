@@ -166,8 +166,6 @@ class Following:
                 f"view {self.view}, not to {session:#x} and {view}"
             )
 
-    # ---- changes -----------------------------------------------------------------
-
     def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
         known = opening.session in self._earlier
         self.require(self.session if known else opening.session, opening.view)
@@ -342,8 +340,6 @@ class Following:
         self._made_all.set()
         self._nbytes = 0
         self._look_at_promotion()
-
-    # ---- promotion ---------------------------------------------------------------
 
     async def _promote(self, remote: Primary, view: int) -> Message:
         """Nothing more is taken from now on. The primary is told when all is made that

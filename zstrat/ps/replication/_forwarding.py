@@ -168,8 +168,6 @@ class Forwarding:
             "unacknowledged": len(self._answers) + len(self._slowed),
         }
 
-    # ---- changes and answers -----------------------------------------------------
-
     def append(self, change: Message) -> None:
         """See `ChangeLog`."""
         if not self.is_strict:
@@ -215,8 +213,6 @@ class Forwarding:
             self._answers.append(_Answer(self._log.head, future, message))
         else:
             self._slowed.append((future, message))
-
-    # ---- the end -----------------------------------------------------------------
 
     async def settled(self) -> None:
         """Waits until no answer waits for the backup any more, or none can leave by
@@ -265,8 +261,6 @@ class Forwarding:
         self._answers.clear()
         self._slowed = []
         return waiting
-
-    # ---- the link ----------------------------------------------------------------
 
     def _opened(self, hello: Hello) -> None:
         self._flows = False
@@ -370,8 +364,6 @@ class Forwarding:
             self.attached = attached
             self._open_log()
         await self._until(lambda: self._flows)
-
-    # ---- the copy ----------------------------------------------------------------
 
     async def copy(self, deadline: float) -> None:
         """Makes the backup whole, and waits until it has made what it was told.

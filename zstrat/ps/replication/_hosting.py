@@ -229,8 +229,6 @@ class HostedStores:
         """Lets the inherited copies answer, for the coordinator that they belong to."""
         self._is_taken_over.set()
 
-    # ---- private -----------------------------------------------------------------
-
     def _require(self, message: HostStore | DropStore) -> None:
         if self._is_over:
             raise UnavailableError(f"{self._task} is shutting down")

@@ -230,9 +230,6 @@ def _copy(array: np.ndarray, out: np.ndarray) -> None:
     np.copyto(out, array)
 
 
-# ---- what was there before --------------------------------------------------------
-
-
 def _copy_ledger(store: Store, copied: CopyLedger) -> None:
     writer = copied.writer
     ledger = store.writers.of(writer) if writer else store.ledger

@@ -92,8 +92,6 @@ class StoreServingRole:
         following = self.following
         return self._standing.view if following is None else following.view
 
-    # ---- changes of the role -----------------------------------------------------
-
     def be_backup(self, host: Owner, following: Following) -> None:
         """The process of ``host`` keeps this copy for another one."""
         self._host, self._standing.following = host, following
@@ -150,8 +148,6 @@ class StoreServingRole:
     def session_over(self) -> None:
         """Whatever the session had here is gone."""
         self._gives_way = False
-
-    # ---- what is left ------------------------------------------------------------
 
     def state_for_successor(self, number: int) -> LeftStore:
         """What a process that has fallen silent leaves of the store ``number``."""

@@ -289,8 +289,6 @@ class Standing:
         if self._ending:
             await asyncio.wait(self._ending)
 
-    # ---- the backup --------------------------------------------------------------
-
     async def _attach(self, message: AttachBackup) -> None:
         if self._connect is None:
             raise BusyError(f"{self._task} cannot have a backup")

@@ -139,8 +139,6 @@ class SnapshotService:
             "undo_bytes": self._snapshots.log_bytes,
         }
 
-    # ---- snapshots ---------------------------------------------------------------
-
     def _require(self, epoch: int) -> None:
         """Raises UnavailableError if the coordinator was lost since, which then has no
         snapshots here; those of its next connection may have the same numbers."""
@@ -204,8 +202,6 @@ class SnapshotService:
                     pin.copy(start + at, part[at : at + PIECE])
                 await asyncio.sleep(0)  # requests come between two pieces
         return SnapshotPart((part,))
-
-    # ---- loading -----------------------------------------------------------------
 
     async def _load(self, message: LoadTensors) -> Done:
         with self._working():

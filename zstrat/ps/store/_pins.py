@@ -141,8 +141,6 @@ class Pin:
         log = self._log  # once: it may be released on another thread meanwhile
         return 0 if log is None else log.nbytes
 
-    # ---- what happens to the cell ------------------------------------------------
-
     def save(self, rows: np.ndarray) -> None:
         """Keeps old rows ([n], inside, maybe repeated) that are about to be written."""
         # Once: it may be released on another thread meanwhile.
@@ -170,8 +168,6 @@ class Pin:
         if self._bytes is not None:
             self._bytes = _bytes(base)
         self.is_frozen = True
-
-    # ---- what is wanted ----------------------------------------------------------
 
     def copy(self, start: int, out: np.ndarray) -> None:
         """Fills ``out`` (uint8 [n]) with the bytes of the pinned value from ``start``.
@@ -212,8 +208,6 @@ class Pin:
         """Lets go of the value."""
         self.is_over = True
         self._bytes = self._log = None
-
-    # ---- private -----------------------------------------------------------------
 
     def _kept(self, start: int, stop: int) -> np.ndarray:
         if self._bytes is None or start < self._first * self.width:

@@ -103,8 +103,6 @@ class Store:
     def __contains__(self, key: int) -> bool:
         return key in self.variables
 
-    # ---- reading -----------------------------------------------------------------
-
     def read(self, reads: Sequence[Read]) -> tuple[list[int], tuple[np.ndarray, ...]]:
         """Versions of all, and values of those that the reader does not know yet.
 
@@ -142,8 +140,6 @@ class Store:
         plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads)
         return plan
-
-    # ---- creating ----------------------------------------------------------------
 
     def create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
@@ -235,8 +231,6 @@ class Store:
         self.ledger, self.writers = Ledger(), Writers(self._task)
         self.parts = Parts(self._task)
 
-    # ---- pushing -----------------------------------------------------------------
-
     def push(self, push: Push) -> Pushed:
         """Plan, compute and commit at once."""
         plan = self.plan_push(push)
@@ -306,8 +300,6 @@ class Store:
         self._record(push, 1)
         return Pushed(True, self._versions(push), self.counts.pushes)
 
-    # ---- eager steps -------------------------------------------------------------
-
     def plan_part(self, part: PushPart) -> PushPlan | Pushed:
         """`plan_push` of a part of an eager step.
 
@@ -340,8 +332,6 @@ class Store:
         """What the runs of an eager step have pushed, from a part on."""
         return self.parts.applied(step, first, self.ledger)
 
-    # ---- steps that are over -----------------------------------------------------
-
     def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
         """Ends all steps below the mark and those of ``over``: what they push from now
         on has no effect. What they have applied stays known until `end_steps`."""
@@ -358,8 +348,6 @@ class Store:
         applied = [step for step in asked if self.ledger.has_applied(step)]
         self.raise_mark(low_water)
         return applied
-
-    # ---- optimizers --------------------------------------------------------------
 
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
@@ -404,8 +392,6 @@ class Store:
         if known.bindings.has(data, self.variables.get):
             return Done()
         return BindPlan(self.variables.generation, known, data, self.variables.get)
-
-    # ---- committing --------------------------------------------------------------
 
     def commit(self, plan: Plan) -> Done | Pushed | Pulled:
         """Makes what a plan has computed true: versions, keys, the memory of steps.
@@ -481,8 +467,6 @@ class Store:
             return Pushed(applied=False, versions=self._versions(push))
         ledger.admit(push.step)
         return None
-
-    # ---- statistics --------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
         """Cheap: one pass over the variables, none over their values."""

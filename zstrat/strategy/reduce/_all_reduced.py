@@ -203,9 +203,6 @@ def _is_addable(array: jax.Array) -> bool:
     return dtype.kind in "biufc" or dtype == jnp.bfloat16
 
 
-# ---- the program -----------------------------------------------------------------
-
-
 def _reduced(
     arrays: Sequence[jax.Array],
     mesh: Mesh,

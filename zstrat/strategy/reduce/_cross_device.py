@@ -135,8 +135,6 @@ class CrossDeviceOps(abc.ABC):
         places(destinations)  # refuses what is none
         return self.broadcast_implementation(tensor, destinations)
 
-    # ---- hooks ---------------------------------------------------------------------
-
     @abc.abstractmethod
     def reduce_implementation(
         self,

@@ -221,9 +221,6 @@ def is_whole(node: object) -> bool:
     return isinstance(node, DistributedValues | IndexedSlices)
 
 
-# ---- several values --------------------------------------------------------------
-
-
 def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> Any:
     """``join`` over the parts, leaf by leaf if they are pytrees."""
     return jax.tree.map(lambda *parts: join(parts), *value.values, is_leaf=is_whole)

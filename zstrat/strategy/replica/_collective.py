@@ -149,8 +149,6 @@ class TeamReduction(abc.ABC):
     def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
         """What the first replica of this process has of each column."""
 
-    # ---- four operations -----------------------------------------------------------
-
     def reduced(self, columns: Sequence[Column], mean: bool) -> list[jax.Array]:
         """The sum or mean of each column, in one collective. Means of integers are
         floats."""
@@ -188,8 +186,6 @@ class TeamReduction(abc.ABC):
         values, indices = self.gathered(parts)
         values = values / self._team.size if mean else values
         return IndexedSlices(values, indices, column[0].dense_shape)
-
-    # ---- what is made of them --------------------------------------------------------
 
     def all_reduced(self, columns: Sequence[Column], mean: bool) -> list[Any]:
         """The sum or mean of each column: of arrays in one collective, of which XLA

@@ -75,9 +75,6 @@ def by_kind(
     return [next(second if flag else first) for flag in flags]
 
 
-# ---- what does not fit -----------------------------------------------------------
-
-
 def require_alike(what: str, column: Column, remedy: str) -> None:
     """Refuses parts that addition would spread over the others, or could not take.
 
@@ -151,9 +148,6 @@ def no_rank() -> ValueError:
         "gather: the values must have a rank of at least 1; give scalars an axis first "
         "(x[None])"
     )
-
-
-# ---- dtypes ----------------------------------------------------------------------
 
 
 def strong(array: jax.Array) -> jax.Array:

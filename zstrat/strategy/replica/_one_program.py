@@ -266,9 +266,6 @@ class _Given:
         return Replay("strategy.run", known, (), rows)
 
 
-# ---- what the function wants -----------------------------------------------------
-
-
 def discovered(
     fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
 ) -> Capture:

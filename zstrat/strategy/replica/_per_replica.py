@@ -169,9 +169,6 @@ def local_results(value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-# ---- views of one array ----------------------------------------------------------
-
-
 def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
     at = _shards(whole.sharding, whole.shape, count) if is_concrete(whole) else None
     if at is not None:

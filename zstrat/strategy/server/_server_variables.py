@@ -129,8 +129,6 @@ class ServerVariables(StrategyCreator):
             )
         return _beside(variable)
 
-    # ---- the creator of a scope ----------------------------------------------------
-
     def create_variables(
         self, requests: Sequence[VariableRequest]
     ) -> list[AbstractVariable]:
@@ -226,7 +224,6 @@ class ServerVariables(StrategyCreator):
         with self._lock:
             self._numbers.give_back(optimizer)
 
-    # ---- the home of the variables ---------------------------------------------------
     # Each request is made once, as a coroutine of the session's loop with the words for
     # it, and then either blocked upon or awaited.
 
@@ -305,8 +302,6 @@ class ServerVariables(StrategyCreator):
         """
         work = self._servers.write_slot(optimizer.id, variable.spec, name, value)
         self._session.run(work, "assigning to the state of an optimizer")
-
-    # ---- private ---------------------------------------------------------------------
 
     def _reading(
         self, variables: Sequence[VariableHandle]

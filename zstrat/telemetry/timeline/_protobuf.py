@@ -141,9 +141,6 @@ def _annotated(value: PictureValue) -> bytes:
     return _double(_DOUBLE, value)
 
 
-# ---- protobuf itself -----------------------------------------------------------------
-
-
 def _number(field: int, value: int) -> bytes:
     """Negative ones as two's complement of 64 bits, as int64 wants it."""
     return _varint(field << 3) + _varint(value & 0xFFFF_FFFF_FFFF_FFFF)

@@ -141,8 +141,6 @@ class Training:
     _filled: tuple[Saved, frozenset[int]] | None = None
     """From what the servers were filled last, and what was done at that moment."""
 
-    # ---- restores
-
     @property
     def fills(self) -> int:
         """How often the servers were filled again."""
@@ -174,8 +172,6 @@ class Training:
         self.frozen.clear()
         return True
 
-    # ---- what the program knows
-
     def done(self) -> frozenset[int]:
         """Places that have to be on all servers."""
         self.look()
@@ -196,8 +192,6 @@ class Training:
             past.steps[place] = "perhaps" if step.fate == "open" else step.fate
         for place, fate in lost.own.items():
             past.own[place] = "perhaps" if fate == "open" else fate
-
-    # ---- what was read
 
     def heard(self, reader: int, values: Sequence[np.ndarray], known: Any) -> None:
         """Somebody has read the marks of all servers.
@@ -230,8 +224,6 @@ class Training:
             if before != here:
                 changed = [place for place in before if before[place] != here[place]]
                 self.broken(f"ps{server}: steps {changed} of a lost program changed")
-
-    # ---- the end
 
     def check(
         self,

@@ -111,8 +111,6 @@ class Faults:
         until = self._ill_until.get(name)
         return until is None or until + WELL < self._world.now
 
-    # ---- what happens ------------------------------------------------------------
-
     def _happen(self, fault: Fault) -> None:
         world, process = self._world, self._processes[fault.target]
         self.happened += 1

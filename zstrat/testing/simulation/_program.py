@@ -145,8 +145,6 @@ class TrainingProgram:
         self._is_open = True
         return len(before)
 
-    # ---- what the faults ask and tell
-
     def died(self) -> None:
         """The program was killed: what it knew of copies is so until a server dies."""
         if self._is_open and self._coordinator is not None:

@@ -125,8 +125,6 @@ class Run:
             self._world.now - START,
         )
 
-    # ---- what there is
-
     def _made(self) -> Iterator[Process]:
         scenario, around = self._scenario, self._around
         scripts = Scripts(self._readers.ran)
@@ -176,8 +174,6 @@ class Run:
             if loop.name == "chief0" and not loop.is_closed():
                 lines += loop.waits()
         return " | ".join(lines)
-
-    # ---- the trace
 
     def _note(self, way: Way, frames: tuple[bytes, ...]) -> None:
         if not frames:

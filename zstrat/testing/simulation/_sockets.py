@@ -146,8 +146,6 @@ class VirtualSocket:
         self._unsent: deque[tuple[bytes, ...]] = deque()
         self._is_dealer = False
 
-    # ---- what zstrat calls
-
     def bind(self, endpoint: str) -> None:
         self.address = self.network.listen(self, endpoint)
 
@@ -183,8 +181,6 @@ class VirtualSocket:
         self._send(line, frames)
         return True
 
-    # ---- what happens to it
-
     def joined(self, line: Line) -> None:
         """Called when both ends have shaken hands."""
         if self.is_closed:
@@ -219,8 +215,6 @@ class VirtualSocket:
         if sender.pump is not None and sender.pump.is_blocked:
             world = sender.loop.world
             sender.loop.arrive(world.now, sender.pump.unblock)
-
-    # ---- private
 
     def _send(self, line: Line, frames: tuple[bytes, ...]) -> None:
         other = line.router if self is line.dealer else line.dealer
@@ -397,8 +391,6 @@ class Network:
             return
         dealer.tell(Happening.FAILED, errno.EAGAIN)
         line.end(dealer)
-
-    # ---- faults
 
     def lines_of(self, host: str, other: str | None = None) -> list[Line]:
         """Connections of a process, or between two."""

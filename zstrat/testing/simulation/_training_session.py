@@ -222,8 +222,6 @@ class TrainingSession:
             await self._beside
         self._beside = asyncio.get_running_loop().create_task(work(), name="beside")
 
-    # ---- steps
-
     async def _schedule(self, place: int) -> None:
         training, coordinator = self._training, self._coordinator
         while True:
@@ -282,8 +280,6 @@ class TrainingSession:
         if self._scenario.is_guarded:
             self._training.broken(f"one server was lost, and there was {error!r}")
 
-    # ---- the program's own requests
-
     def _update_soon(self) -> None:
         count = len(self._training.own)
         place = self._first // self._scenario.steps * OWN + count
@@ -331,8 +327,6 @@ class TrainingSession:
                 return await work()
             except PSUnavailableError as error:
                 await self._told(error)
-
-    # ---- servers that come and go
 
     @property
     def is_changing(self) -> bool:
@@ -383,8 +377,6 @@ class TrainingSession:
         if self._program.draw() < 0.5:
             self._program.kill(address, 2.0 * self._program.draw())
 
-    # ---- checkpoints
-
     async def _save(self) -> None:
         """Saves a checkpoint; one that fails is none."""
         coordinator, training = self._coordinator, self._training
@@ -431,8 +423,6 @@ class TrainingSession:
             part = await client.read_snapshot(spec.ps, number, place, 0, spec.nbytes)
             values.append(part.view(spec.numpy_dtype).reshape(spec.shape))
         return values
-
-    # ---- the end
 
     async def _finish(self) -> None:
         await self._join()

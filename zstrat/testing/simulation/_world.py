@@ -209,8 +209,6 @@ class VirtualLoop:
     def __repr__(self) -> str:
         return f"<loop of {self.name}>"
 
-    # ---- what the world does with it
-
     def step(self, call: Call | None) -> None:
         """One event, and what was ready before it."""
         if self._is_over:
@@ -263,8 +261,6 @@ class VirtualLoop:
         if self._ready and not self._is_due:
             self._is_due = True
             self.world.put(self.world.now + TURN, self, None)
-
-    # ---- what asyncio does with it
 
     def time(self) -> float:
         return self.world.now

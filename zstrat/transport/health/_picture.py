@@ -125,8 +125,6 @@ class RunPicture:
             {**about, "metrics": metrics, "history": history, "since": since}
         )
 
-    # ---- private ---------------------------------------------------------------------
-
     def _begin(self, look: RunLook, now: float) -> None:
         """Another run: nothing of the one before is shown any more."""
         self._run, self._began, self._metrics = look.run, now, {}

@@ -120,8 +120,6 @@ class RunWatch:
             if self._deserted is not None and not self._viewers:
                 self._deserted.set_result(None)
 
-    # ---- private ---------------------------------------------------------------------
-
     def _event(self, after: int) -> bytes:
         is_next = 0 < after == self._picture.number - 1
         if is_next not in self._frames:

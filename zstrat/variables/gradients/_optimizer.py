@@ -192,8 +192,6 @@ class Optimizer:
         await apply_now_async(call)
         self._has_moved(call)
 
-    # ---- what others ask of it -----------------------------------------------------
-
     def rule(
         self, call: GradientCall, *, is_here: bool, is_traced: bool = True
     ) -> TreeRule:
@@ -304,8 +302,6 @@ class Optimizer:
                 "zs.Optimizer(transformation, params=params)"
             )
         return next(iter(self.moved.values()), None)
-
-    # ---- private -------------------------------------------------------------------
 
     def _own_call(self) -> GradientCall | None:
         """A call on the tree that it was given, whose update can be traced; None if it

@@ -146,8 +146,6 @@ class Peer(Generic[Token]):
         if initiator:
             self.outbox.say(me)
 
-    # ---- what the other side, the network and time do -----------------------------
-
     def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
         """One message: its header and its raw frames, which it may keep as arrays."""
         if self.state is _CLOSED:
@@ -226,8 +224,6 @@ class Peer(Generic[Token]):
     def is_heard(self) -> bool:
         """Whether the connection is open, and the peer was heard just now."""
         return self.state is _OPEN and self._life.is_heard
-
-    # ---- what this side wants -----------------------------------------------------
 
     def request(self, message: Message, token: Token, deadline: float) -> None:
         """Queues a request of the initiator; ``token`` comes back with its outcome.
@@ -308,8 +304,6 @@ class Peer(Generic[Token]):
             self._life.sent_at = now
         return frames
 
-    # ---- ordered messages ---------------------------------------------------------
-
     def _message(
         self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
@@ -371,8 +365,6 @@ class Peer(Generic[Token]):
         self._serving[number] = heavy
         self._bodies += heavy
         return (Requested(number, message, sink),)
-
-    # ---- what is outside the order --------------------------------------------------
 
     def _special(
         self, announced: Announced, frames: Sequence[Frame]
@@ -438,8 +430,6 @@ class Peer(Generic[Token]):
         self.state = OrderState.OPEN
         return (Opened(hello),)
 
-    # ---- credit ---------------------------------------------------------------------
-
     def _return_credit(self, at_least: int) -> None:
         # A peer whose many large requests wait here for their outcome gets no credit
         # for more: a slow task slows its callers, it does not fill its memory.
@@ -448,8 +438,6 @@ class Peer(Generic[Token]):
         if self._inbox.taken >= at_least and self._bodies < self._limits.streams:
             self.outbox.say(Credit(0, self._inbox.taken))
             self._inbox.taken = 0
-
-    # ---- the end --------------------------------------------------------------------
 
     def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
         self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
