@@ -107,13 +107,13 @@ def test_a_step_that_was_applied_is_not_called_cancelled(coordinator, pipe):
 def test_when_the_error_was_raised_nothing_runs_any_more(local, coordinator, pipe):
     with coordinator.strategy.scope():
         v = zs.Variable(np.float32(0))
-    told, done = pipe("told"), pipe("done")
+    told, thawed, done = pipe("told"), pipe("thawed"), pipe("done")
 
     @zs.function(eager=True)
     def step():
         with open(told, "w") as file:
             file.write(str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        heard(thawed)
         try:
             v.assign_add(1.0)
             v.value()
@@ -123,7 +123,6 @@ def test_when_the_error_was_raised_nothing_runs_any_more(local, coordinator, pip
 
     value = coordinator.schedule(step)
     pid = int(heard(told))
-    # It has stopped itself: returns when that is so.
     local.stop_task(next(task for task in local.tasks if local.pid(task) == pid))
     coordinator.schedule(fail)
     with pytest.raises(ValueError, match="boom"):
@@ -131,6 +130,8 @@ def test_when_the_error_was_raised_nothing_runs_any_more(local, coordinator, pip
     with pytest.raises(zs.CancelledError, match="Please reschedule"):
         value.fetch()
     os.kill(pid, signal.SIGCONT)
+    with open(thawed, "w") as file:
+        file.write("thawed")
     assert heard(done) == "done"
     assert v.numpy() == 0.0
 
