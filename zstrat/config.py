@@ -1,7 +1,8 @@
-"""Every number and every setting from outside: the only reader of env and TOML.
+"""Every number and every setting from outside: the only reader of `os.environ`.
 
-Timeouts and limits are frozen values that are handed down from the top; no module
-below reads a clock's patience or an environment variable by itself.
+What ``ZSTRAT_*`` and a TOML file say becomes `Settings` here, frozen values that are
+handed down from the top. What other systems set for the processes that they start
+(``TF_CONFIG``, ``SLURM_*``) is read by whoever understands it, at `environment`.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ async def test_a_server_that_has_lost_all_is_said_to_have(rig):
     await turns()
     rig.link.back()
     rig.line.hold()
-    rig.line.lose("it was started again", gone=True, own=True)
+    rig.line.lose("it was started again", gone=True, keep_pushes=True)
     later = rig.client.pull([Ref(0, 1)])
     for asked in (update, pull, later):
         with pytest.raises(PSUnavailableError, match=r"started again; .* lost:") as one:
@@ -252,7 +252,7 @@ async def test_own_updates_outlast_the_patience_with_a_line_that_is_silent(rig):
     update, pull = rig.client.update(DELTA), rig.client.pull([Ref(0, 1)])
     rig.link.cut()
     await turns()
-    rig.line.lose("silent for 5 s", gone=False, own=True)
+    rig.line.lose("silent for 5 s", gone=False, keep_pushes=True)
     later = rig.client.update(DELTA)
     for asked in (pull, later):
         with pytest.raises(PSUnavailableError, match="silent for 5 s") as raised:

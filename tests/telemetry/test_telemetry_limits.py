@@ -83,7 +83,7 @@ def test_a_parameter_server_that_is_busy_applying():
     push, pull = limits(metrics)
     assert (push.task, push.what, push.share) == ("ps:0", "push", 0.9)
     assert pull.what == "pull of ps:0"
-    assert "applies updates for 90 %" in pull.words
+    assert "spends 90 % of its own on updates" in pull.words
     assert "partitioner" in pull.advice
 
 
@@ -97,7 +97,7 @@ def test_eager_steps_that_wait_for_their_pushes():
     assert "eager=True" in found.advice
     assert found.numbers["push_p50"] == 0.02
     busy = worst(worker_0=eager, ps_0=server(), ps_1=server(busy=0.7))
-    assert "ps:1 applies updates for 70 %" in busy.words
+    assert "ps:1 spends 70 % of its own on updates" in busy.words
     metrics = {"tasks": {"worker:0": eager, "worker:1": worker(compute=0.9)}}
     assert slowest(metrics) == {"task": "worker:0", "why": found.words}
 

@@ -331,7 +331,7 @@ class Dispatcher:
             work = [(grant, self._take(grant, now)) for grant in grants]
             left = QueueLeft(queue.queued, full)
             # With nothing left the next `put` has to wake the loop.
-            self.engine.hungry = queue.waiting_fresh == 0
+            self.engine.must_wake = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.waiters.notify()
         if not queue.suspended:

@@ -1,10 +1,10 @@
 """Where the user's threads and the loop thread meet: one lock around the queue.
 
-The law of this file: the queue is touched, and values are settled, with `lock` held, by
-whichever thread has something to say; nothing is done under it that can block or run
-foreign code. A user's call is a short *attempt* under the lock that either succeeds,
-raises, or says what to wait for; `Waiters` repeats it, so the blocking and the
-asynchronous coordinator share every decision.
+The law of this file: the queue is changed, and values are settled, with `lock` held, by
+whichever thread has something to say; single numbers may be read without it. Nothing is
+done under it that can block or run foreign code. A user's call is a short *attempt*
+under the lock that either succeeds, raises, or says what to wait for; `Waiters` repeats
+it, so the blocking and the asynchronous coordinator share every decision.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class ClosureEngine:
         """Raised by every call that schedules or joins, while a ps is lost."""
         self.deserted: ZstratError | None = None
         """Why work waits in vain: no worker was there for long."""
-        self.hungry = True
-        """The loop has taken all that waited: the next `put` must wake it."""
+        self.must_wake = True
+        """The loop has taken all that waited, so the next `put` wakes it."""
         self.taken_over: str | None = None
         """Who holds the cluster now, if another strategy of this program does."""
-        self.oldest: Callable[[], str] = str
+        self.oldest: Callable[[], str] = str  # "", until the dispatcher sets it
         """Words for what has run the longest, and where."""
         self._wanted = 0
-        self._over = 0
+        self._low_water_at_close = 0
         """At the end: all steps below this one ended by themselves."""
 
     def put(self, call: ScheduledCall, inputs: bytes, site: CallSite) -> RemoteValue:
@@ -137,7 +137,12 @@ class ClosureEngine:
         finally:
             with self.lock:
                 self.waiters.watchers.pop(bell, None)
-        if not wish.is_carried_out or wish.waited or wish.running:
+        if not wish.is_carried_out:
+            interrupt.add_note(
+                f"the coordinator's loop has not answered for {INTERRUPT_SECONDS:g} s; "
+                "it cancels the closures that wait for a worker as soon as it does"
+            )
+        elif wish.waited or wish.running:
             interrupt.add_note(
                 f"{wish.waited} closures that waited for a worker were cancelled; "
                 f"workers have {wish.running} more, and drop those that they have not "
@@ -200,7 +205,7 @@ class ClosureEngine:
             if cancels:
                 ended = queue.cancel_waiting(None if wish is None else wish.cause)
                 self.settle(self._blamed(ended))
-                self.hungry = True
+                self.must_wake = True
             if wish is not None:
                 wish.is_carried_out, wish.before = True, before
                 wish.running, wish.waited = queue.running, queue.cancelled - before
@@ -256,7 +261,7 @@ class ClosureEngine:
         with self.lock:
             if self.queue.phase is QueuePhase.CLOSED:
                 return
-            self._over = self.queue.steps.low_water
+            self._low_water_at_close = self.queue.steps.low_water
             self._close(cause)
 
     def give_way(self, words: str) -> str | None:
@@ -289,14 +294,14 @@ class ClosureEngine:
         by the next call that looks (`remind`)."""
         if not self.queue.put(closure):
             return False
-        if self.hungry:
+        if self.must_wake:
             self.loop.wake()
-            self.hungry = False
+            self.must_wake = False
         return True
 
     def remind(self) -> None:
         """Wakes the loop if a call was interrupted before it could. Lock held."""
-        if self.hungry and self.queue.waiting_fresh:
+        if self.must_wake and self.queue.waiting_fresh:
             self.loop.wake()
 
     def _cancel_soon(self) -> Cancelling:
@@ -383,7 +388,7 @@ class ClosureEngine:
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
-        if queue.phase is QueuePhase.CLOSED and self._over >= mark:
+        if queue.phase is QueuePhase.CLOSED and self._low_water_at_close >= mark:
             return None
         ready = self._try_raise("coordinator.join")
         if ready is not None:

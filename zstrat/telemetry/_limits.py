@@ -37,9 +37,9 @@ SLOWER: Final = 0.8
 class Limit:
     """Something that holds the run up.
 
-    ``share`` is that of the task's time, 0 to 1, by which limits are compared; of an
-    imbalance that of the workers' which it explains, of staleness how far it is from
-    what would be well.
+    ``share`` is that of the task's time, 0 to 1, by which limits are compared. For an
+    imbalance it is the time that workers wait for values, times this server's part of
+    the bytes; for staleness ``1 - usual / median``.
     """
 
     task: str
@@ -182,7 +182,7 @@ def _pull(
     worker: Mapping[str, Any],
     servers: Mapping[str, Mapping[str, Any]],
 ) -> Limit:
-    blamed = _last_to_answer(worker) or _busiest(servers)
+    blamed = _last_to_answer(worker) or _sends_most(servers)
     numbers = _numbers("pull", worker)
     words = f"waits for values: pull is {_percent(share)} of its time"
     if not blamed:
@@ -197,7 +197,7 @@ def _pull(
         f"({blamed} sends {_size(out)}/s)"
     )
     if busy >= BUSY:
-        words += f", and applies updates for {_percent(busy)} of its"
+        words += f"; {blamed} spends {_percent(busy)} of its own on updates"
         advice = (
             "spread its variables over more parameter servers: a partitioner cuts "
             "large ones"
@@ -234,7 +234,8 @@ def _push(
     blamed = max(applying, key=lambda each: (applying[each], each), default="")
     if blamed and applying[blamed] >= BUSY:
         numbers["busy"] = applying[blamed]
-        words += f" ({blamed} applies updates for {_percent(applying[blamed])} of its)"
+        busy = _percent(applying[blamed])
+        words += f"; {blamed} spends {busy} of its own on updates"
     return Limit(name, "push", share, words, advice, numbers)
 
 
@@ -326,7 +327,9 @@ def _imbalance(
 
 def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
-    usual = 2 * max(1, workers) - 1  # each fetches one step ahead
+    usual = (
+        2 * max(1, workers) - 1
+    )  # between a pull and its push each other one pushes twice
     if median <= OLD * usual:
         return
     yield Limit(
@@ -346,7 +349,7 @@ def _last_to_answer(worker: Mapping[str, Any]) -> str:
     return max(last, key=lambda name: (last[name], name)) if last else ""
 
 
-def _busiest(servers: Mapping[str, Mapping[str, Any]]) -> str:
+def _sends_most(servers: Mapping[str, Mapping[str, Any]]) -> str:
     if not servers:
         return ""
     return max(

@@ -152,7 +152,8 @@ class Pipeline:
                 all before it must have been posted.
             examples: How many it has drawn.
         """
-        assert self._queue.popleft() is step
+        first = self._queue.popleft()
+        assert first is step
         step.costs.prepare = cost
         step.prepared = now
         if cost:
@@ -240,7 +241,8 @@ class Pipeline:
         eager: EagerNotes | None = None,
     ) -> None:
         """The step that `next` named is over; its ending waits for the push, if any."""
-        assert self._line.popleft() is step
+        first = self._line.popleft()
+        assert first is step
         self._bytes -= step.nbytes
         step.costs.run = cost
         notes = step.notes
@@ -249,11 +251,13 @@ class Pipeline:
             noted = EagerTimes(step.number, *begun, cost, now, eager)
             self._outbox.times.eager.append(noted)
         elif notes is None and not self.is_captured:
+            # As `Recorder.ran` reads them, `QUICK` numbers each: change both.
             quick = self._quick
             quick.append(step.prepared - step.received)  # sooner than to add a tuple
             quick.append(cost)
         else:
             notes = notes or StepNotes()
+            # As `Recorder.ran` reads them, `FULL` numbers each: change both.
             self._outbox.times.full += (
                 step.number, step.received, step.prepared, cost, now, notes.drew,
                 notes.asked, notes.arrived, notes.pulled, notes.examples,
@@ -296,8 +300,9 @@ class Pipeline:
         self._oldest = min(self._oldest, now)
 
     def under_way(self, heard: float) -> StepUnderWay | None:
-        """What the thread is at; None: nothing, or it cannot be told. For the loop,
-        which looks from aside, and may see what has just ended.
+        """What the thread is at; None: nothing, or it cannot be told. The loop calls
+        this while the executor changes the line. That is safe, as a deque is copied in
+        one operation of the interpreter, but a step may have ended in that moment.
 
         Args:
             heard: When the thread has posted last: it has begun nothing before.
@@ -388,7 +393,7 @@ class Pipeline:
         if self._writer is None:
             return len(self._line) < self._window and self._bytes <= self._budget
         if not self._behind:
-            return True
+            return True  # one step behind the writer is allowed whatever it holds
         more = self._held is None and self._behind < self._depth
         return more and self._bytes <= self._budget
 
@@ -454,7 +459,7 @@ class Pipeline:
             self._held = None
             self._open(head, now)
         else:
-            self._writer = head
+            self._writer = head  # it was fetched ahead, so it moves what it has read
 
     def _stalled(self, pull: SharedPull, seconds: float) -> None:
         """The whole line has waited for values, and these are there."""

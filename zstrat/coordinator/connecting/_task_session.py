@@ -282,7 +282,7 @@ class TaskSession:
     def give_up(self, reason: str) -> None:
         """Ends the requests that wait for a task that ``moves``: it is lost."""
         if self.line is not None:
-            self.line.lose(reason, gone=self.gone, own=not self.gone)
+            self.line.lose(reason, gone=self.gone, keep_pushes=not self.gone)
 
     def require_same_process(self, other: TaskSession) -> None:
         """Another session of ours on the same task has what is ours: a process that has
@@ -455,7 +455,7 @@ class TaskSession:
         if self.line is not None and self._moves:
             self.line.hold()
         elif self.line is not None:
-            self.line.lose(reason, gone=self.gone, own=not self.link.is_refused)
+            self.line.lose(reason, gone=self.gone, keep_pushes=not self.link.is_refused)
         self._events.task_lost(self, reason)
 
     def _stop_absence(self) -> None:

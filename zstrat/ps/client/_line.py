@@ -1,8 +1,9 @@
 """The way to one parameter server, over connections that break and come back.
 
 When a connection breaks, nobody knows which of the requests under way were carried out.
-The server may be back a moment later with all that it held, so this line keeps those
-requests and sends them again then, in the order of the calls. A request is sent again
+The server may be back a moment later with all that it held. Whoever asked hands those
+requests to this line (`resubmit`), which keeps them and sends them again then, in the
+order of the calls. A request is sent again
 only if the server recognizes it by its step, or if carrying it out twice has the effect
 of once (`_repeated`). Any other request ends with its connection.
 
@@ -62,7 +63,7 @@ LOSS_ERRORS: Final = (PeerLostError, NotPrimaryError, ClosedError)
 wrong process. `ClosedError` is one of them: when the server moves to another process,
 the link below is closed while this line stays open."""
 
-REFUSED: Final = 0.5
+NOT_PRIMARY_PAUSE: Final = 0.5
 """Seconds until a process that answered `NotPrimaryError` is asked again, unless the
 owner of the connection says before then where the server is."""
 
@@ -95,7 +96,7 @@ class LineLink(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _RequestInLine:
     """A request that waits, and the timer that gives it up at its deadline.
 
     A request with ``sent`` was sent before the connection broke, so it goes out before
@@ -129,8 +130,8 @@ class ServerLine:
         self._link, self._task, self._timeout = link, task, request_timeout
         self.repeats = 0
         """How often a request was sent again, or had to wait to be sent at all."""
-        self._sent_before: list[_Held] = []
-        self._not_sent: list[_Held] = []
+        self._sent_before: list[_RequestInLine] = []
+        self._not_sent: list[_RequestInLine] = []
         self._state = LineState.UNTOLD
         self._loss: PSUnavailableError | None = None
         """Why requests are refused, while the state is `LineState.LOST`."""
@@ -149,7 +150,9 @@ class ServerLine:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`LineLink.submit`, or later if the server is away."""
+        """`LineLink.submit`, or later if the server is away. Who asks gives an outcome
+        that is one of `LOSS_ERRORS` to `resubmit`: what went to the link at once is not
+        kept here, which costs every request less than a callback."""
         if self._state in _FLOWING:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():
@@ -192,7 +195,7 @@ class ServerLine:
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
         elif repeated is None:
-            outcome.set_exception(self._in_vain())
+            outcome.set_exception(self._not_repeatable())
         else:
             self._keep(repeated, deadline, outcome, sent=sent)
         return outcome
@@ -207,30 +210,30 @@ class ServerLine:
         """The server is there, with all that it ever held of this session."""
         self._stop_retry()
         self._state, self._loss = LineState.OPEN, None
-        for each in self._take():
+        for each in self._take_all():
             self._send(each)
 
-    def lose(self, reason: str, *, gone: bool, own: bool = False) -> None:
+    def lose(self, reason: str, *, gone: bool, keep_pushes: bool = False) -> None:
         """The server is not expected to come back: requests are refused until `resume`.
 
         Args:
             gone: What it held is known to be lost.
-            own: Pushes of this very program wait until their deadline all the same,
-                because after giving one up nobody could say whether to repeat it.
+            keep_pushes: Pushes wait until their deadline all the same: those of this
+                very program, which could not say whether to repeat one given up.
         """
         self._stop_retry()
         self._state = LineState.LOST
         self._loss = PSUnavailableError(self._task, reason, gone)
-        for each in self._take():
-            if own and not gone and isinstance(each.message, Push):
+        for each in self._take_all():
+            if keep_pushes and not gone and isinstance(each.message, Push):
                 self._place(each).append(each)
             else:
                 self._end(each, _copy(self._loss))
 
     def move(self, link: LineLink) -> None:
         """The server is at the far end of another link, with all that it held, or will
-        be. What waits, and what ends with the link of before, is sent there when that
-        is known (`resume`); so that one has to be closed before this one opens."""
+        be. Close the link of before, then call `resume` when it is known where the
+        server is: what waits, and what ended with that link, is sent over this one."""
         self._stop_retry()
         self._link = link
         if self._state is not LineState.LOST:
@@ -240,21 +243,21 @@ class ServerLine:
         """Ends all requests that wait with the error, and refuses others."""
         self._stop_retry()
         self._state, self._loss = LineState.UNTOLD, None  # the link says what is wrong
-        for each in self._take():
+        for each in self._take_all():
             self._end(each, type(error)(*error.args))
 
-    def _in_vain(self) -> PeerLostError:
+    def _not_repeatable(self) -> PeerLostError:
         """The error of a request that cannot be sent again."""
         words = "another process has its place, and may have carried the request out"
         return PeerLostError(self._task, words)
 
     def _pause(self) -> None:
-        """Hold requests for `REFUSED` seconds: the process is not the server now."""
+        """Hold requests for `NOT_PRIMARY_PAUSE`: the process is not the server now."""
         if self._state is LineState.OPEN:
             self._state = LineState.HELD
         if self._retry is None:
             loop = asyncio.get_running_loop()
-            self._retry = loop.call_later(REFUSED, self._ask_again)
+            self._retry = loop.call_later(NOT_PRIMARY_PAUSE, self._ask_again)
 
     def _ask_again(self) -> None:
         self._retry = None
@@ -281,7 +284,7 @@ class ServerLine:
             return
         loop = asyncio.get_running_loop()
         until = loop.time() + self._timeout if deadline is None else deadline
-        held = _Held(message, until, outcome, sent)
+        held = _RequestInLine(message, until, outcome, sent)
         if (
             self._state in _FLOWING and self._link.peer is not None
         ):  # the server is back already
@@ -290,16 +293,16 @@ class ServerLine:
         held.timer = loop.call_at(until, self._late, held)
         self._place(held).append(held)
 
-    def _place(self, held: _Held) -> list[_Held]:
+    def _place(self, held: _RequestInLine) -> list[_RequestInLine]:
         return self._sent_before if held.sent else self._not_sent
 
-    def _take(self) -> list[_Held]:
+    def _take_all(self) -> list[_RequestInLine]:
         """Remove and return all waiting requests, in the order of the calls."""
         held = self._sent_before + self._not_sent
         self._sent_before, self._not_sent = [], []
         return held
 
-    def _send(self, held: _Held) -> None:
+    def _send(self, held: _RequestInLine) -> None:
         if held.timer is not None:
             held.timer.cancel()
         if held.outcome.done():
@@ -311,7 +314,7 @@ class ServerLine:
         else:
             reply.add_done_callback(partial(self._replied, held))
 
-    def _replied(self, held: _Held, reply: asyncio.Future[Message]) -> None:
+    def _replied(self, held: _RequestInLine, reply: asyncio.Future[Message]) -> None:
         outcome = held.outcome
         if outcome.done():
             return
@@ -324,14 +327,14 @@ class ServerLine:
                 self._pause()
             repeated = _repeated(held.message)
             if repeated is None:
-                outcome.set_exception(self._in_vain())
+                outcome.set_exception(self._not_repeatable())
             else:
                 self._keep(repeated, held.deadline, outcome, sent=True)
         else:
             lost = self._loss if isinstance(error, LOSS_ERRORS) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
-    def _late(self, held: _Held) -> None:
+    def _late(self, held: _RequestInLine) -> None:
         self._place(held).remove(held)
         kind = type(held.message).__name__
         words = (
@@ -340,7 +343,7 @@ class ServerLine:
         )
         self._end(held, DeadlineExceededError(words))
 
-    def _end(self, held: _Held, error: Exception) -> None:
+    def _end(self, held: _RequestInLine, error: Exception) -> None:
         if held.timer is not None:
             held.timer.cancel()
         if not held.outcome.done():

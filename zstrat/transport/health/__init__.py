@@ -1,9 +1,5 @@
 """How this process is, over HTTP: for probes, for Prometheus, for people."""
 
-from ._exposition import HISTOGRAMS as HISTOGRAMS
-from ._exposition import METRICS as METRICS
-from ._exposition import HistogramMetric as HistogramMetric
-from ._exposition import Metric as Metric
 from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest
 from ._http import HttpAnswer as HttpAnswer
@@ -11,6 +7,10 @@ from ._http import HttpRequest as HttpRequest
 from ._http import HttpServer as HttpServer
 from ._http import HttpStream as HttpStream
 from ._http import parse_request as parse_request
+from ._metrics import HISTOGRAMS as HISTOGRAMS
+from ._metrics import METRICS as METRICS
+from ._metrics import HistogramMetric as HistogramMetric
+from ._metrics import Metric as Metric
 from ._page import PageToken as PageToken
 from ._picture import RunLook as RunLook
 from ._picture import RunPicture as RunPicture

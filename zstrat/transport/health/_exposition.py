@@ -2,16 +2,14 @@
 
 Law of the file: what is here is counts and sizes under the name of a task; names,
 addresses and versions are in one metric, ``zstrat_task_info``, and what a program calls
-its numbers in ``zstrat_scalar``; both are left out where other machines can ask. The
-names of `METRICS` and `HISTOGRAMS` are public: dashboards rely on them.
+its numbers in ``zstrat_scalar``; both are left out where other machines can ask.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.telemetry import EDGES, Histogram, Unit
+from ._metrics import HISTOGRAMS, METRICS, WORKER_METRICS, Metric
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,188 +23,6 @@ EXTRA: Final = (
 
 Told = tuple[str, "Mapping[str, PlainTree]"]
 """The name of a task, and its statistics."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One number of the statistics: where it is, and what Prometheus calls it.
-
-    Counters only grow while the task lives; the word total ends their names.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    words: str
-    is_counter: bool = False
-
-
-def _gauge(path: str, name: str, words: str) -> Metric:
-    return Metric(tuple(path.split(".")), f"zstrat_{name}", words)
-
-
-def _counter(path: str, name: str, words: str) -> Metric:
-    return Metric(tuple(path.split(".")), f"zstrat_{name}", words, is_counter=True)
-
-
-_OF_ALL: Final = (
-    _gauge("task.uptime", "uptime_seconds", "Since the task began."),
-    _gauge("task.memory_bytes", "memory_bytes", "Of its process, in RAM."),
-    _counter("task.cpu_seconds", "cpu_seconds", "Of its process, all threads."),
-    _gauge("endpoint.handlers", "requests_open", "Being answered."),
-    _counter("endpoint.counts.greetings", "greetings", "Connections let in."),
-    _counter("endpoint.counts.messages", "messages", "That came."),
-    _counter("endpoint.counts.refused", "refused", "Connections refused."),
-    _counter("endpoint.counts.impostors", "impostors", "Claimed to be a task."),
-    _counter("endpoint.counts.newcomers", "newcomers", "Too many at a time."),
-    _counter("endpoint.counts.probes", "probes", "Connected, and said nothing."),
-    _gauge("endpoint.pool.leases", "pool_leases", "Arrays in pooled memory."),
-    _gauge("endpoint.pool.idle_bytes", "pool_idle_bytes", "Pooled memory, unused."),
-    _gauge("groups.generations", "collective_groups", "Groups it is a member of."),
-)
-
-_OF_A_PS: Final = (
-    _gauge("service.owner_alive", "ps_owned", "1 while a program holds it."),
-    _gauge("service.variables", "ps_variables", "Variables, or parts, it holds."),
-    _gauge("service.bytes", "ps_value_bytes", "Their values."),
-    _gauge("service.held_bytes", "ps_held_bytes", "With old versions still read."),
-    _gauge("service.slot_bytes", "ps_slot_bytes", "What optimizers keep of them."),
-    _gauge("service.optimizers", "ps_optimizers", "Optimizers."),
-    _gauge("service.programs", "ps_programs", "Compiled updates."),
-    _gauge("service.waiting", "ps_waiting", "Requests that wait for a variable."),
-    _gauge("service.remembered_steps", "ps_remembered_steps", "To know duplicates."),
-    _gauge("service.snapshots", "ps_snapshots", "Checkpoints being read."),
-    _gauge("service.undo_bytes", "ps_undo_bytes", "Old rows kept for these."),
-    _gauge("service.replication.view", "ps_view", "Grows as its copies change."),
-    _gauge("service.replication.behind", "ps_backup_behind", "Changes it lacks."),
-    _gauge("service.replication.log_bytes", "ps_log_bytes", "Of these changes."),
-    _gauge("service.replication.unacknowledged", "ps_unacknowledged", "Updates."),
-    _counter("service.pulls", "ps_pulls", "Requests for values."),
-    _counter("service.reads", "ps_reads", "Values read."),
-    _counter("service.unchanged", "ps_unchanged", "Of these, not sent again."),
-    _counter("service.rows", "ps_rows", "Rows of tables read."),
-    _counter("service.pushes", "ps_pushes", "Requests that update."),
-    _counter("service.updates", "ps_updates", "Updates applied."),
-    _counter("service.duplicates", "ps_duplicates", "Not applied a second time."),
-    _counter("service.failed", "ps_failed", "Requests that failed."),
-)
-
-_OF_A_WORKER: Final = (
-    _gauge("service.draining", "worker_draining", "1 while it ends."),
-    _gauge("service.queued", "worker_queued", "Closures that wait."),
-    _gauge("service.kept_results", "worker_kept_results", "Not fetched yet."),
-    _gauge("service.kept_bytes", "worker_kept_bytes", "Of these results."),
-    _gauge("service.devices", "worker_devices", "It computes on."),
-    _gauge("service.functions", "worker_functions", "It was sent."),
-    _gauge("service.layouts", "worker_layouts", "Arrangements of arguments."),
-    _gauge("service.programs", "worker_programs", "Compiled steps."),
-    _counter("service.done", "worker_done", "Closures done."),
-    _counter("service.failed", "worker_failed", "Closures that raised."),
-    _counter("service.cancelled", "worker_cancelled", "Closures cancelled."),
-    _counter("service.duplicates", "worker_duplicates", "Not run a second time."),
-    _counter("service.pushes", "worker_pushes", "Requests that update, to ps."),
-    _counter("service.pulls", "worker_pulls", "Requests for values, to ps."),
-    _counter("service.traces", "worker_traces", "Of step functions."),
-    _counter("service.compilations", "worker_compilations", "By XLA."),
-    _counter("service.compile_seconds", "worker_compile_seconds", "In XLA."),
-)
-
-_OF_A_PROGRAM: Final = (
-    _gauge("coordinator.queued_closures", "queued_closures", "Not given out yet."),
-    _gauge("coordinator.queue_full", "queue_full", "1: schedule() has to wait."),
-    _gauge("coordinator.inflight_closures", "inflight_closures", "At workers."),
-    _counter("coordinator.scheduled_closures", "scheduled_closures", "So far."),
-    _gauge("coordinator.steps_per_s", "steps_per_second", "Of the last seconds."),
-    _gauge("coordinator.examples_per_s", "examples_per_second", "Drawn, likewise."),
-    _gauge("coordinator.seconds", "session_seconds", "Since the session began."),
-    _counter("coordinator.fetches", "fetches", "Results brought."),
-    _counter("coordinator.traces", "traces", "Of step functions."),
-    _counter("coordinator.dispatches", "dispatches", "Messages to workers."),
-    _counter("coordinator.turns", "dispatch_turns", "Turns of the loop."),
-    _counter("coordinator.stale_completions", "stale_completions", "Came late."),
-    _counter("coordinator.ps_restores", "ps_restores", "Servers filled again."),
-    _counter("coordinator.steps_lost", "steps_lost", "With lost servers."),
-    _counter("coordinator.failovers", "failovers", "Backups that took over."),
-    _gauge("coordinator.stores_without_backup", "stores_without_backup", "Of ps."),
-    _counter("coordinator.stores_moved", "stores_moved", "To other processes."),
-    _counter("coordinator.workers_added", "workers_added", "Came while it ran."),
-    _counter("coordinator.workers_moved", "workers_moved", "To other addresses."),
-    _counter("coordinator.workers_removed", "workers_removed", "Went."),
-    _counter("coordinator.resolver_questions", "resolver_questions", "Who is there."),
-    _counter("coordinator.resolver_errors", "resolver_errors", "No answer to that."),
-    _counter("coordinator.recoverable_worker_failures", "worker_losses", "Survived."),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class HistogramMetric:
-    """Histograms of the statistics by what they are of: ``label`` is what Prometheus
-    calls that, and ``edges`` are where its buckets end.
-
-    Ours are four times as fine. Each bucket is a series of its own there, so these are
-    a power of two wide, and none for what hardly any step takes.
-    """
-
-    key: str
-    name: str
-    words: str
-    label: str
-    edges: tuple[float, ...]
-    unit: Unit
-
-    def below(self, plain: PlainTree) -> tuple[list[tuple[str, float]], float] | None:
-        """Pairs of an edge and how many values are not above it, and the sum of all;
-        None if this is no histogram of the unit."""
-        try:
-            found = Histogram.from_plain(plain)  # type: ignore[arg-type]
-        except ValueError:  # of a task of another version, or nothing
-            return None
-        if found.unit is not self.unit:
-            return None
-        sums, ends = found.counts.cumsum(), EDGES[self.unit]
-        # Counts are whole: not above 7 is what is below 8.
-        whole = 0 if self.unit is Unit.SECONDS else 1
-        pairs = [
-            (str(float(edge - whole)), float(sums[ends.index(edge)]))
-            for edge in self.edges
-        ]
-        return [*pairs, ("+Inf", float(found.count))], found.total
-
-
-HISTOGRAMS: Final = (
-    HistogramMetric(
-        "phases",
-        "zstrat_phase_seconds",
-        "Of steps on a worker, and of what a parameter server does with them.",
-        "phase",
-        tuple(2.0**power for power in range(-17, 7)),
-        Unit.SECONDS,
-    ),
-    HistogramMetric(
-        "staleness",
-        "zstrat_staleness_versions",
-        "Versions between the pull of a value and the push made with it.",
-        "store",
-        tuple(2.0**power for power in range(15)),
-        Unit.COUNTS,
-    ),
-)
-"""Histograms of workers and parameter servers, since their session began."""
-
-METRICS: Final[Mapping[str, Sequence[Metric]]] = {
-    "ps": (*_OF_ALL, *_OF_A_PS),
-    "worker": (*_OF_ALL, *_OF_A_WORKER),
-    "chief": _OF_A_PROGRAM,
-    "program": _OF_A_PROGRAM,
-}
-"""The metrics of a task by its job. A program that shares the parameter servers of a
-chief has none of the cluster's jobs, and is called "program"."""
-
-_MEMBERS: Final = (
-    _gauge("in_flight", "coordinator_worker_in_flight", "Closures there."),
-    _counter("completed", "coordinator_worker_completed", "Closures it did."),
-    _counter("losses", "coordinator_worker_losses", "How often it was lost."),
-)
-"""Metrics of one worker, as the program sees it."""
 
 
 def number_at(values: Mapping[str, PlainTree], path: Sequence[str]) -> float | None:
@@ -271,7 +87,7 @@ class _Collector:
             for metric in METRICS.get(task.partition(":")[0], ()):
                 add(metric, number_at(values, metric.path), task=task)
             for worker, seen in _members(values):
-                for metric in _MEMBERS:
+                for metric in WORKER_METRICS:
                     add(metric, number_at(seen, metric.path), task=task, worker=worker)
         yield from families.values()
         if self._names:
