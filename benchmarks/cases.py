@@ -235,14 +235,22 @@ def _python(*arguments: str) -> str:
 
 
 def _idle_memory(job: str) -> float:
-    """Resident MB of an idle daemon that a coordinator is connected to."""
+    """MB of an idle daemon that a coordinator is connected to."""
     import zstrat as zs
 
     with zs.LocalCluster(num_ps=1, num_workers=1) as local:
         with zs.ParameterServerStrategy(local.resolver) as strategy:
             coordinator = zs.ClusterCoordinator(strategy)
             coordinator.schedule(_trivial()).fetch()
-            return _resident(local.pid(f"{job}:0"))
+            return _part_of_memory(local.pid(f"{job}:0"))
+
+
+def _part_of_memory(pid: int) -> float:
+    """MB of what is in RAM, of pages of several processes an equal part: daemons of one
+    cluster are forked from one process, and have what they do not write in common."""
+    with open(f"/proc/{pid}/smaps_rollup") as rollup:
+        (kilobytes,) = [line.split()[1] for line in rollup if line.startswith("Pss:")]
+    return int(kilobytes) * 1024 / 1e6
 
 
 def _resident(pid: int) -> float:
