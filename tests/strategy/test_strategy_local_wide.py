@@ -123,3 +123,22 @@ def test_with_64_bits_nothing_is_cut():
         ids = from_function(strategy, WIDE)
         found = strategy.run(lambda x: jnp.max(x), args=(ids,))
         assert [int(x) for x in found.values] == [WRONG, 4]
+
+
+@pytest.mark.parametrize("made_wide", [True, False])
+def test_results_of_64_bits_are_what_jax_makes_of_them_there(made_wide):
+    """Inside the scope of 64 bits and outside, whichever is asked first."""
+    strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def number():
+        return jnp.float64(0.1) + zs.get_replica_context().replica_id_in_sync_group
+
+    with jax.enable_x64(True):
+        values = [strategy.run(number) for _ in range(2)]
+        wide = [np.float64(0.1), np.float64(0.1) + 1]
+    for value, inside in zip(values, (made_wide, not made_wide), strict=True):
+        with jax.enable_x64(inside):
+            found = strategy.experimental_local_results(value)
+            expected = [jnp.asarray(x) for x in wide]
+            assert [x.dtype for x in found] == [x.dtype for x in expected]
+            np.testing.assert_array_equal(found, expected)

@@ -327,9 +327,8 @@ def _imbalance(
 
 def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
-    usual = (
-        2 * max(1, workers) - 1
-    )  # between a pull and its push each other one pushes twice
+    # Between a pull and its push each of the other workers pushes twice.
+    usual = 2 * max(1, workers) - 1
     if median <= OLD * usual:
         return
     yield Limit(

@@ -48,9 +48,9 @@ def all_reduce(
     options: CallOptions,
 ) -> OperationRequest:
     """See `GroupCalls.all_reduce`."""
+    op = ReduceOp.of(op)
     if type(tree) is np.ndarray and tree.dtype.isnative and tree.flags.c_contiguous:
         return _all_reduce_array(size, tree, op, in_place, options)
-    op = ReduceOp.of(op)
     _check_algorithm(CallKind.ALL_REDUCE, options)
     found, rebuild, where = flatten(tree)
     if densify:
@@ -91,42 +91,43 @@ def all_reduce(
 def _all_reduce_array(
     size: int,
     array: np.ndarray,
-    op: ReduceOp | str,
+    op: ReduceOp,
     in_place: bool,
     options: CallOptions,
 ) -> OperationRequest:
     """The same for one array whose elements are sent as they lie."""
-    compression, algorithm = options.compression, options.algorithm
-    known = _named_array(size, array.dtype, array.shape, op, compression, algorithm)
+    # Text, as it is a key: what is none is refused with words that name it.
+    compression = None if options.compression is None else str(options.compression)
+    algorithm = None if options.algorithm is None else str(options.algorithm)
+    words = _array_words(size, array.dtype, array.shape, op, compression, algorithm)
     if in_place and not array.flags.writeable:
         raise _read_only()
     return OperationRequest(
-        known[1],
-        lambda factory: operations.all_reduce_array(factory, array, known[0], in_place),
+        words,
+        lambda factory: operations.all_reduce_array(factory, array, op, in_place),
         options,
     )
 
 
 @lru_cache(maxsize=1024)
-def _named_array(
+def _array_words(
     size: int,
     dtype: np.dtype,
     shape: tuple[int, ...],
-    op: ReduceOp | str,
+    op: ReduceOp,
     compression: str | None,
     algorithm: str | None,
-) -> tuple[ReduceOp, str]:
+) -> str:
     """The operation on such an array, in words. A program reduces the same arrays at
     each step: what its calls have in common is checked and written once.
 
     Raises: as `all_reduce`.
     """
     options = CallOptions(1.0, None, compression, algorithm)
-    op = ReduceOp.of(op)
     _check_algorithm(CallKind.ALL_REDUCE, options)
     leaf = dataclasses.replace(leaf_of(np.empty(0, dtype)), shape=shape)
     _check_reducible(size, op, [leaf], compression)
-    return op, _named("all_reduce", [leaf], options, op.value)
+    return _named("all_reduce", [leaf], options, op.value)
 
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
@@ -296,7 +297,10 @@ def _check_writable(leaves: Sequence[ArrayLeaf], sparse: object) -> None:
 
 
 def _read_only() -> ValueError:
-    return ValueError("in_place: an array is read-only")
+    return ValueError(
+        "in_place: an array is read-only: give a copy that may be written to, or leave "
+        "in_place out and take what is returned"
+    )
 
 
 def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:

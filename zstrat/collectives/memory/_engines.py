@@ -78,10 +78,6 @@ class OneHost:
             shared.barrier.cut_off(error)
             raise
 
-    def run_together(self, calls: Sequence[CollectiveCall]) -> None:
-        for call in calls:
-            self.run(call)
-
     def waits(self) -> Sequence[int]:
         shared = self._shared  # another thread may close the engine meanwhile
         return () if shared is None else shared.barrier.waits()

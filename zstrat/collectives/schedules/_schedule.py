@@ -31,9 +31,9 @@ class Act(enum.Enum):
     SEND = enum.auto()
     """What this rank has of the block goes to the peer."""
     REDUCE = enum.auto()
-    """What comes from the peer is reduced into what this rank has,"""
+    """What comes from the peer is reduced into what this rank has."""
     REDUCE_FIRST = enum.auto()
-    """or what this rank has into what comes: this is the other order."""
+    """What this rank has is reduced into what comes from the peer: the other order."""
     TAKE = enum.auto()
     """What comes from the peer is the block from now on."""
     FINISH = enum.auto()

@@ -3,9 +3,9 @@
 When a connection breaks, nobody knows which of the requests under way were carried out.
 The server may be back a moment later with all that it held. Whoever asked hands those
 requests to this line (`resubmit`), which keeps them and sends them again then, in the
-order of the calls. A request is sent again
-only if the server recognizes it by its step, or if carrying it out twice has the effect
-of once (`_repeated`). Any other request ends with its connection.
+order of the calls. A request is sent again only if the server recognizes it by its
+step, or if carrying it out twice has the effect of once (`_repeated`). Any other
+request ends with its connection.
 
 The owner of the connection tells this line how the connection stands (`hold`, `resume`,
 `lose`), because only the owner knows whether the server that came back still has the

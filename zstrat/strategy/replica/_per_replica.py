@@ -258,7 +258,9 @@ def _view_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) ->
 
 
 def _part_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) -> Any:
-    program: Any = _part_program(device, view.shape, view.dtype, stacked, weak)
+    # As jax takes it now: in the scope of `jax.enable_x64` otherwise than outside.
+    taken = jax.dtypes.canonicalize_dtype(view.dtype)
+    program: Any = _part_program(device, view.shape, taken, stacked, weak)
     return program(view)
 
 
@@ -266,8 +268,8 @@ def _part_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) ->
 def _part_program(
     device: jax.Device, shape: tuple[int, ...], dtype: Any, stacked: bool, weak: bool
 ) -> jax.stages.Compiled:
-    """`_part`, compiled for that device. To call it takes a fifth of the time of the
-    jitted function with that device as the default one."""
+    """`_part` of such an array, compiled for that device. To call it takes a fifth of
+    the time of the jitted function with that device as the default one."""
     kind: Any = jax.ShapeDtypeStruct  # untyped
     with jax.default_device(device):
         return _part.lower(kind(shape, dtype), stacked, weak).compile()
