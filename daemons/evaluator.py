@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstrat.config import environment
 
-from ._arguments import index_of, parser, settings_of
-from ._main import MISTAKEN, leave, run_program
+from . import MISTAKEN, index_of, leave, parser, run_program, settings_of
 
 if TYPE_CHECKING:
     import argparse

@@ -52,6 +52,8 @@ def main() -> None:
     """Entry point; of each daemon, too."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     with kept_for_good():
+        # What the code of a step function brings with it stands for a strategy.
+        from zstrat.strategy import Strategy  # noqa: F401
         from zstrat.worker import WorkerService  # noqa: F401
     daemon = Forks(requests).forked()
     if daemon is not None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from zstrat.launch import choose_devices
 
-from ._arguments import order, parser
-from ._main import MISTAKEN, leave, run
+from . import MISTAKEN, leave, order, parser, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -36,6 +36,10 @@ class ExecutableLocation(enum.Enum):
     """Elsewhere: by the file that ``kubectl`` uses."""
 
 
+KubernetesExecutableLocation = ExecutableLocation
+"""As TensorFlow calls it in its newer versions."""
+
+
 @final
 class KubernetesClusterResolver(SourceResolver):
     """Asks Kubernetes for the pods with given labels, in all namespaces.

@@ -33,18 +33,11 @@ def kept_for_good() -> Iterator[None]:
 
 
 def import_coordinator() -> None:
-    """Imports most of what a program needs that coordinates, jax with it. Looks for no
-    device.
+    """Imports what a program needs that coordinates, jax with it. Looks for no device.
 
-    No garbage is collected meanwhile, as imports leave next to none.
+    No garbage is collected meanwhile, as with all that a door fetches late.
     """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        import zstrat.coordinator  # noqa: F401
-    finally:
-        if is_enabled:
-            gc.enable()
+    from zstrat.strategy import ParameterServerStrategy  # noqa: F401
 
 
 def choose_devices(variables: Mapping[str, str]) -> None:
