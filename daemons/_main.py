@@ -26,10 +26,11 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
+from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = {
+    "zstrat.dataclass": -1,
     "zstrat.errors": 0,
     "zstrat.config": 0,
     "zstrat.doors": 0,
@@ -60,7 +61,7 @@ DOORS = {
     "optax": "zstrat.optimizers",
     "cloudpickle": "zstrat.program.ship._pickler",
     "greenlet": "zstrat.strategy.replica._turns",
-    "psutil": "zstrat.launch",
+    "psutil": "zstrat.telemetry",
     "distributed": "zstrat.launch.fleet._dask",
     "ray": ("zstrat.launch.fleet._ray", "zstrat.integrations.ray"),
     "yaml": "zstrat.launch.manifests",

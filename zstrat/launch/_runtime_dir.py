@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
 from zstrat.config import LANES
+from zstrat.dataclass import dataclass
 
 from ._child import inherited
 
@@ -28,7 +29,7 @@ LONGEST_SOCKET_PATH: Final = 100
 """Bytes; the kernel takes 107, and ``ipc://`` addresses are paths."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RuntimeDir:
     """A folder, and the kind of sockets ("tcp" or "ipc") that the daemons bind."""
 

@@ -3,8 +3,6 @@
 Law: what differs between a ps and a worker is decided here and nowhere above. jax is
 loaded by a worker when its service is made, and by a ps when it is given its first
 optimizer; importing this module loads neither.
-
-Facts about this process are found out here, too: it is the only door to psutil.
 """
 
 from __future__ import annotations
@@ -15,14 +13,12 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-import psutil
-
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import GRACE, environment
+from zstrat.dataclass import dataclass
 from zstrat.ps import (
     Handover,
     HostedStores,
@@ -30,6 +26,7 @@ from zstrat.ps import (
     PsService,
     backup_links,
 )
+from zstrat.telemetry import resident_bytes
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
 from zstrat.wire import AskCopies, DropStore, HostStore, Inspect, Job, Statistics
@@ -45,17 +42,6 @@ if TYPE_CHECKING:
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
     from zstrat.worker import Listen, WorkerService
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM, shared pages included."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def cpu_seconds() -> float:
-    """Processor time of this process since it began, all threads together."""
-    times = psutil.Process().cpu_times()
-    return float(times.user + times.system)
 
 
 log = logging.getLogger("zstrat.task")
@@ -227,7 +213,7 @@ class Task:
             "uptime": time.monotonic() - self._began,
             "time": time.time(),
             "memory_bytes": resident_bytes(),
-            "cpu_seconds": cpu_seconds(),
+            "cpu_seconds": time.process_time(),
         }
         hosted = [] if self._hosted is None else self._hosted.statistics()
         return {

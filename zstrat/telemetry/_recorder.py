@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
+from zstrat.dataclass import dataclass
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed
@@ -380,9 +381,11 @@ def _ignore(_: object) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Memory of this process that is in RAM, shared pages included."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except OSError:  # not Linux
-        return 0
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
     return pages * os.sysconf("SC_PAGESIZE")

@@ -13,8 +13,10 @@ there is a number for now, such as memory, the last one counts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
+
+from zstrat.dataclass import dataclass
 
 from ._histogram import Histogram, HistogramTable, Unit, merged
 from ._limits import slowest

@@ -19,10 +19,11 @@ import enum
 import itertools
 import logging
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
+
+from zstrat.dataclass import dataclass
 
 from ._topology import RANK, Topology
 

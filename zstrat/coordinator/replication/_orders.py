@@ -6,7 +6,8 @@ Each order is for one process, and is of one view of its store.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from zstrat.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

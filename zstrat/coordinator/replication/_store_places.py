@@ -25,8 +25,10 @@ else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, final
+
+from zstrat.dataclass import dataclass
 
 from ._orders import (
     Attach,

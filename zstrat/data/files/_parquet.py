@@ -12,12 +12,13 @@ structs dicts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
 
 from zstrat.data._spec import TEXT, TensorSpec
+from zstrat.dataclass import dataclass
 
 from ._files import OpenTable, TableRows
 
@@ -61,7 +62,8 @@ class ParquetRows(TableRows):
         """Row groups, where each part gets one; else single rows."""
         if parts <= len(self.groups):
             return self.every(parts, index)
-        return super(ParquetRows, self).part(parts, index)
+        # Slots make another class of this one, which a bare super() does not know.
+        return super(ParquetRows, self).part(parts, index)  # noqa: UP008
 
     def size(self) -> int:
         return sum(rows for _, rows in self.groups)

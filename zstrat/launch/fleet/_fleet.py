@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
 from zstrat.config import GRACE, environment, settings_from
+from zstrat.dataclass import dataclass
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -77,7 +78,7 @@ class _Heard:
         self._thread.say(lambda now: state.ended(self._task, self._attempt, end, now))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FleetPlan:
     """All that the tasks of a fleet are started with."""
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.dataclass import dataclass
 from zstrat.errors import ProtocolError
 from zstrat.program.trace._where import is_installed
 from zstrat.variables import is_machinery
@@ -74,7 +75,7 @@ class Resource:
 _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 
-@dataclasses.dataclass
+@dataclass
 class Ways:
     """How the exceptions among the parts travel."""
 

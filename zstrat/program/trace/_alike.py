@@ -18,10 +18,11 @@ import sys
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from zstrat.dataclass import dataclass
 from zstrat.variables import (
     LOCAL,
     AbstractVariable,

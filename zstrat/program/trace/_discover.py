@@ -9,12 +9,13 @@ with the first request and which only after an answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from zstrat.dataclass import dataclass
 from zstrat.program._device_state import PlannedVariables
 from zstrat.program.lookup._lookups import PlannedLookup
 from zstrat.program.stages._stages import channels_of

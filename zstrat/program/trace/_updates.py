@@ -21,12 +21,13 @@ of them updates its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from zstrat.dataclass import dataclass
 from zstrat.variables import (
     ABSENT,
     DeviceHome,

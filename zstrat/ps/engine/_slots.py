@@ -8,9 +8,10 @@ it needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ps.store._cell import Cell
 from zstrat.rows import lasting

@@ -12,12 +12,13 @@ estimates.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

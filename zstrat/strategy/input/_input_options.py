@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import final
+
+from zstrat.dataclass import dataclass
 
 
 class InputReplicationMode(enum.Enum):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from jax import errors as jax_errors
 
 from zstrat.collectives import ReduceOp
+from zstrat.dataclass import dataclass
 from zstrat.program.stages import settled
 from zstrat.program.trace import is_narrowed
 from zstrat.strategy.replica._columns import (

@@ -35,9 +35,10 @@ import warnings
 import weakref
 from collections import OrderedDict
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Final
 
+from zstrat.dataclass import dataclass
 from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 

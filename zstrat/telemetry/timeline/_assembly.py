@@ -7,9 +7,10 @@ each parameter server. A step that ran twice has two of these.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
 
+from zstrat.dataclass import dataclass
 from zstrat.telemetry._phases import Phase
 
 from ._picture import (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, NamedTuple, final
+
+from zstrat.dataclass import dataclass
 
 MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""

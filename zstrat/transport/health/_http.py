@@ -20,9 +20,10 @@ import ipaddress
 import logging
 import re
 import socket
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable

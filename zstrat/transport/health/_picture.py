@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Final
+
+from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
