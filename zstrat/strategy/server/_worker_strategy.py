@@ -66,18 +66,26 @@ class WorkerStrategy(Strategy):
     """
 
     def __init__(self, ps_count: int, replicas: int) -> None:
-        self._replicas = replicas
-        self._local = tuple(jax.local_devices()[:replicas])
-        self._extended = ParameterServerExtended(
-            self, self._local[0].platform, ps_count, None
-        )
-        if len(self._local) < replicas:
+        self._ps_count, self._replicas = ps_count, replicas
+
+    # Looked for when a step asks, not before: the coordinator, which tries out what it
+    # sends, needs no device for that, and takes no accelerator from a worker beside it.
+    @functools.cached_property
+    def _local(self) -> tuple[jax.Device, ...]:
+        found = tuple(jax.local_devices()[: self._replicas])
+        if len(found) < self._replicas:
             _log.warning(
                 "this worker has %d devices, the coordinator planned %d replicas per "
                 "worker: it computes all of them on one device",
-                len(self._local),
-                replicas,
+                len(found),
+                self._replicas,
             )
+        return found
+
+    @functools.cached_property
+    def _extended(self) -> ParameterServerExtended:
+        platform = self._local[0].platform
+        return ParameterServerExtended(self, platform, self._ps_count, None)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -106,7 +114,7 @@ class WorkerStrategy(Strategy):
         return self._local
 
     def __reduce__(self) -> Any:
-        return worker_strategy, (len(self._extended.parameter_devices), self._replicas)
+        return worker_strategy, (self._ps_count, self._replicas)
 
     def __repr__(self) -> str:
         return (
