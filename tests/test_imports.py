@@ -73,7 +73,13 @@ def test_names_that_are_fetched_late_are_those_of_the_door() -> None:
 
 _LATE = """
 import importlib, pickle, threading
-for door in ("zstrat.collectives", "zstrat.launch", "zstrat.strategy"):
+for door in (
+    "zstrat.cluster",
+    "zstrat.collectives",
+    "zstrat.daemons",
+    "zstrat.launch",
+    "zstrat.strategy",
+):
     package, found, begin = importlib.import_module(door), [], threading.Barrier(8)
     def take():
         begin.wait()
@@ -92,6 +98,40 @@ for door in ("zstrat.collectives", "zstrat.launch", "zstrat.strategy"):
     for value in found[0]:
         if isinstance(value, type) and pickle.loads(pickle.dumps(value)) is not value:
             print(value)
+"""
+
+
+def test_nothing_is_collected_while_a_name_is_fetched() -> None:
+    """And what is fetched counts as old: the next collection does not go through it.
+    What a program has set aside stays so, and so does its choice to collect nothing."""
+    assert printed(_COLLECTIONS) == ""
+
+
+_COLLECTIONS = """
+import gc
+collections = []
+gc.callbacks.append(lambda when, told: collections.append(told))
+import zstrat as zs
+def fetch(name):
+    collections.clear()
+    getattr(zs, name)
+    return len(collections), sum(map(len, map(gc.get_objects, (0, 1))))
+before, known = gc.get_freeze_count(), len(gc.get_objects())
+count, young = fetch("ParameterServerStrategy")
+found = len(gc.get_objects()) - known
+if count > 2 or not gc.isenabled() or gc.get_freeze_count() != before:
+    print(count, "collections", gc.isenabled(), gc.get_freeze_count())
+if found < 50_000 or young > 5_000:
+    print("of", found, "objects", young, "are young")
+gc.freeze()
+held = gc.get_freeze_count()
+fetch("CheckpointManager")
+if not gc.isenabled() or gc.get_freeze_count() < held - 100:
+    print("of", held, "objects that were set aside", gc.get_freeze_count(), "still are")
+gc.disable()
+fetch("LocalCluster")
+if gc.isenabled():
+    print("garbage is collected, which the program has forbidden")
 """
 
 

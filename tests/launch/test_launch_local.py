@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 from programs import Program
 
@@ -299,3 +300,28 @@ def test_stopping_ends_who_is_frozen_or_dead(caplog):
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
     assert [path.name for path in kept.parent.iterdir()] == ["ps-1.log"]
     assert not cluster.directory.exists()
+
+
+_COORDINATES = """
+import jax
+import zstrat as zs
+with zs.LocalCluster(1, 1) as local, zs.ParameterServerStrategy(local) as strategy:
+    coordinator = zs.ClusterCoordinator(strategy)
+    with strategy.scope():
+        total = zs.Variable(1.0)
+    @zs.function
+    def step():
+        def replica():
+            total.assign_add(2.0)
+            return total.value()
+        return strategy.run(replica)
+    assert float(coordinator.schedule(step).fetch()) == 3.0
+    jax.config.update("jax_num_cpu_devices", 3)  # refused if it has looked for some
+print(jax.device_count())
+"""
+
+
+def test_a_program_that_coordinates_looks_for_no_device():
+    """On a machine with accelerators it would take them from the workers beside it."""
+    done = programs.run(["-c", _COORDINATES], text=True, capture_output=True)
+    assert done.stdout.split() == ["3"], done.stderr
