@@ -67,9 +67,11 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            is_much = gc.get_count()[0] > gc.get_threshold()[0]
             # All that is there counts as old: else the next collection, of what is new,
-            # goes through all of it. What a program has set aside itself stays so.
-            if not gc.get_freeze_count():
+            # goes through all of it. What a program has set aside itself stays so (it
+            # takes milliseconds to count that).
+            if is_much and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
