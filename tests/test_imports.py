@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from test_architecture import JAX_AT_IMPORT
+from test_architecture import JAX_AT_IMPORT, PACKAGES
 
 LIGHT = {
     "zstrat": ("jax", "zmq", "msgpack", "numpy"),
@@ -78,6 +78,8 @@ for door in (
     "zstrat.collectives",
     "zstrat.daemons",
     "zstrat.launch",
+    "zstrat.ps",
+    "zstrat.ps.store",
     "zstrat.strategy",
 ):
     package, found, begin = importlib.import_module(door), [], threading.Barrier(8)
@@ -99,6 +101,20 @@ for door in (
         if isinstance(value, type) and pickle.loads(pickle.dumps(value)) is not value:
             print(value)
 """
+
+
+def test_any_part_of_a_parameter_server_may_be_imported_first() -> None:
+    """What is fetched late hides no circle."""
+    program = f"""
+import os, sys, numpy
+for module in {sorted(m for m in PACKAGES if m.startswith("zstrat.ps."))}:
+    if (child := os.fork()) == 0:
+        exec(f"from {{module}} import *")
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(module)
+"""
+    assert printed(program) == ""
 
 
 def test_nothing_is_collected_while_a_name_is_fetched() -> None:
