@@ -352,6 +352,17 @@ def brings_jax() -> set[str]:
         heavy |= more
 
 
+def test_dataclasses_are_made_quickly() -> None:
+    wrong = [
+        f"{module}:{node.lineno}: `from zstrat.dataclass import dataclass` instead"
+        for module in trees()
+        for node in nodes(module)
+        if isinstance(node, ast.ImportFrom) and node.module == "dataclasses"
+        if module != "zstrat.dataclass" and "dataclass" in [n.name for n in node.names]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_environment_is_read_in_one_place() -> None:
     wrong = [
         f"{module}:{node.lineno}"
