@@ -26,11 +26,10 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.launch import (
     CONTINUED,
     LENGTH,

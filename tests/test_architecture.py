@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = {
-    "zstrat.dataclass": -1,
     "zstrat.errors": 0,
     "zstrat.config": 0,
     "zstrat.doors": 0,
@@ -350,17 +349,6 @@ def brings_jax() -> set[str]:
         if more <= heavy:
             return heavy
         heavy |= more
-
-
-def test_dataclasses_are_made_quickly() -> None:
-    wrong = [
-        f"{module}:{node.lineno}: `from zstrat.dataclass import dataclass` instead"
-        for module in trees()
-        for node in nodes(module)
-        if isinstance(node, ast.ImportFrom) and node.module == "dataclasses"
-        if module != "zstrat.dataclass" and "dataclass" in [n.name for n in node.names]
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 def test_environment_is_read_in_one_place() -> None:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import abc
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

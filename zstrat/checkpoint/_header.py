@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import DataLossError
 from zstrat.wire import DTYPES
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import DataLossError, NotFoundError
 from zstrat.wire import DTYPES
 

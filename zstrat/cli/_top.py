@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import click
@@ -19,7 +20,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import ZstratError
 from zstrat.launch import Observer, told_by
 from zstrat.telemetry import WORKER_PHASES, limits, report

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from zstrat import config
-from zstrat.dataclass import dataclass
 
 from ._gpus import take_part
 from ._hostlist import MAX_HOSTS

@@ -11,10 +11,10 @@ Law of the file: this alone changes CUDA_VISIBLE_DEVICES.
 from __future__ import annotations
 
 import subprocess
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat import config
-from zstrat.dataclass import dataclass
 
 from ._hostlist import natural_order
 

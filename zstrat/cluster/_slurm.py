@@ -3,10 +3,10 @@ follows from the list of nodes by the same rule on all of them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat import config
-from zstrat.dataclass import dataclass
 
 from ._gpus import before_shares, count_gpus, share_of, take_share
 from ._hostlist import MAX_HOSTS, expand_hostlist, expand_tasks_per_node, natural_order

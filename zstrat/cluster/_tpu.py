@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, assert_never, final
 
 from zstrat import config
-from zstrat.dataclass import dataclass
 
 from ._google import ask_metadata, build_service, metadata_host
 from ._resolver import SourceResolver

@@ -9,10 +9,10 @@ The law that ranks agree on buckets: they depend on dtypes and sizes alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from zstrat.dataclass import dataclass
 from zstrat.rows import aligned
 
 if TYPE_CHECKING:

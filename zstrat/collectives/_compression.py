@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.config import MiB
-from zstrat.dataclass import dataclass
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 

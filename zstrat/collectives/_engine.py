@@ -15,9 +15,8 @@ Who finds the guilty: an engine knows ranks, not tasks. It raises `Overdue` or
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-from zstrat.dataclass import dataclass
 
 from ._terms import ReduceOp
 

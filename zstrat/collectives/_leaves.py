@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import zlib
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -21,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import name_of
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ NaN: SUM and MEAN are NaN where a contribution is; so are MIN and MAX, as in num
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import DTYPES
 
 from ._terms import ReduceOp

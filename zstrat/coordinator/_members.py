@@ -19,10 +19,9 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.telemetry import Throughput
 
 if TYPE_CHECKING:

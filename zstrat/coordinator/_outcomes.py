@@ -17,10 +17,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     BusyError,
     ProtocolError,

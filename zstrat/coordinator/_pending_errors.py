@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from types import CodeType

@@ -37,9 +37,9 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
 from ._pending_errors import ClosureSource, PendingError, PendingErrors

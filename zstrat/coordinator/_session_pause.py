@@ -13,9 +13,9 @@ session changes, except by its holder. On the loop thread.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, final
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import StepRun
 
 if TYPE_CHECKING:

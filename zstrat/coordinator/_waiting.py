@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import DeadlineExceededError
 from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
 

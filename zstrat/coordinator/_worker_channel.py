@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
 from zstrat.wire import (
     Batch,

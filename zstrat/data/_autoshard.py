@@ -24,11 +24,10 @@ from __future__ import annotations
 import abc
 import itertools
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from . import _lineage as lineage
 from ._dataset import Dataset

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._elements import ending
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe

@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._elements import ending
 from ._passes import Derived, Recipe

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._elements import ending
 from ._leaves import SCALARS, Array, require_data

@@ -10,12 +10,10 @@ Law of the file: nothing here passes over a dataset.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._batches import Rebatched, Unbatched
 from ._cached import Cached

@@ -10,9 +10,8 @@ index and count of the worker, and the function shards or seeds its data by them
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Final, final
-
-from zstrat.dataclass import dataclass
 
 SHARD_HINT: Final = -1
 """``dataset.shard(SHARD_HINT, SHARD_HINT)`` marks the place where a strategy shards the

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import abc
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._elements import ending
 from ._parallel import in_order, numbered

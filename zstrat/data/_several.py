@@ -14,10 +14,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
-
-from zstrat.dataclass import dataclass
 
 from ._elements import ending
 from ._parallel import numbered

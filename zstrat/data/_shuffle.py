@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, final
-
-from zstrat.dataclass import dataclass
 
 from ._elements import ending
 from ._passes import Recipe, Reordered

@@ -10,11 +10,10 @@ looks at an element.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._tree import leaves, mapped, rebuilt
 

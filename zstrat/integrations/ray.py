@@ -27,6 +27,7 @@ import json
 import os
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +36,6 @@ from ray.train.backend import Backend, BackendConfig
 
 from zstrat.cluster import free_ports, host_and_port
 from zstrat.config import set_environment
-from zstrat.dataclass import dataclass
 from zstrat.launch.fleet import write_keys
 from zstrat.transport import generate_keys
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from zstrat.collectives import Group, Measurement
 from zstrat.config import MiB
-from zstrat.dataclass import dataclass
 from zstrat.errors import UnavailableError
 
 from ._copies import Copies, run_copies

@@ -20,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.cluster import free_ports
-from zstrat.dataclass import dataclass
 
 from ._child import inherited
 from ._runtime_dir import divided

@@ -13,9 +13,9 @@ import contextlib
 import importlib.metadata
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import ZstratError
 from zstrat.telemetry import RECENT, Limit, TaskTold, limits, over, report
 from zstrat.transport import Security, key_names

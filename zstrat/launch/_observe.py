@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import ZstratError
 from zstrat.telemetry import TaskTold, report
 from zstrat.transport import Link, Security, hello, new_incarnation

@@ -9,12 +9,12 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
 from zstrat.config import LANES
-from zstrat.dataclass import dataclass
 
 from ._child import inherited
 

@@ -15,12 +15,11 @@ import signal
 import threading
 import weakref
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
-from zstrat.dataclass import dataclass
 from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
 

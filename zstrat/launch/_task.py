@@ -13,12 +13,12 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import GRACE, environment
-from zstrat.dataclass import dataclass
 from zstrat.ps import (
     Handover,
     HostedStores,

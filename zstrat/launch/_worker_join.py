@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import DeadlineExceededError, PeerLostError
 from zstrat.transport import Link, check_address, check_told, hello
 from zstrat.wire import AnswerReport, Job, ReportWorker

@@ -8,12 +8,11 @@ like; the server traces the same program, and refuses if it is cut otherwise the
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax.numpy as jnp
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError
 
 from ._leaf import leaf_rule

@@ -24,12 +24,10 @@ alike.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jax.extend.core import Literal
-
-from zstrat.dataclass import dataclass
 
 from ._jaxprs import ProgramPart, mask_of, operands_of
 from ._state import leaves_in

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
-
-from zstrat.dataclass import dataclass
 
 from ._jaxprs import ProgramPart, constant, mask_of
 from ._rows import FREE, ROWS, RowsTogether, axes_of_rows, same_but_for

@@ -13,14 +13,12 @@ by its shape.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
-
-from zstrat.dataclass import dataclass
 
 from ._jaxprs import flat, mask_of
 from ._transformation import shaped

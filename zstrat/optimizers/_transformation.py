@@ -6,13 +6,12 @@ Nothing is traced here, and nothing remembered: `zstrat.optimizers._tree` does t
 from __future__ import annotations
 
 import contextlib
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -11,13 +11,11 @@ A state is a flat list of arrays here, see `_state`.
 from __future__ import annotations
 
 import functools
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 from jax.tree_util import keystr
-
-from zstrat.dataclass import dataclass
 
 from ._cut import TreeCut
 from ._jaxprs import TreeProgram, flat, mask_of, who_wrote

@@ -13,10 +13,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
-
-from zstrat.dataclass import dataclass
 
 from ._compile import CompiledProgram
 from ._device_state import Outdated

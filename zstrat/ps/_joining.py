@@ -14,9 +14,9 @@ calls `look` afterwards.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,

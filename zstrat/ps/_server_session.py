@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, StaleSessionError
 from zstrat.wire import BeginAnew, Done, SessionOpened
 

@@ -19,11 +19,10 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, ZstratError
 from zstrat.telemetry import PS_PHASES, Phase, Recorder
 from zstrat.wire import (

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, DeadlineExceededError, from_wire
 from zstrat.transport import new_incarnation
 from zstrat.wire import AnswerReport, Message, ReportWorker, WorkerReported

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -22,7 +22,6 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 if TYPE_CHECKING:

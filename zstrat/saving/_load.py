@@ -17,13 +17,12 @@ import logging
 import os
 import secrets
 from collections import defaultdict
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
 from zstrat.checkpoint import CheckpointFiles, Manifest, verify
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
 from zstrat.variables import Beside, HomeWithSlots, Optimizer

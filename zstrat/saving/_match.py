@@ -10,10 +10,9 @@ loaded; a walk that ends with an error changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
 

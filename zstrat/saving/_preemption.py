@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
@@ -27,7 +28,6 @@ import numpy as np
 from zstrat.cluster import cluster_spec_of, id_in_cluster
 from zstrat.collectives import Group
 from zstrat.coordinator import ClusterSession
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, NotFoundError
 
 from ._checkpoint import Checkpoint, local_counter

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat import __version__
 from zstrat.checkpoint import CheckpointFolder, Manifest
-from zstrat.dataclass import dataclass
 
 from ._blocking import FileThread, ProgressBar
 from ._load import remember_saved

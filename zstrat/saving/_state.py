@@ -15,11 +15,10 @@ import re
 import secrets
 import threading
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.checkpoint import MANIFEST, FolderLock, replace_file, sweep
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,10 +8,10 @@ with. A component that no gradient has reached has no slots: these rows are left
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
-from zstrat.dataclass import dataclass
 from zstrat.errors import DataLossError
 
 if TYPE_CHECKING:

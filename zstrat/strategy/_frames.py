@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from zstrat.dataclass import dataclass
 from zstrat.program.trace import Mark, beneath, surroundings
 from zstrat.variables import creator
 

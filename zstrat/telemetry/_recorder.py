@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import NotFoundError
 
 from ._histogram import Unit, Windowed

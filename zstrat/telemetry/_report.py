@@ -13,10 +13,8 @@ there is a number for now, such as memory, the last one counts.
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
-
-from zstrat.dataclass import dataclass
 
 from ._histogram import Histogram, HistogramTable, Unit, merged
 from ._limits import slowest

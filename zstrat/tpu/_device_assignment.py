@@ -19,11 +19,10 @@ import enum
 import itertools
 import logging
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 from ._topology import RANK, Topology
 

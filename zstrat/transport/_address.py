@@ -10,10 +10,9 @@ import re
 import socket
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
-
-from zstrat.dataclass import dataclass
 
 _IPC_LONGEST: Final = 107  # sun_path of Linux, less the final zero
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, PermissionDeniedError, ProtocolError, ZstratError
 from zstrat.wire import Hello, Job
 from zstrat.wire.connection import Closed, described

@@ -20,12 +20,12 @@ import os
 import re
 import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import Job
 
 from ._secrecy import check_private

@@ -13,12 +13,11 @@ import math
 import threading
 import weakref
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.wire.connection import ALIGNMENT
 
 if TYPE_CHECKING:

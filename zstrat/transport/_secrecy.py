@@ -19,9 +19,9 @@ import grp
 import os
 import pwd
 import stat
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import PermissionDeniedError
 
 if TYPE_CHECKING:

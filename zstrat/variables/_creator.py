@@ -15,9 +15,9 @@ import inspect
 import math
 import weakref
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
-from zstrat.dataclass import dataclass
 from zstrat.initializers import Initializer, Sliced
 
 from . import _convert

@@ -10,13 +10,13 @@ index behind its last row, where jax drops what is written, and a gradient of ze
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import DTYPES
 
 if TYPE_CHECKING:

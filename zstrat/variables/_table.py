@@ -17,15 +17,13 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import abc
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import jax.numpy as jnp
 import numpy as np
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ not the array that was viewed, so the view has to hold that array itself.
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from types import MappingProxyType
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, final
 import ml_dtypes
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import ProtocolError
 
 from ._schema import Mismatch

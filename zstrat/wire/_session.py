@@ -10,10 +10,9 @@ Only this file changes who the owner is; ps and worker ask it before they act.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, HeldError, PeerLostError, StaleSessionError
 
 if TYPE_CHECKING:

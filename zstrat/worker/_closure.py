@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat import errors
-from zstrat.dataclass import dataclass
 from zstrat.program import trim
 from zstrat.telemetry import StepTimes
 from zstrat.wire import Completion, LayoutMessage, Outcome

@@ -6,10 +6,10 @@ same ones, so that these share a pull; what a step looks up is its own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
-from zstrat.dataclass import dataclass
 from zstrat.program import Plan
 from zstrat.ps import Ref, RowsRef
 from zstrat.wire import UpdateOp

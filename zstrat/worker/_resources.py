@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
 
 import jax
@@ -25,7 +25,6 @@ from zstrat.data import (
     is_steady,
     parse_no_flags,
 )
-from zstrat.dataclass import dataclass
 from zstrat.errors import ClosureInputError, NotFoundError
 from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import joined

@@ -8,11 +8,11 @@ batch whose steps draw nothing is prepared once and run as often as it has steps
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from weakref import WeakSet
 
-from zstrat.dataclass import dataclass
 from zstrat.program import (
     Function,
     Plan,

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.ps import PsClient
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder

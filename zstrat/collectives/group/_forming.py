@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +13,6 @@ import numpy as np
 
 from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
 from zstrat.collectives.memory._engines import host_memory
-from zstrat.dataclass import dataclass
 from zstrat.wire import JoinGroup, MemberEntry
 
 from ._executors import MessageExecutor

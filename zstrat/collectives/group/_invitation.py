@@ -7,12 +7,12 @@ forms a new generation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zstrat.cluster import TFConfigClusterResolver, detect
 from zstrat.collectives.schedules._choice import Choices, read_choices
 from zstrat.config import LANES, environment, settings_from
-from zstrat.dataclass import dataclass
 
 from ._forming import FormingRequest, own_seat, seats_of
 from ._runtime import only_daemon, runtime_for

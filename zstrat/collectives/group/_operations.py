@@ -9,6 +9,7 @@ blocking and asynchronous callers and any lane.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,7 +19,6 @@ from zstrat.collectives._engine import CallKind, CollectiveCall
 from zstrat.collectives._terms import ReduceOp
 from zstrat.collectives.schedules._algorithms import ALGORITHMS
 from zstrat.config import MiB
-from zstrat.dataclass import dataclass
 from zstrat.transport import POOL
 
 from ._keys import about, key_of

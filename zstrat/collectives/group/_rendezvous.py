@@ -18,9 +18,9 @@ loop.
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,

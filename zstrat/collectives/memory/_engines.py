@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 
 import numpy as np
@@ -32,7 +32,6 @@ import numpy as np
 from zstrat.collectives._engine import CallKind
 from zstrat.collectives._reduction import Reduction, reduction_of
 from zstrat.collectives._terms import ReduceOp
-from zstrat.dataclass import dataclass
 from zstrat.transport import Arena
 
 from ._futex import IS_AVAILABLE

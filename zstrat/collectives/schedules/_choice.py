@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.config import MiB, read_toml
-from zstrat.dataclass import dataclass
 
 from ._algorithms import algorithm_named
 

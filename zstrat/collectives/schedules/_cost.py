@@ -12,10 +12,10 @@ and no schedule is made but the one.
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from zstrat.config import MiB
-from zstrat.dataclass import dataclass
 
 from ._algorithms import algorithm_named
 from ._schedule import Act, first_place

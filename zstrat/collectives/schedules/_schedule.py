@@ -18,9 +18,8 @@ last law alone.)
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

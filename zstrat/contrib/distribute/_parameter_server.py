@@ -4,13 +4,12 @@ cluster, or on this machine where there is none."""
 from __future__ import annotations
 
 import re
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, normalize_cluster_spec
-from zstrat.dataclass import dataclass
 from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy, Mirrored
 from zstrat.strategy.reduce import is_whole
 

@@ -5,9 +5,9 @@ Law of the file: only this file says what a message has that opens a session.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import JoinSession, OpenSession
 
 from ._task_session import TaskSession

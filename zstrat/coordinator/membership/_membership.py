@@ -21,9 +21,9 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.coordinator._run_status import short
-from zstrat.dataclass import dataclass
 from zstrat.errors import ZstratError
 from zstrat.telemetry.timeline import (
     ClockLine,

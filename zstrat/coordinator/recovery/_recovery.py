@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import (
     TYPE_CHECKING,
@@ -34,7 +35,6 @@ from typing import (
     final,
 )
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import DataLossError, NotFoundError, PSUnavailableError, ZstratError
 
 from ._inventory import Inventory

@@ -6,8 +6,7 @@ Each order is for one process, and is of one view of its store.
 from __future__ import annotations
 
 import enum
-
-from zstrat.dataclass import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,8 @@ else.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, final
-
-from zstrat.dataclass import dataclass
 
 from ._orders import (
     Attach,

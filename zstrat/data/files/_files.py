@@ -15,7 +15,7 @@ import glob
 import os
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 
 import numpy as np
@@ -25,7 +25,6 @@ from zstrat.data._elements import ending
 from zstrat.data._passes import UNKNOWN, Recipe
 from zstrat.data._spec import TensorSpec
 from zstrat.data._tree import gathered, kind_of, leaves, mapped, owned
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,13 +12,12 @@ structs dicts.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
 
 from zstrat.data._spec import TEXT, TensorSpec
-from zstrat.dataclass import dataclass
 
 from ._files import OpenTable, TableRows
 
@@ -63,7 +62,7 @@ class ParquetRows(TableRows):
         if parts <= len(self.groups):
             return self.every(parts, index)
         # Slots make another class of this one, which a bare super() does not know.
-        return super(ParquetRows, self).part(parts, index)  # noqa: UP008
+        return super(ParquetRows, self).part(parts, index)
 
     def size(self) -> int:
         return sum(rows for _, rows in self.groups)

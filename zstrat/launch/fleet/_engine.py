@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.config import Timeouts
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

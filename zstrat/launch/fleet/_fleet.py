@@ -16,11 +16,11 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
 from zstrat.config import GRACE, environment, settings_from
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,

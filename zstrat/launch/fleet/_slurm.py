@@ -11,11 +11,11 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, final
 
 from zstrat.cluster import expand_hostlist, expand_tasks_per_node
 from zstrat.config import environment
-from zstrat.dataclass import dataclass
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import own_folder
 

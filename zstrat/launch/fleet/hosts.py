@@ -8,11 +8,11 @@ import ipaddress
 import os
 import re
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from zstrat.cluster import GPUS_VARIABLE, visible_gpus
 from zstrat.config import read_toml
-from zstrat.dataclass import dataclass
 
 from ._engine import FleetTask
 

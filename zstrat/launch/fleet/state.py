@@ -15,11 +15,10 @@ one that even then is not gone is given up.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ the gradient of these rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from zstrat.dataclass import dataclass
 from zstrat.program.trace._eager import Immediate
 from zstrat.variables import (
     AbstractVariable,

@@ -15,11 +15,11 @@ are captured) and outside of one (reads go to the home, at each call).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import AbstractVariable, recorder
 
 from ._difference import Difference, Differentiated

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._context import apart, current_trace, fresh
 from zstrat.program.trace._eager import Immediate

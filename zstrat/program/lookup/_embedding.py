@@ -15,13 +15,13 @@ of an id that does not count.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.program.gradients._survey import Substitution
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._eager import Immediate

@@ -19,11 +19,11 @@ lookup, and per component no more than a slice.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.rows import Runs, aligned, runs
 from zstrat.variables import TableLayout, absent
 

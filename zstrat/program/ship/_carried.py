@@ -15,6 +15,7 @@ argument is pickled whole.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -28,7 +29,6 @@ from typing import (
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import recorder, what_is_lost
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import threading
 import types
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import ProtocolError
 from zstrat.program.trace._where import is_installed
 from zstrat.variables import is_machinery

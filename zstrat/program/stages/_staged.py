@@ -13,11 +13,11 @@ Law of the file: the memory of what a step gives up is used by its last stage al
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.dataclass import dataclass
 from zstrat.program._compile import is_waited_for, own, settled
 from zstrat.program._device_state import Outdated, cut_at
 from zstrat.program.trace import _refusals

@@ -23,13 +23,13 @@ array is touched here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
-from zstrat.dataclass import dataclass
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import inside
 

@@ -18,11 +18,10 @@ import sys
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import (
     LOCAL,
     AbstractVariable,

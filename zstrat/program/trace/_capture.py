@@ -29,11 +29,10 @@ finds what was written before it in the same step, to the copy or to the variabl
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import (
     CopyHome,
     Table,

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import itertools
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import jax
 from jax.extend.core import get_opaque_trace_state
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     import weakref

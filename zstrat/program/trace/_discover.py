@@ -9,13 +9,12 @@ with the first request and which only after an answer.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.program._device_state import PlannedVariables
 from zstrat.program.lookup._lookups import PlannedLookup
 from zstrat.program.stages._stages import channels_of

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -29,7 +29,6 @@ import jax
 import numpy as np
 
 from zstrat.data import ClosingIterator, is_steady, own
-from zstrat.dataclass import dataclass
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 

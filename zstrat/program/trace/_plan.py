@@ -8,14 +8,13 @@ a worker compiles it into a `CompiledProgram`.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import LOCAL
 
 from . import _refusals

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import AbstractVariable, Optimizer, Variable
 
 from . import _refusals, joined

@@ -18,13 +18,13 @@ Law of the file: what `encode` writes, `rebuild` reads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import AbstractVariable, Variable
 
 from . import joined

@@ -21,13 +21,12 @@ of them updates its own.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import (
     ABSENT,
     DeviceHome,

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     BusyError,
     ClosedError,

@@ -12,12 +12,11 @@ either has the optimizer's turn.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import AlreadyExistsError, BusyError, InvalidArgumentError
 
 from ._slots import is_wide

@@ -17,11 +17,11 @@ is never asked to optimise never imports them. They live behind `_xla`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from zstrat.wire import UpdateOp
 

@@ -10,7 +10,7 @@ a copy. What a program leaves in one call is lent to it again as memory for the 
 from __future__ import annotations
 
 import math
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -18,7 +18,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.rows import aligned
 
 from ._arithmetic import CALL_BYTES, FEWEST, as_rows, bucket, sizes

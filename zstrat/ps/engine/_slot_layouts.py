@@ -8,12 +8,12 @@ goes wrong. Layouts have numbers, so that variables which look alike share progr
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import BusyError, InvalidArgumentError
 
 from ._slots import LAYOUTS, SlotArray, Slots

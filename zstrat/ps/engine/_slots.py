@@ -8,10 +8,9 @@ it needs.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ps.store._cell import Cell
 from zstrat.rows import lasting

@@ -18,12 +18,11 @@ one before needs a program of its own, so only so many sets of variables have on
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.dataclass import dataclass
 from zstrat.ps.store._cell import Cell, Write
 
 from ._row_updates import RowUpdates

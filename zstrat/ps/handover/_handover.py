@@ -23,11 +23,10 @@ import asyncio
 import contextlib
 import enum
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from zstrat.dataclass import dataclass
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
 from zstrat.ps.snapshots._file_thread import DiskThread

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableError
 from zstrat.ps._service import PsService
 from zstrat.ps.handover._handover import StoreRole

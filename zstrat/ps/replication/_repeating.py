@@ -8,12 +8,12 @@ then committed by the same code that the primary has run.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.ps._requests import INLINE
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound

@@ -11,12 +11,11 @@ error says; load them again.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from zstrat.ps.engine._arithmetic import is_floating
 from zstrat.ps.engine._slots import SlotArray, Unbound

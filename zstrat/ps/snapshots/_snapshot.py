@@ -7,9 +7,9 @@ the order of the variables, a value before its slots. Decides without I/O.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import AlreadyExistsError, BusyError, NotFoundError
 from zstrat.ps.engine._slots import Unbound
 from zstrat.wire import TensorEntry

@@ -12,13 +12,12 @@ estimates.
 from __future__ import annotations
 
 import sys
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

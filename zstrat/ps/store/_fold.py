@@ -15,12 +15,12 @@ sender dies, the fold dies with its connection, and the memory goes back.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from weakref import ref
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.wire import Exchange, Push, UpdateOp
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ request asks for is bounded before memory is taken for it.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ps.client._reading import ROWS
 from zstrat.ps.engine._arithmetic import check_rows, gather

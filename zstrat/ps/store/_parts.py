@@ -12,11 +12,10 @@ the same as far as both got, and no run pushes any more when a later one has beg
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,

@@ -7,12 +7,11 @@ on any thread; it fails as a whole or succeeds as a whole.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ps.engine._arithmetic import OPTIMIZERS, SCATTERS, check, compute
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting

@@ -13,11 +13,11 @@ for a key within a session (`_variables`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

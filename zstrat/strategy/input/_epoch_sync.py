@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import enum
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never, final
 
-from zstrat.dataclass import dataclass
 from zstrat.errors import OutOfRangeError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ thread of their pass, and agreed upon in the thread that draws.
 from __future__ import annotations
 
 import warnings
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -16,7 +16,6 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.data import Elements, Prefetcher, ending
-from zstrat.dataclass import dataclass
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import NarrowingWarning, is_cut, what_is_lost

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import final
-
-from zstrat.dataclass import dataclass
 
 
 class InputReplicationMode(enum.Enum):

@@ -10,12 +10,12 @@ Law of the file: it reads nothing itself; whoever iterates begins a pass (`_feed
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
 from zstrat.data import InputContext, Worker, allotted, as_dataset, dense, ending
-from zstrat.dataclass import dataclass
 from zstrat.program import StepDataset, building, kept
 from zstrat.variables import line_outside
 

@@ -10,6 +10,7 @@ and no thread, no device: a stream of batches in, a stream of shares out.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.data import not_batched
-from zstrat.dataclass import dataclass
 from zstrat.strategy.replica._per_replica import PerReplica
 
 if TYPE_CHECKING:

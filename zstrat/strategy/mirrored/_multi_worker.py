@@ -7,7 +7,7 @@ that applies it (`zstrat.program.stages._stages`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 import jax
@@ -24,7 +24,6 @@ from zstrat.cluster import (
 )
 from zstrat.collectives import Group
 from zstrat.config import environment
-from zstrat.dataclass import dataclass
 from zstrat.program.stages import Channel
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended

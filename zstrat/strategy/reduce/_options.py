@@ -10,10 +10,9 @@ change.
 from __future__ import annotations
 
 import enum
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import is_staging, recorder
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
@@ -19,7 +20,6 @@ import numpy as np
 from jax import errors as jax_errors
 
 from zstrat.collectives import ReduceOp
-from zstrat.dataclass import dataclass
 from zstrat.program.stages import settled
 from zstrat.program.trace import is_narrowed
 from zstrat.strategy.replica._columns import (

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import abc
 import enum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import jax.numpy as jnp
 
-from zstrat.dataclass import dataclass
 from zstrat.program.stages import (
     PROCESS,
     Channel,

@@ -35,10 +35,9 @@ import warnings
 import weakref
 from collections import OrderedDict
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 

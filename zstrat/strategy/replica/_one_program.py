@@ -17,12 +17,12 @@ of captures hold inside too: a region is a capture of its own.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import jax.numpy as jnp
 
-from zstrat.dataclass import dataclass
 from zstrat.program.gradients import is_live
 from zstrat.program.stages import within_mesh
 from zstrat.program.trace import (

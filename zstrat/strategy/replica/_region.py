@@ -12,12 +12,11 @@ All these traces are equal, so a number means the same value in each.
 from __future__ import annotations
 
 import itertools
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zstrat.dataclass import dataclass
 from zstrat.program.stages import crossing, stages
 
 if TYPE_CHECKING:

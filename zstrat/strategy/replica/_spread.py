@@ -5,13 +5,13 @@ Law of the file: a part stays where its replica is; nothing here brings parts to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zstrat.dataclass import dataclass
 from zstrat.program.stages import within_mesh
 
 from ._collective import AXIS

@@ -25,14 +25,13 @@ import contextvars
 import operator
 import sys
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 from greenlet import GreenletExit, getcurrent, greenlet
 from jax.extend import source_info_util
 
-from zstrat.dataclass import dataclass
 from zstrat.program.trace import current_trace
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import contextlib
 import enum
 import logging
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import ComponentRows, DeferredValue, VariableSpec, initial
 from zstrat.wire import InitialEntry
 

@@ -7,10 +7,9 @@ each parameter server. A step that ran twice has two of these.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.telemetry._phases import Phase
 
 from ._picture import (

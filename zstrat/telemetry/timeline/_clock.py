@@ -13,9 +13,8 @@ and at the end of what is measured, and the line between them take that into acc
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,11 +10,11 @@ columns: there are few, and most events have the same ones.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.telemetry._phases import Phase, PhaseSpan, TrafficPoint
 
 if TYPE_CHECKING:

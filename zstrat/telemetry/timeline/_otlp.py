@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
-
-from zstrat.dataclass import dataclass
 
 from ._picture import earliest, placed
 

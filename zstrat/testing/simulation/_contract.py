@@ -25,13 +25,12 @@ asked later on one connection is not older, whichever answer leaves first.
 from __future__ import annotations
 
 import zlib
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
 
 from zstrat.config import Limits
-from zstrat.dataclass import dataclass
 from zstrat.errors import CancelledError, ProtocolError
 from zstrat.wire import Exchange, Exchanged, Pull, Pulled, PullRows, decode
 

@@ -12,12 +12,11 @@ import tempfile
 import traceback
 import warnings
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
-
-from zstrat.dataclass import dataclass
 
 from ._contract import BrokenPromiseError, GivenOut, Readers
 from ._faults import Faults

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, final
-
-from zstrat.dataclass import dataclass
 
 MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""

@@ -7,13 +7,12 @@ and leaves none.
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.program import (
     ResultLayout,
     StepResult,

@@ -20,10 +20,9 @@ import ipaddress
 import logging
 import re
 import socket
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable

@@ -6,9 +6,9 @@ is. The names of `METRICS` and `HISTOGRAMS` are public: dashboards rely on them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from zstrat.dataclass import dataclass
 from zstrat.telemetry import EDGES, Histogram, Unit
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ that it is about and what to write instead.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.variables._table import Table
 
 from ._slots import OptimizerHandle

@@ -8,13 +8,13 @@ there, wherever it stands in the call.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.variables import _convert
 from zstrat.variables._abstract import WORDS, AbstractVariable
 from zstrat.variables._spec import LOCAL

@@ -6,6 +6,7 @@ restored before that is kept as it was stored, and compared when the tree is kno
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -13,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-
-from zstrat.dataclass import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

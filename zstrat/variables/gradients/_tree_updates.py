@@ -15,6 +15,7 @@ and nothing is read but arguments.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.dataclass import dataclass
 from zstrat.variables._home import read_all, update_all, update_all_async
 from zstrat.variables._local import HomeWithSlots
 from zstrat.variables._rows import rows_of_component, summed
