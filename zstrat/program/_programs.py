@@ -216,10 +216,10 @@ class CompiledPrograms:
         try:
             require_traceable(args, kwargs)
             arguments = len(call.iterators)
-            call = replace(call, iterators=list(draws.iterators))
+            call = call._replace(iterators=list(draws.iterators))
             plan, body = self._discovered(call, draws, stand_ins)
             draws.keep_used()
-            call = replace(call, iterators=list(draws.iterators))
+            call = call._replace(iterators=list(draws.iterators))
             looking = watch(plan, call, draws.elements, self.said)
             look = None if looking is None else looking.look
             captured = tuple(draws.iterators[arguments:])
@@ -245,7 +245,7 @@ class CompiledPrograms:
         self, call: CutCall, draws: Draws, stand_ins: StandIns | None
     ) -> tuple[Plan, Template | Traced | Staged]:
         if stand_ins is not None:
-            seen = replace(call, leaves=[*map(stand_ins.leaf, call.leaves)])
+            seen = call._replace(leaves=[*map(stand_ins.leaf, call.leaves)])
             try:
                 with stand_ins.watching():
                     return discover(self._step, self._fn, seen, draws.supply)

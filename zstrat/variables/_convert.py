@@ -193,7 +193,7 @@ def require_untruncated(spec: VariableSpec) -> None:
 def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
     value = value_of(value)
     if isinstance(value, jax.Array):
-        weak = jax.typeof(value).weak_type
+        weak = is_weak(value)
         if value.dtype != spec.numpy_dtype and not (
             weak and _same_kind(value.dtype, spec.numpy_dtype)
         ):
@@ -210,7 +210,7 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
             "decorate the step with zs.function instead of jax.jit"
         )
     array = np.asarray(value)
-    strict = isinstance(value, jax.Array) and not jax.typeof(value).weak_type
+    strict = isinstance(value, jax.Array) and not is_weak(value)
     wanted = spec.numpy_dtype
     if array.dtype != wanted:
         if strict or not _same_kind(array.dtype, wanted):
@@ -285,3 +285,13 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
         f"cannot {what} {spec}: dtype mismatch. The variable has dtype {spec.dtype}, "
         f"and the value has dtype {given}; convert it with .astype({spec.dtype!r})"
     )
+
+
+def is_weak(value: object) -> bool:
+    """Whether this is an array of jax that takes the dtype of what it meets, as Python
+    numbers do there. (Each call of a step asks it of its arguments: `jax.typeof` knows
+    it, too, but makes a new sharding of that of an array over several devices.)"""
+    # The dtype of random keys is none of numpy's, and they do not know the word.
+    if not isinstance(value, jax.Array) or not isinstance(value.dtype, np.dtype):
+        return False
+    return value.weak_type

@@ -151,11 +151,9 @@ class StagedProgram:
         self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
-        made = [len(values), *[len(jax.tree.leaves(tree)) for tree in beside]]
-        self._made = made
-        self._made_from = len(results)
+        self._results = len(results)
         self._operands = [len(each) for each in operands]
-        self._operands_from = len(results) + sum(made)
+        self._operands_from = len(jax.tree.leaves((results, values, beside)))
         self._is_whole = len(cut) == 1 and not self._constants
         sharding = self._sharding
         self._ends_here = sharding is not None and is_waited_for(sharding)
@@ -213,9 +211,7 @@ class StagedProgram:
             raise Outdated
         held.require_kept()
         last = self._stages[-1]
-        store = self._before_last(
-            [*inputs, *leaves, *held.values(), *held.slot_leaves()]
-        )
+        store = self._before_last([*inputs, *leaves, *held.state()])
         given_up = [store[number] for number in last.given_up]
         kept = [store[number] for number in last.kept]
         store.clear()
@@ -232,9 +228,9 @@ class StagedProgram:
                     self._ended_or_lost(made[0], draws)
         outputs = made[0]
         if not self._operands:
-            return outputs[: self._made_from], []
+            return outputs[: self._results], []
         operands = cut_at(outputs[self._operands_from :], self._operands)
-        return outputs[: self._made_from], operands
+        return outputs[: self._results], operands
 
     def _last(
         self,
@@ -246,8 +242,10 @@ class StagedProgram:
         """The last stage: what comes of it takes the place of what it is given."""
         try:
             self._compute(self._stages[-1], given_up, kept, made)
+            # While the devices compute, what they were given is let go, too.
+            given_up.clear()
             kept.clear()
-            self._put(made[0], draws)  # while the devices compute
+            self._put(made[0], draws)
         except BaseException:  # to the caller
             if made and not draws.is_spent:
                 self._put(made[0], draws)
@@ -255,9 +253,8 @@ class StagedProgram:
                 _lose_what_is_gone(given_up)
             raise
 
-    def _put(self, outputs: Sequence[Any], draws: Draws) -> None:
-        values, *slots = cut_at(outputs[self._made_from :], self._made)
-        self._held.put(values, slots, draws)
+    def _put(self, outputs: list[Any], draws: Draws) -> None:
+        self._held.put(outputs[self._results : self._operands_from], draws)
 
     def _ended_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
         """Waits for what is kept already. If it fails, all of it is as lost as what it

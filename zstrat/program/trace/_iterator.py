@@ -30,7 +30,7 @@ import numpy as np
 
 from zstrat.data import ClosingIterator, is_steady, own
 from zstrat.errors import OutOfRangeError
-from zstrat.variables import recorder
+from zstrat.variables import is_weak, recorder
 
 from . import joined
 
@@ -386,7 +386,7 @@ class Element:
 def _is_strong(leaf: Any) -> bool:
     """Whether it is a jax array, and of its dtype in any arithmetic: ``key`` does not
     tell a weak one."""
-    return isinstance(leaf, jax.Array) and not jax.typeof(leaf).weak_type
+    return isinstance(leaf, jax.Array) and not is_weak(leaf)
 
 
 def kept(leaf: Any) -> Any:

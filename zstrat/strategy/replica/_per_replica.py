@@ -20,6 +20,7 @@ import numpy as np
 
 from zstrat.program import name_node
 from zstrat.program.trace import joined
+from zstrat.variables import is_weak
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,8 +122,9 @@ _Layout = tuple[int, bool] | None
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
-    if node.whole is not None and joined.is_joined():
-        return (node.whole,), (node.replicas, node.is_stacked)
+    whole = node._whole
+    if whole is not None and joined.asked.is_joined:
+        return (whole,), (node._count, node._stacked)
     return node.values, None
 
 
@@ -207,11 +209,6 @@ def _shards(
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
     """Whether this is an array of jax that lies somewhere, and no part of a trace."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-
-
-def is_weak(array: Any) -> bool:
-    """Whether it takes the dtype of what it meets, as Python numbers do in jax."""
-    return isinstance(array, jax.Array) and bool(jax.typeof(array).weak_type)
 
 
 def loose(
