@@ -258,7 +258,7 @@ class PlannedVariables:
         if joint is not None and joint.is_whole:
             joint.arrays = arrays
             return
-        joint = JointState(arrays)
+        joint = JointState([*arrays])  # of a list of its own: it may be left at once
         for home, value, slots in self._places:
             home.join(JointPlace(joint, value, slots))
         self._joint = joint

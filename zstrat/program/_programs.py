@@ -79,14 +79,12 @@ class ProgramsOfCall:
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
         """The program for these elements in the current worker context."""
         found = self.programs.get(self._name(elements))
-        if isinstance(found, HereProgram) and not found.is_current:
-            return None
-        return found
+        return found if found is not None and found.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
         """Whether there is one, of variables that lie otherwise now."""
         found = self.programs.get(self._name(elements))
-        return isinstance(found, HereProgram) and not found.is_current
+        return found is not None and not found.is_current
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Keeps a program that was just traced."""

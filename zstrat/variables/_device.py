@@ -269,12 +269,12 @@ class DeviceHome(HomeWithSlots):
     def join(self, place: JointPlace) -> None:
         """Value and slots are there from now on, until somebody asks for them. Called
         with turn and lock."""
-        before, self._joint = self._joint, place
+        if self._joint is not None:
+            self._joint.leave()  # first: nobody is to find old values there
+        self._joint = place
         self._own_value = None  # who finds none looks there
         for rule, _, _ in place.slots:
             self._own_slots.pop(rule.id, None)
-        if before is not None:
-            before.leave()
 
     def shown(self) -> np.ndarray:
         """The value as code outside of the replicas sees it."""

@@ -28,6 +28,8 @@ from ._stages import stages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jax.sharding import Sharding
+
     from zstrat.program.trace._discover import Staged
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
@@ -148,6 +150,7 @@ class StagedProgram:
             moved = []  # on one of the devices it may be the memory that is kept
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
+        self._given_there: Sharding | None = None
         self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
@@ -193,25 +196,26 @@ class StagedProgram:
             DataLossError: An earlier step failed, and a value is gone.
             Outdated: See there.
         """
-        held = self._held
+        given = [*inputs, *leaves]
         if self._sharding is not None:
-            inputs = [self._brought(x) for x in inputs]
-            leaves = [self._brought(x) for x in leaves]
+            given = [self._brought(x) for x in given]
         if self._is_waited_for:
             # Before its turn: what computes them may be waiting for it, as a function
             # of jax's that reads a variable when it runs.
-            _wait([*inputs, *leaves])
-        return held.in_turn(lambda: self._run(inputs, leaves, draws))
+            for array in given:
+                if isinstance(array, jax.Array):
+                    array.block_until_ready()
+        return self._held.in_turn(lambda: self._run(given, draws))
 
     def _run(
-        self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
+        self, given: list[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         held = self._held
         if not self.is_current:
             raise Outdated
         held.require_kept()
         last = self._stages[-1]
-        store = self._before_last([*inputs, *leaves, *held.state()])
+        store = self._before_last([*given, *held.state()])
         given_up = [store[number] for number in last.given_up]
         kept = [store[number] for number in last.kept]
         store.clear()
@@ -292,10 +296,15 @@ class StagedProgram:
 
     def _brought(self, array: Any) -> Any:
         """An argument, on the devices of this step if it is bound to others."""
-        if not isinstance(array, jax.Array) or not array.committed:
+        if not isinstance(array, jax.Array):
+            return array
+        where = array.sharding
+        # Mostly it is the one of the last batch.
+        if where is self._given_there or not array.committed:
             return array
         assert self._sharding is not None
-        if array.sharding.device_set == self._sharding.device_set:
+        if where.device_set == self._sharding.device_set:
+            self._given_there = where
             return array
         return jax.device_put(array, self._sharding)
 

@@ -94,6 +94,8 @@ class Draws:
 
     def match(self, ordinals: Sequence[int]) -> list[Element]:
         """Draws exactly these, keeping what was drawn so already. Raises as `draw`."""
+        if not ordinals and not self._drawn:
+            return []  # as most steps, whose batch is an argument
         kept = 0
         for (drawn, _, _), wanted in zip(self._drawn, ordinals, strict=False):
             if drawn != wanted:
