@@ -270,7 +270,7 @@ class DeviceHome(HomeWithSlots):
         """Value and slots are there from now on, until somebody asks for them. Called
         with turn and lock."""
         if self._joint is not None:
-            self._joint.leave()  # first: nobody is to find old values there
+            self._part_from_joint()  # it may have slots that the new place has not
         self._joint = place
         self._own_value = None  # who finds none looks there
         for rule, _, _ in place.slots:
