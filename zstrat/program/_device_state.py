@@ -172,9 +172,14 @@ class PlannedVariables:
         """
         if True not in [residence.has_failed for residence in self._residences]:
             return
+        joint = None if self._joint is None else self._joint.taken()
+        # Nobody else can have lost what is whole here.
+        is_there = joint is not None and not any(x.is_deleted() for x in joint)
+        there = {id(home) for home, _, _ in self._places} if is_there else ()
         for variable in (*self._plan.variables, *self._moved):
-            if isinstance(variable.home, DeviceHome):
-                variable.home.require_kept(variable.name)
+            home = variable.home
+            if isinstance(home, DeviceHome) and id(home) not in there:
+                home.require_kept(variable.name)
 
     def values(self) -> list[Any]:
         """The values of the plan's reads: those from here as they live here, others as

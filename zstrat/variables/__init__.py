@@ -7,6 +7,7 @@ from ._convert import is_weak as is_weak
 from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
 from ._copy_home import CopyHome as CopyHome
+from ._copy_home import copy_home as copy_home
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator

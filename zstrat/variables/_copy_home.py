@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from .gradients._slots import OptimizerHandle
 
 
+def copy_home(variable: VariableHandle) -> CopyHome | None:
+    """Which copy of which variable this is; None: it is none."""
+    home = variable.home
+    return home if isinstance(home, CopyHome) else None
+
+
 class CopyHome(HomeHere):
     """The home of one copy: a row of the home of the whole variable."""
 

@@ -236,11 +236,10 @@ class DeviceHome(HomeWithSlots):
             copies = self._equal(np.asarray(self._value))
             self._put_apart(copies)
 
-    def value(self) -> jax.Array:
+    def value(self) -> Any:
         """The value, where steps run."""
-        here, value = self.residence, self._value
-        found: jax.Array = here.sent(value, self.sharding) if here.travels else value
-        return found
+        value, here = self._value, self.residence
+        return here.sent(value, self.sharding) if here.travels else value
 
     def slots_before(self, rule: SlotRule, name: str = "") -> list[Any]:
         beside = self._slots.get(rule.id)
