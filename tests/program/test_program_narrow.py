@@ -166,3 +166,15 @@ def test_an_array_has_no_rows_before_its_first(dtype):
         ids
     )
     np.testing.assert_array_equal(rows, [[np.nan] * 4, TABLE[2], [np.nan] * 4])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
+    @zs.function(eager=eager)
+    def step(x):
+        return x
+
+    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*float64"):
+        step(np.array([1 + 1e-12]))
+    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*1099511627776 becomes 0"):
+        step(np.array([2**40]))

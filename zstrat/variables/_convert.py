@@ -7,6 +7,9 @@ The rules of dtypes, in one place:
 - An update takes Python values and numpy arrays of another dtype of the same kind
   (float64 into float32), as TF does; a jax array must have the variable's dtype,
   because a step must not narrow what it computed in silence.
+- A gradient has the variable's dtype, as jax sees both (float64 is float32 where jax
+  computes with 32 bits): optax computes moments of a gradient in its own dtype, and
+  one that is converted before gives others. Python values have none.
 - An integer that does not fit the variable's dtype is refused, never wrapped.
 - 64-bit variables live on a parameter server and are read and updated from outside a
   step. Inside a step jax would truncate them unless ``jax_enable_x64`` is on; that is
@@ -106,6 +109,21 @@ def plain_operand(
     array = _plain(spec, value, what)
     _check_shape(spec, array.shape[examples:], spec.shape, what)
     return array
+
+
+def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
+    """Refuses a gradient that optax would compute with in another dtype.
+
+    Raises:
+        ValueError: It is an array, and its dtype is not the variable's.
+    """
+    if not isinstance(gradient, np.ndarray | np.generic | jax.Array):
+        return
+    if isinstance(gradient, jax.Array) and jax.typeof(gradient).weak_type:
+        return
+    of = jax.dtypes.canonicalize_dtype
+    if gradient.dtype != spec.numpy_dtype and of(gradient.dtype) != of(spec.numpy_dtype):
+        raise ValueError(_wrong_dtype(spec, gradient.dtype, what))
 
 
 def traced_rows(
