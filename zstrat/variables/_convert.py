@@ -121,8 +121,8 @@ def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
         return
     if isinstance(gradient, jax.Array) and jax.typeof(gradient).weak_type:
         return
-    of = jax.dtypes.canonicalize_dtype
-    if gradient.dtype != spec.numpy_dtype and of(gradient.dtype) != of(spec.numpy_dtype):
+    given, own = map(jax.dtypes.canonicalize_dtype, (gradient.dtype, spec.numpy_dtype))
+    if given != own:
         raise ValueError(_wrong_dtype(spec, gradient.dtype, what))
 
 
