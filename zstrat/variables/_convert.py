@@ -213,7 +213,7 @@ def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
     if isinstance(value, jax.Array):
         weak = jax.typeof(value).weak_type
         if value.dtype != spec.numpy_dtype and not (
-            weak and _same_kind(value.dtype, spec.numpy_dtype)
+            weak and same_kind(value.dtype, spec.numpy_dtype)
         ):
             raise ValueError(_wrong_dtype(spec, value.dtype, what))
         return value.astype(spec.numpy_dtype)
@@ -231,7 +231,7 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
     strict = isinstance(value, jax.Array) and not jax.typeof(value).weak_type
     wanted = spec.numpy_dtype
     if array.dtype != wanted:
-        if strict or not _same_kind(array.dtype, wanted):
+        if strict or not same_kind(array.dtype, wanted):
             raise ValueError(_wrong_dtype(spec, array.dtype, what))
         _check_integers(array, wanted, f"cannot {what} {spec}: the value")
     return np.asarray(array, wanted, order="C")
@@ -259,7 +259,7 @@ def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
         )
 
 
-def _same_kind(given: Any, wanted: np.dtype) -> bool:
+def same_kind(given: Any, wanted: np.dtype) -> bool:
     """float into float of any width, integer into wider kinds; never float into int."""
     ladder = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [
