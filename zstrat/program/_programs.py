@@ -122,7 +122,7 @@ class CompiledPrograms:
         self.kept = 0
         """Programs that are found again; may be read on any thread."""
         self.said: set[str] = set()
-        """Places of which it was said that jax cuts what is there."""
+        """Places, with dtypes, of which it was said that jax cuts what is there."""
         self._has_created = False
         self._step = step
         self._fn = fn
