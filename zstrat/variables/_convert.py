@@ -119,7 +119,7 @@ def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
     """
     if not isinstance(gradient, np.ndarray | np.generic | jax.Array):
         return
-    if isinstance(gradient, jax.Array) and jax.typeof(gradient).weak_type:
+    if is_weak(gradient):
         return
     given, own = map(jax.dtypes.canonicalize_dtype, (gradient.dtype, spec.numpy_dtype))
     if given != own:
