@@ -187,6 +187,7 @@ def resident():
 small, large = np.ones(100), np.ones(150_000, np.float32)
 with Group(timeout=20) as group:
     group.all_reduce(large)
+    group.broadcast(large)
 nothing = used()  # ZeroMQ keeps some descriptors of a process, pyzmq a thread
 group = Group(timeout=20)
 def work(times):

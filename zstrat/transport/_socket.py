@@ -23,7 +23,7 @@ from ._listener import Accepted, accepted
 from ._pump import Pump
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from zstrat.config import Settings
 
@@ -159,6 +159,7 @@ _HEAD: Final = struct.Struct("=HI")
 class Happening(enum.Enum):
     """What libzmq says of a connection of a socket."""
 
+    LISTENING = zmq.EVENT_LISTENING
     ACCEPTED = zmq.EVENT_ACCEPTED
     CONNECTED = zmq.EVENT_CONNECTED
     READY = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -172,11 +173,18 @@ class Happening(enum.Enum):
 
 class Event(NamedTuple):
     """``value`` is the file descriptor of the connection for ACCEPTED, CONNECTED and
-    BROKEN, else a detail: of FAILED the error number that was the last one, so EPIPE or
-    ECONNRESET where the other side has ended the connection."""
+    BROKEN, that of the listener for LISTENING, else a detail: of FAILED the error
+    number that was the last one, so EPIPE or ECONNRESET where the other side has ended
+    the connection."""
 
     happening: Happening
     value: int
+
+
+def event_of(parts: Sequence[bytes]) -> Event:
+    """What a message of libzmq's monitor says."""
+    number, value = _HEAD.unpack(parts[0])
+    return Event(Happening(zmq.Event(number)), value)
 
 
 class Monitor:
@@ -209,8 +217,7 @@ class Monitor:
         self._pump.close(0)
 
     def _received(self, frames: list[zmq.Frame]) -> None:
-        number, value = _HEAD.unpack(frames[0].bytes)
-        self._happened(Event(Happening(zmq.Event(number)), value))
+        self._happened(event_of([frame.bytes for frame in frames]))
 
 
 class Sockets(Protocol):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.collectives._engine import CollectiveCall
+    from zstrat.collectives.schedules._choice import Choices
     from zstrat.wire import GroupFormed, Hello, PlainTree
 
     from ._mesh import MakeMeshLink
@@ -119,6 +120,11 @@ class Generation:
     async def open(self, deadline: float) -> None:
         """Connects to all members; see `Mesh.open`."""
         await self._mesh.open(deadline)
+
+    @property
+    def choices(self) -> Choices:
+        """The table of algorithms, which is rank 0's."""
+        return self._traffic.choices
 
     @property
     def waited(self) -> dict[str, float]:
@@ -282,6 +288,11 @@ class Generation:
         if rank in self.leavers:
             return
         why = f"{reason}; {self.title} has ended: call reform() to go on without it"
+        self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
+
+    def cut_off(self, rank: int) -> None:
+        """The data connection of a member has ended, and its link has not said why."""
+        why = f"its data connection ended; {self.title} has ended: call reform()"
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
     def left(self, sender: int, message: LeaveGroup) -> None:
