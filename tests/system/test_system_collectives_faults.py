@@ -47,7 +47,7 @@ say(group.generation, *group.all_gather(np.array([task])))
         ("tcp", signal.SIGSTOP, 2, "", "4_000_000"),
         ("tcp", signal.SIGKILL, 1, "yes", "4_000_000"),
         # By data connections.
-        ("tcp", signal.SIGSTOP, 1, "yes", "400_000"),
+        ("tcp", signal.SIGSTOP, 1, "yes", "200_000"),
         ("tcp", signal.SIGKILL, 0, "", "1000"),
         ("hosts", signal.SIGKILL, 2, "yes", "4_000_000"),
     ],

@@ -47,12 +47,13 @@ _shared: list[zmq.Context[zmq.Socket[bytes]]] = []
 _users = 0
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
+    """One whose sockets share so many I/O threads."""
     # glibc keeps blocks up to the size of the largest that was ever freed, and asks the
     # kernel for others each time: then every chunk that arrives is zeroed, faulted in
     # and given back, at half the throughput. No page of this block is touched.
     np.empty(_TAUGHT, np.uint8)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
     context.max_sockets = _SOCKETS
     return context
 

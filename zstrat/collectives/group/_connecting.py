@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.collectives")
 
-MOST: Final = 64
-"""Ranks of a group with them: each has a connection to every other one, and back."""
-
 _PORTS, _ADMITTED, _MET = range(FORMING + 1, FORMING + 4)
 """Keys of calls, which no operation has."""
 
@@ -92,7 +89,7 @@ async def connect_data(
 
     Raises, cancellation: as `told`; no connection is left.
     """
-    if not 1 < generation.size <= MOST:
+    if not 1 < generation.size <= DataConnections.MOST:
         return None
     connections = await _bound(runtime, generation)
     try:
