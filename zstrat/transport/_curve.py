@@ -260,7 +260,7 @@ class Authenticator:
             case _:
                 return None
         try:
-            key = word.decode()
+            key = word.decode("ascii", "replace")  # a stranger's word
             return key if self._admits(key) else None
         except (
             Exception

@@ -32,6 +32,8 @@ import zmq
 from zmq.backend import zmq_poll
 from zmq.utils import z85
 
+from zstrat.config import MiB
+
 from ._address import bindable, parse
 from ._admission import check_exposure
 from ._curve import DOMAIN, Authenticator
@@ -55,6 +57,9 @@ IDLE: Final = 1.0
 
 _ROOM: Final = 64
 """Messages that wait on each side of a connection."""
+
+_LARGEST: Final = 2 * MiB
+"""Bytes of a frame, at most: a chunk of a call, with room."""
 
 _COPIED: Final = 256 * 1024
 """Bytes below which what is sent is copied: to track a smaller buffer costs more."""
@@ -286,6 +291,7 @@ class DataConnections:
     def _socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
         socket = new_socket(self._context, kind, where, self._settings)
         socket.sndhwm = socket.rcvhwm = _ROOM
+        socket.maxmsgsize = _LARGEST
         return socket
 
 

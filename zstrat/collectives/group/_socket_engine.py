@@ -119,7 +119,9 @@ class SocketEngine:
 
     def waits(self) -> Sequence[int]:
         progress = self._progress
-        return sorted(progress.waits) if progress is not None else ()
+        # A copy of the keys: the thread that runs goes on meanwhile.
+        full = list(self._queues)
+        return sorted({*progress.waits, *full}) if progress is not None else ()
 
     def waited(self) -> Mapping[int, float]:
         return self._waited
@@ -159,7 +161,7 @@ class SocketEngine:
             self._take(call, progress, *arrival)
         elif not has_changed:
             # Nothing for a while: had a rank been lost, its link would have said so.
-            ended = self._connections.ended({*progress.waits, *self._queues})
+            ended = self._connections.ended(self.waits())
             if ended:
                 raise ConnectionEnded(ended[0])
         if self._queues:
