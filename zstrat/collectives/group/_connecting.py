@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.collectives._engine import CallKind, CollectiveCall, Overdue, margin_of
+from zstrat.collectives._engine import (
+    CallKind,
+    CollectiveCall,
+    ConnectionEnded,
+    Overdue,
+    margin_of,
+)
 from zstrat.errors import ClosedError, PermissionDeniedError
 from zstrat.transport import DataConnections, reached_as
 
@@ -149,7 +155,7 @@ async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
     meeting = asyncio.ensure_future(asyncio.to_thread(engine.run, call))
     try:
         await asyncio.shield(meeting)
-    except Overdue:
+    except (Overdue, ConnectionEnded):
         return False
     except asyncio.CancelledError:
         # Until the thread is through, nobody else may touch the connections.
