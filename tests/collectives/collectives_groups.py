@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver, free_ports
 from zstrat.collectives import Group
 from zstrat.config import Settings, Timeouts
 
@@ -19,13 +19,18 @@ QUICK = Settings(timeouts=Timeouts(beat=0.2, patience=2.0, reconnect=0.3), lane=
 
 
 class Ranks:
-    """``size`` places for ranks, and what is done on all of them at the same time."""
+    """``size`` places for ranks, and what is done on all of them at the same time.
 
-    def __init__(self, size, folder, jobs="worker"):
+    ``over``: "ipc", where all goes by the messages of links, or "tcp", where ranks that
+    share no memory have data connections.
+    """
+
+    def __init__(self, size, folder, jobs="worker", over="ipc"):
         self.size, self.folder = size, Path(folder)
-        self.spec = ClusterSpec(
-            {jobs: [f"ipc://{self.folder}/{rank}" for rank in range(size)]}
-        )
+        addresses = [f"ipc://{self.folder}/{rank}" for rank in range(size)]
+        if over == "tcp":
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(size)]
+        self.spec = ClusterSpec({jobs: addresses})
         self._job = jobs
         self._threads = ThreadPoolExecutor(size + 2, "rank")
         # All of them now: one that a pool adds later would belong to some test.

@@ -10,7 +10,7 @@ from collectives_groups import ranks_of
 
 
 @contextmanager
-def ranks_on(hosts, monkeypatch):
+def ranks_on(hosts, monkeypatch, **options):
     """As `ranks_of`, one for each letter of ``hosts``, which names its host."""
 
     def name_of_host():
@@ -19,5 +19,5 @@ def ranks_on(hosts, monkeypatch):
         return f"host-{hosts[int(rank)]}"
 
     monkeypatch.setattr(socket, "gethostname", name_of_host)
-    with ranks_of(len(hosts)) as ranks:
+    with ranks_of(len(hosts), **options) as ranks:
         yield ranks

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.collectives import parts
-from zstrat.collectives.schedules._chunks import Block, cut
+from zstrat.collectives.schedules._chunks import Block, BlockTraits, cut
 
 
 @given(count=st.integers(0, 2**40), grains=st.integers(1, 2**14))
@@ -36,6 +36,6 @@ def test_blocks_are_neighbours_and_nearly_alike(count, size) -> None:
 
 
 def test_parts_of_a_chunk() -> None:
-    block = Block(0, (), np.arange(130), None)
+    block = Block(0, BlockTraits(()), np.arange(130), None)
     assert block.cut(64) == 3
     assert [len(block.part(np.arange(130), chunk)) for chunk in range(3)] == [64, 64, 2]

@@ -22,10 +22,12 @@ DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64"]
 DTYPES += ["uint8", "uint32", "complex64"]
 
 
-@pytest.fixture(scope="module")
-def trio():
-    with ranks_of(3) as ranks:
+@pytest.fixture(scope="module", params=["ipc", "tcp"])
+def trio(request):
+    with ranks_of(3, over=request.param) as ranks:
         ranks.all = ranks.groups()
+        # The thread of an engine is made now: later it would belong to some test.
+        ranks.each(lambda group: group.barrier_async().result(60), ranks.all)
         yield ranks
 
 

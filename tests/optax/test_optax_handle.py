@@ -158,6 +158,22 @@ def test_an_unknown_hyperparameter_names_those_there_are(place):
         optimizer.hyperparams["rate"] = 0.1
 
 
+@pytest.mark.parametrize(
+    ("rate", "value"), [(0.5, None), (0.5, "0.25"), (0.5, 1j), (1, 0.25)]
+)
+def test_a_hyperparameter_is_never_made_another_number(place, rate, value):
+    """None would be nan, and 0.25 as an integer would end the training."""
+    transformation = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    variables, optimizer = place.made(transformation)
+    with pytest.raises(TypeError, match=r"'learning_rate'.*has dtype"):
+        optimizer.hyperparams["learning_rate"] = value
+    optimizer.hyperparams["learning_rate"] = 2
+    place.stepper(optimizer, variables)(GRADIENTS[0])
+    transformation = optax.inject_hyperparams(optax.sgd)(learning_rate=2)
+    values, _ = by_optax(transformation, GRADIENTS[:1])
+    assert_close(values_of(variables), values)
+
+
 def test_hyperparameters_without_inject_hyperparams_say_what_to_write(place):
     _, optimizer = place.made(optax.adam(0.1))
     with pytest.raises((ValueError, KeyError), match="inject_hyperparams"):

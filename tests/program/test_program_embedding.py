@@ -329,3 +329,31 @@ def test_refusals_of_ragged_ids():
     refused("combiner is one of", (ids, mask), combiner="max")
     with pytest.raises(ValueError, match="rows of int32 cannot be combined"):
         zs.embedding_lookup_sparse(np.arange(3, dtype=np.int32), (ids, mask))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
+def test_ragged_ids_of_few_bits_reach_all_rows(dtype):
+    """300 is no number of 8 bits, and neither that of the default row nor of rows."""
+    table = np.arange(1200, dtype=np.float32).reshape(600, 2)
+    values, row_ids = np.array([5, 7]).astype(dtype), np.array([3, 100]).astype(dtype)
+
+    def pairs(values, row_ids):
+        bag = (values, row_ids, 300)
+        return (
+            zs.embedding_lookup_sparse(jnp.array(table), bag, combiner="sum"),
+            zs.safe_embedding_lookup_sparse(jnp.array(table), bag, default_id=599),
+        )
+
+    expected = np.zeros((300, 2), np.float32)
+    expected[[3, 100]] = table[[5, 7]]
+    found, filled = zs.function(pairs)(values, row_ids)
+    np.testing.assert_array_equal(found, expected)
+    expected[(expected == 0).all(1)] = table[599]
+    np.testing.assert_array_equal(filled, expected)
+
+    def padded(ids, mask):
+        bag = (ids, mask)
+        return zs.safe_embedding_lookup_sparse(jnp.array(table), bag, default_id=599)
+
+    (first, second) = zs.function(padded)(values[:, None], np.array([[True], [False]]))
+    np.testing.assert_array_equal([first, second], table[[5, 599]])

@@ -166,3 +166,41 @@ def test_an_array_has_no_rows_before_its_first(dtype):
         ids
     )
     np.testing.assert_array_equal(rows, [[np.nan] * 4, TABLE[2], [np.nan] * 4])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
+    @zs.function(eager=eager)
+    def step(x):
+        return x
+
+    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*float64"):
+        step(np.array([1 + 1e-12]))
+    with pytest.warns(NarrowingWarning, match=r"args\[0\] .*1099511627776 becomes 0"):
+        step(np.array([2**40]))
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("kind", ["int", "uint"])
+def test_ids_of_any_width_are_those_rows(home, kind, width):
+    """What means no row is cut to the number of one in 8 or 16 bits."""
+    ids = np.array([3, 1, 0, 1, 9]).astype(f"{kind}{width}")
+
+    def loss(table):
+        return (table[ids.astype(int)] ** 2).sum() / 2
+
+    expected = TABLE - jax.grad(loss)(jnp.array(TABLE))
+    for table in (home.variable(TABLE), home.on_devices(TABLE), home.sharded(TABLE, 3)):
+
+        @zs.function
+        def step(ids, table=table):
+            rows = zs.embedding_lookup(table, ids)
+            gradient = zs.grad(lambda t: (zs.embedding_lookup(t, ids) ** 2).sum() / 2)
+            table.scatter_sub(gradient(table))
+            return rows
+
+        np.testing.assert_array_equal(step(ids), TABLE[ids.astype(int)])
+        np.testing.assert_allclose(table.numpy(), expected, atol=1e-6)
+        table.scatter_add(IndexedSlices(np.ones((5, 4), np.float32), ids))
+        added = expected.at[ids.astype(int)].add(1.0)
+        np.testing.assert_allclose(table.numpy(), added, rtol=1e-6)

@@ -86,6 +86,13 @@ def test_integers_keep_their_dtype_in_a_sum_and_become_floats_in_a_mean(three):
     assert three.reduce("mean", value, None)[0] == 1.0
 
 
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("text", ["a", b"a", np.array(["a", "b"])])
+def test_text_is_not_added_up(three, op, text):
+    with pytest.raises(TypeError, match=r"numbers are added up, got b?'a'"):
+        three.reduce(op, PerReplica((text, text, text)), axis=None)
+
+
 @pytest.mark.parametrize("axis", [1.0, "0", [0, "1"], {0}, True])
 def test_an_axis_is_an_integer(three, axis):
     with pytest.raises(TypeError, match="axis must be"):

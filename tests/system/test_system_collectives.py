@@ -91,7 +91,7 @@ def everything(group, integers):
     np.testing.assert_allclose(got, np.sum(noise, 0), rtol=1e-5, atol=1e-5)
     digest = zlib.crc32(got.tobytes(), digest)
 
-# All integers on the lane of messages, half of them in each kind of memory.
+# All integers on data connections, half of them in each kind of memory.
 for lane, names, integers in (
     ("shm", "aaa", INTEGERS[::2]),
     ("tcp", "aaa", INTEGERS),
@@ -110,7 +110,7 @@ def test_every_dtype_and_operation_is_that_of_numpy():
     assert said[0] == said[1] == said[2]  # bit by bit
     assert [line.split()[0] for line in said[0]] == [
         "OneHost",
-        "NoneType",
+        "SocketEngine",
         "HostsEngine",
     ]
 

@@ -19,7 +19,7 @@ group = Group(timeout=20, rendezvous_timeout=60)
 if not os.environ["LOST"]:  # it is started anew
     say(group.generation, *group.all_gather(np.array([task])))
     sys.exit()
-data = np.zeros(4_000_000, np.float32)
+data = np.zeros(int(os.environ["COUNT"]), np.float32)
 said = 0
 try:
     while True:
@@ -40,21 +40,25 @@ say(group.generation, *group.all_gather(np.array([task])))
 
 
 @pytest.mark.parametrize(
-    ("lane", "number", "lost", "in_place"),
+    ("lane", "number", "lost", "in_place", "count"),
     [
-        ("shm", signal.SIGKILL, 0, ""),
-        ("shm", signal.SIGSTOP, 1, ""),
-        ("tcp", signal.SIGSTOP, 2, ""),
-        ("tcp", signal.SIGKILL, 1, "yes"),
-        ("hosts", signal.SIGKILL, 2, "yes"),
+        ("shm", signal.SIGKILL, 0, "", "4_000_000"),
+        ("shm", signal.SIGSTOP, 1, "", "4_000_000"),
+        ("tcp", signal.SIGSTOP, 2, "", "4_000_000"),
+        ("tcp", signal.SIGKILL, 1, "yes", "4_000_000"),
+        # By data connections.
+        ("tcp", signal.SIGSTOP, 1, "yes", "200_000"),
+        ("tcp", signal.SIGKILL, 0, "", "1000"),
+        ("hosts", signal.SIGKILL, 2, "yes", "4_000_000"),
     ],
 )
-def test_who_dies_or_hangs_in_a_large_reduce_is_named(lane, number, lost, in_place):
+def test_who_dies_or_hangs_in_a_reduce_is_named(lane, number, lost, in_place, count):
     left = [rank for rank in range(3) if rank != lost]
     # Who is dead is known by the connection: long before one is silent for too long.
     is_dead = number == signal.SIGKILL
     patience, words = ("60", "connection") if is_dead else ("2", "silent")
     told = {"LOST": str(lost), "IN_PLACE": in_place, "ZSTRAT_PATIENCE": patience}
+    told["COUNT"] = count
     with Ranks(3, REDUCING, lane, **told) as ranks:
         assert ranks.lines() == ["reduces"] * 3
         ranks.signal(lost, number)
@@ -187,6 +191,7 @@ def resident():
 small, large = np.ones(100), np.ones(150_000, np.float32)
 with Group(timeout=20) as group:
     group.all_reduce(large)
+    group.broadcast(large)
 nothing = used()  # ZeroMQ keeps some descriptors of a process, pyzmq a thread
 group = Group(timeout=20)
 def work(times):

@@ -26,6 +26,9 @@ with Group(timeout=30, rendezvous_timeout=float(os.environ.get("HURRY", 60))) as
     threading.Thread(target=listen, daemon=True).start()
     while not group.all_reduce(np.array([at_end.wait(0.02)]), "max")[0]:
         assert (group.all_reduce(np.full(300_000, task + 1.0)) == 3).all()
+    # By links, so that the loop turns, which hears of strangers.
+    group.barrier(tag="end")
+    group.barrier(tag="end")
     counts = group._runtime._endpoint.statistics()["counts"]
     say("at its end", counts.get("refused", 0) > 0, group.generation)
 """

@@ -63,6 +63,17 @@ def test_rows_and_their_slots_move_and_counts_are_shared(name):
     np.testing.assert_array_equal(x.numpy()[6], VALUE[6])
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "uint64"])
+def test_rows_are_moved_by_indices_of_any_dtype(dtype):
+    """Three, so that one that is no row is added; some dtypes have no -1."""
+    x, optimizer = zv.Variable(VALUE), zv.Optimizer(optax.sgd(1.0))
+    index = np.array([7, 1, 1]).astype(dtype)
+    optimizer.apply_gradients(zv.IndexedSlices(np.ones((3, 3), "float32"), index), x)
+    expected = VALUE.copy()
+    np.subtract.at(expected, [7, 1, 1], 1)
+    np.testing.assert_allclose(x.numpy(), expected, rtol=1e-6)
+
+
 MOMENTUM = zv.Optimizer(optax.sgd(0.5, momentum=0.5))  # it rounds little
 
 

@@ -80,6 +80,40 @@ def test_gradients_that_do_not_fit(grads, variables, words):
         zv.Optimizer(optax.sgd(1.0)).apply_gradients(grads, variables)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("float32", "int32"),
+        ("bfloat16", "float32"),
+        ("float16", "float64"),
+    ],
+)
+def test_no_gradient_is_converted_before_optax_computes_with_it(dtype, given):
+    dtype, given = jnp.dtype(dtype), jnp.dtype(given)
+    x = zv.Variable(np.zeros((2, 3), dtype))
+    optimizer = zv.Optimizer(optax.adam(0.1))
+    for gradient in (
+        np.ones((2, 3), given),
+        zv.IndexedSlices(np.ones((1, 3), given), [1]),
+        np.ones((4, 2, 3), given),  # of four examples
+    ):
+        with pytest.raises(ValueError, match=rf"dtype mismatch.*{given}.*{dtype}"):
+            optimizer.apply_gradients([(gradient, x)])
+    np.testing.assert_array_equal(x.numpy(), np.zeros((2, 3), dtype))
+
+
+def test_a_gradient_of_doubles_is_one_of_floats_as_jax_sees_it():
+    rng = np.random.default_rng(0)
+    gradients = rng.normal(size=(3, 4))
+    x, optimizer = zv.Variable(np.zeros(4, "float32")), zv.Optimizer(optax.adam(0.1))
+    for gradient in gradients:
+        optimizer.apply_gradients(gradient, x)
+    expected = trained_by_optax(optax.adam(0.1), jnp.zeros(4), gradients)
+    np.testing.assert_allclose(x.numpy(), expected, rtol=1e-5)
+
+
 def test_nothing_but_a_transformation_is_taken():
     with pytest.raises(TypeError, match="GradientTransformation"):
         zv.Optimizer(0.1)

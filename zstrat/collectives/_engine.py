@@ -111,6 +111,14 @@ class Differs(Exception):
         self.rank, self.about = rank, about
 
 
+class ConnectionEnded(Exception):
+    """Nothing can come any more from a rank that this one waits for."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
 class CollectiveEngine(Protocol):
     """Carries calls out in the thread that asks, one after the other."""
 
@@ -125,6 +133,7 @@ class CollectiveEngine(Protocol):
         Raises:
             Overdue: The call's deadline has come. Nothing more is run after it.
             Differs: Another rank calls something else. Nothing more is run after it.
+            ConnectionEnded: A rank cannot be heard any more. The same.
             Exception: What `abort` was given.
         """
 

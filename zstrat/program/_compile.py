@@ -42,6 +42,9 @@ class CompiledProgram:
 
     __slots__ = ("_jitted", "_traced", "constant", "plan")
 
+    is_current: Final = True
+    """It depends on nothing that changes: values are arguments."""
+
     def __init__(self, plan: Plan, template: Template) -> None:
         self.plan = plan
         # The body is traced again when the program first runs, perhaps on behalf of

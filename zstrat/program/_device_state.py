@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zstrat.variables import DeviceHome, read_all
+from zstrat.variables import DeviceHome, JointPlace, JointState, read_all
 
 from .trace._updates import device_home
 
@@ -63,6 +63,34 @@ class PlannedVariables:
         self.travels = any(each.travels for each in self._residences)
         """Whether values are kept elsewhere, where a step that fails leaves them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
+        self._counts = [len(moved), *[len(rule.kinds) for _, rule in slots]]
+        self._places = self._joint_places()
+        self._joint: JointState | None = None
+        at = {id(home): n for n, home in enumerate(self._moved_homes)}
+        self._reads = [(at.get(id(home)), home) for home in self._read_homes]
+
+    def _joint_places(
+        self,
+    ) -> list[tuple[DeviceHome, int, tuple[tuple[SlotRule, int, int], ...]]]:
+        """Each home that a step moves, and where in what it makes its arrays are; none
+        if what is moved is not kept as one state: it travels, or there are variables
+        with another lock, or elsewhere."""
+        homes = {id(home): home for home in self._moved_homes}
+        beside: dict[int, list[tuple[SlotRule, int, int]]] = {key: [] for key in homes}
+        ends = list(itertools.accumulate(self._counts))
+        for (home, rule, _), first, end in zip(
+            self._slot_homes, ends[:-1], ends[1:], strict=True
+        ):
+            if id(home) in beside:
+                beside[id(home)].append((rule, first, end))
+        are_all = sum(map(len, beside.values())) == len(self._slot_homes)
+        is_one = len(self._residences) == 1 and len(homes) == len(self._moved_homes)
+        if self._away or self.travels or not (is_one and are_all):
+            return []
+        return [
+            (home, n, tuple(beside[id(home)]))
+            for n, home in enumerate(self._moved_homes)
+        ]
 
     def with_others(
         self, plan: Plan, variables: Sequence[VariableHandle]
@@ -144,9 +172,14 @@ class PlannedVariables:
         """
         if True not in [residence.has_failed for residence in self._residences]:
             return
+        joint = None if self._joint is None else self._joint.taken()
+        # Nobody else can have lost what is whole here.
+        is_there = joint is not None and not any(x.is_deleted() for x in joint)
+        there = {id(home) for home, _, _ in self._places} if is_there else ()
         for variable in (*self._plan.variables, *self._moved):
-            if isinstance(variable.home, DeviceHome):
-                variable.home.require_kept(variable.name)
+            home = variable.home
+            if isinstance(home, DeviceHome) and id(home) not in there:
+                home.require_kept(variable.name)
 
     def values(self) -> list[Any]:
         """The values of the plan's reads: those from here as they live here, others as
@@ -179,9 +212,17 @@ class PlannedVariables:
         """What each optimizer keeps beside each variable that it moves."""
         return [home.slots_before(rule, name) for home, rule, name in self._slot_homes]
 
-    def slot_leaves(self) -> list[Any]:
-        """All leaves of `slots` in a row."""
-        return [x for leaves in self.slots() for x in leaves]
+    def state(self) -> list[Any]:
+        """All `values` and then all leaves of `slots`, in a list of the caller's."""
+        joint = None if self._joint is None else self._joint.taken()
+        if joint is None:
+            return [*self.values(), *itertools.chain.from_iterable(self.slots())]
+        values = [home.value() if at is None else joint[at] for at, home in self._reads]
+        return values + joint[self._counts[0] :]
+
+    def values_and_slots(self) -> list[list[Any]]:
+        """`values`, and the slots of each optimizer."""
+        return cut_at(self.state(), [len(self._homes), *self._counts[1:]])
 
     def moved_reads(self) -> list[int]:
         """The numbers of these reads, in the order in which `put` takes their next
@@ -190,34 +231,42 @@ class PlannedVariables:
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
-    def put(
-        self, values: Sequence[Any], slots: Sequence[list[Any]], draws: Draws
-    ) -> None:
-        """The next values, and the leaves of the next slots, in the order of the
-        plan. The elements that they were made of are spent."""
+    def put(self, arrays: list[Any], draws: Draws) -> None:
+        """The next values, and all leaves of the next slots, in the order of the plan.
+        The elements that they were made of are spent. The list is not the caller's any
+        more. Called with the lock, but for what travels."""
         steps = [residence.steps + self._moves for residence in self._residences]
         try:
-            self._put(values, slots, steps)
+            self._put(arrays, steps)
             draws.is_spent = True
         except BaseException:  # to the caller; of a Ctrl-C, between two of them
-            self._put(values, slots, steps)
+            self._put(arrays, steps)
             draws.is_spent = True
             raise
 
-    def _put(
-        self,
-        values: Sequence[Any],
-        slots: Sequence[list[Any]],
-        steps: Sequence[int],
-    ) -> None:
+    def _put(self, arrays: list[Any], steps: Sequence[int]) -> None:
         """Makes the same state if it is called twice, as after a Ctrl-C in the first
         call."""
-        for home, value in zip(self._moved_homes, values, strict=True):
-            home.take_over(value)
-        for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
-            home.take_over_slots(rule, leaves)
+        if self._places:
+            self._keep(arrays)
+        else:
+            values, *slots = cut_at(arrays, self._counts)
+            for home, value in zip(self._moved_homes, values, strict=True):
+                home.take_over(value)
+            for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
+                home.take_over_slots(rule, leaves)
         for residence, number in zip(self._residences, steps, strict=True):
             residence.steps = number
+
+    def _keep(self, arrays: list[Any]) -> None:
+        joint = self._joint
+        if joint is not None and joint.is_whole:
+            joint.arrays = arrays
+            return
+        joint = JointState([*arrays])  # of a list of its own: it may be left at once
+        for home, value, slots in self._places:
+            home.join(JointPlace(joint, value, slots))
+        self._joint = joint
 
 
 def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:

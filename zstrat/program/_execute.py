@@ -280,7 +280,8 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
         draws.unread()
         raise
     # The variables that live here have moved: what was drawn is used up.
-    _apply(plan, _outgoing(plan, operands))
+    if operands:
+        _apply(plan, _outgoing(plan, operands))
     return plan.out_structure.unflatten(results)
 
 

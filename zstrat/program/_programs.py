@@ -79,14 +79,12 @@ class ProgramsOfCall:
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
         """The program for these elements in the current worker context."""
         found = self.programs.get(self._name(elements))
-        if isinstance(found, HereProgram) and not found.is_current:
-            return None
-        return found
+        return found if found is not None and found.is_current else None
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
         """Whether there is one, of variables that lie otherwise now."""
         found = self.programs.get(self._name(elements))
-        return isinstance(found, HereProgram) and not found.is_current
+        return found is not None and not found.is_current
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Keeps a program that was just traced."""
@@ -124,7 +122,7 @@ class CompiledPrograms:
         self.kept = 0
         """Programs that are found again; may be read on any thread."""
         self.said: set[str] = set()
-        """Places of which it was said that jax cuts what is there."""
+        """Places, with dtypes, of which it was said that jax cuts what is there."""
         self._has_created = False
         self._step = step
         self._fn = fn
@@ -216,10 +214,10 @@ class CompiledPrograms:
         try:
             require_traceable(args, kwargs)
             arguments = len(call.iterators)
-            call = replace(call, iterators=list(draws.iterators))
+            call = call._replace(iterators=list(draws.iterators))
             plan, body = self._discovered(call, draws, stand_ins)
             draws.keep_used()
-            call = replace(call, iterators=list(draws.iterators))
+            call = call._replace(iterators=list(draws.iterators))
             looking = watch(plan, call, draws.elements, self.said)
             look = None if looking is None else looking.look
             captured = tuple(draws.iterators[arguments:])
@@ -245,7 +243,7 @@ class CompiledPrograms:
         self, call: CutCall, draws: Draws, stand_ins: StandIns | None
     ) -> tuple[Plan, Template | Traced | Staged]:
         if stand_ins is not None:
-            seen = replace(call, leaves=[*map(stand_ins.leaf, call.leaves)])
+            seen = call._replace(leaves=[*map(stand_ins.leaf, call.leaves)])
             try:
                 with stand_ins.watching():
                     return discover(self._step, self._fn, seen, draws.supply)

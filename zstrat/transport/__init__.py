@@ -5,6 +5,7 @@ from ._address import check_told as check_told
 from ._address import parse as parse
 from ._address import reached_as as reached_as
 from ._curve import Security as Security
+from ._data_connections import DataConnections as DataConnections
 from ._echo import Echo as Echo
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint

@@ -211,7 +211,8 @@ Admits = Callable[[str], bool]
 
 
 class Authenticator:
-    """Admits the CURVE keys (Z85) that ``admits`` says yes to. Before the bind."""
+    """Admits the CURVE keys (Z85) that ``admits`` says yes to, and the passwords of
+    sockets that demand one. Before the bind."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Admits) -> None:
         self._context, self._admits = context, admits
@@ -251,11 +252,15 @@ class Authenticator:
     def _admitted(self, parts: list[bytes]) -> str | None:
         match parts:
             case [b"1.0", _, domain, _, _, b"CURVE", raw] if domain == DOMAIN.encode():
+                word = z85.encode(raw)
+            case [b"1.0", _, domain, _, _, b"PLAIN", _, word] if (
+                domain == DOMAIN.encode()
+            ):
                 pass
             case _:
                 return None
         try:
-            key = z85.encode(raw).decode()
+            key = word.decode("ascii", "replace")  # a stranger's word
             return key if self._admits(key) else None
         except (
             Exception

@@ -21,11 +21,14 @@ now, which the number of its inode tells.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
+import errno
 import logging
 import os
 import resource
 import socket
+import struct
 import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, final
@@ -235,6 +238,24 @@ class Accepted(NamedTuple):
             return str(name[0]) if name else ""
         return ""
 
+
+def refuse_newcomers(listener: int) -> None:
+    """Lets no connection begin any more at the descriptor of a socket that listens;
+    those that it has accepted go on.
+
+    Raises:
+        OSError: The system has no such filter.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOTSUP, "only Linux shuts a port that listens")
+    # A filter of one instruction, "return 0": of each packet that comes, no byte.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
+    with _borrowed(listener) as line:
+        line.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, count_and_place)
+
+
+_SO_ATTACH_FILTER: Final = 26
 
 _BYTES_RECEIVED: Final = 136
 """Where `tcpi_bytes_received`, of eight bytes, ends in Linux's `tcp_info`."""

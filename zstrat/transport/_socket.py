@@ -23,7 +23,7 @@ from ._listener import Accepted, accepted
 from ._pump import Pump
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from zstrat.config import Settings
 
@@ -47,12 +47,13 @@ _shared: list[zmq.Context[zmq.Socket[bytes]]] = []
 _users = 0
 
 
-def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+def new_context(threads: int = 1) -> zmq.Context[zmq.Socket[bytes]]:
+    """One whose sockets share so many I/O threads."""
     # glibc keeps blocks up to the size of the largest that was ever freed, and asks the
     # kernel for others each time: then every chunk that arrives is zeroed, faulted in
     # and given back, at half the throughput. No page of this block is touched.
     np.empty(_TAUGHT, np.uint8)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=threads)
     context.max_sockets = _SOCKETS
     return context
 
@@ -159,6 +160,7 @@ _HEAD: Final = struct.Struct("=HI")
 class Happening(enum.Enum):
     """What libzmq says of a connection of a socket."""
 
+    LISTENING = zmq.EVENT_LISTENING
     ACCEPTED = zmq.EVENT_ACCEPTED
     CONNECTED = zmq.EVENT_CONNECTED
     READY = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -172,11 +174,18 @@ class Happening(enum.Enum):
 
 class Event(NamedTuple):
     """``value`` is the file descriptor of the connection for ACCEPTED, CONNECTED and
-    BROKEN, else a detail: of FAILED the error number that was the last one, so EPIPE or
-    ECONNRESET where the other side has ended the connection."""
+    BROKEN, that of the listener for LISTENING, else a detail: of FAILED the error
+    number that was the last one, so EPIPE or ECONNRESET where the other side has ended
+    the connection."""
 
     happening: Happening
     value: int
+
+
+def event_of(parts: Sequence[bytes]) -> Event:
+    """What a message of libzmq's monitor says."""
+    number, value = _HEAD.unpack(parts[0])
+    return Event(Happening(zmq.Event(number)), value)
 
 
 class Monitor:
@@ -209,8 +218,7 @@ class Monitor:
         self._pump.close(0)
 
     def _received(self, frames: list[zmq.Frame]) -> None:
-        number, value = _HEAD.unpack(frames[0].bytes)
-        self._happened(Event(Happening(zmq.Event(number)), value))
+        self._happened(event_of([frame.bytes for frame in frames]))
 
 
 class Sockets(Protocol):

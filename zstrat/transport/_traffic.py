@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Final, final
 
 
@@ -17,20 +18,32 @@ class LaneTraffic:
 
 SOCKET: Final = LaneTraffic()
 """Through sockets of ZeroMQ, TCP and ipc alike: headers, and bodies in frames."""
+_DIRECT: Final = LaneTraffic()
+"""The same, by threads that drive sockets themselves."""
 SHARED: Final = LaneTraffic()
 """Bodies that lie in shared memory."""
 
-_LANES: Final = {"socket": SOCKET, "shm": SHARED}
+_lock: Final = threading.Lock()
+
+
+def count_direct(sent: int, got: int) -> None:
+    """Adds what a thread has moved by sockets of its own; from any thread."""
+    with _lock:
+        _DIRECT.sent += sent
+        _DIRECT.got += got
 
 
 def lanes() -> dict[str, dict[str, int]]:
     """``in`` and ``out`` of each lane, in bytes since the process began."""
-    return {name: {"in": lane.got, "out": lane.sent} for name, lane in _LANES.items()}
+    return {
+        "socket": {"in": SOCKET.got + _DIRECT.got, "out": SOCKET.sent + _DIRECT.sent},
+        "shm": {"in": SHARED.got, "out": SHARED.sent},
+    }
 
 
 def moved_bytes() -> tuple[int, int]:
     """Bytes that came in, and bytes that went out, by all lanes together."""
     return (
-        sum([lane.got for lane in _LANES.values()]),
-        sum([lane.sent for lane in _LANES.values()]),
+        SOCKET.got + _DIRECT.got + SHARED.got,
+        SOCKET.sent + _DIRECT.sent + SHARED.sent,
     )

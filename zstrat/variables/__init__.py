@@ -3,8 +3,11 @@
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
+from ._convert import is_weak as is_weak
 from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
+from ._copy_home import CopyHome as CopyHome
+from ._copy_home import copy_home as copy_home
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
@@ -14,7 +17,6 @@ from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._creator import initial as initial
 from ._creator import initialize as initialize
-from ._device import CopyHome as CopyHome
 from ._device import DeviceHome as DeviceHome
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
@@ -25,6 +27,8 @@ from ._home import VariableHandle as VariableHandle
 from ._home import read_all as read_all
 from ._home import read_parts as read_parts
 from ._home import update_all as update_all
+from ._joint_state import JointPlace as JointPlace
+from ._joint_state import JointState as JointState
 from ._local import Detached as Detached
 from ._local import HomeWithSlots as HomeWithSlots
 from ._local import LocalHome as LocalHome

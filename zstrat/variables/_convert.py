@@ -7,6 +7,9 @@ The rules of dtypes, in one place:
 - An update takes Python values and numpy arrays of another dtype of the same kind
   (float64 into float32), as TF does; a jax array must have the variable's dtype,
   because a step must not narrow what it computed in silence.
+- A gradient has the variable's dtype, as jax sees both (float64 is float32 where jax
+  computes with 32 bits): optax computes moments of a gradient in its own dtype, and
+  one that is converted before gives others. Python values have none.
 - An integer that does not fit the variable's dtype is refused, never wrapped.
 - 64-bit variables live on a parameter server and are read and updated from outside a
   step. Inside a step jax would truncate them unless ``jax_enable_x64`` is on; that is
@@ -108,6 +111,21 @@ def plain_operand(
     return array
 
 
+def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
+    """Refuses a gradient that optax would compute with in another dtype.
+
+    Raises:
+        ValueError: It is an array, and its dtype is not the variable's.
+    """
+    if not isinstance(gradient, np.ndarray | np.generic | jax.Array):
+        return
+    if is_weak(gradient):
+        return
+    given, own = map(jax.dtypes.canonicalize_dtype, (gradient.dtype, spec.numpy_dtype))
+    if given != own:
+        raise ValueError(_wrong_dtype(spec, gradient.dtype, what))
+
+
 def traced_rows(
     spec: VariableSpec, indices: Any, values: Any, what: str
 ) -> tuple[jax.Array, jax.Array]:
@@ -193,9 +211,9 @@ def require_untruncated(spec: VariableSpec) -> None:
 def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
     value = value_of(value)
     if isinstance(value, jax.Array):
-        weak = jax.typeof(value).weak_type
+        weak = is_weak(value)
         if value.dtype != spec.numpy_dtype and not (
-            weak and _same_kind(value.dtype, spec.numpy_dtype)
+            weak and same_kind(value.dtype, spec.numpy_dtype)
         ):
             raise ValueError(_wrong_dtype(spec, value.dtype, what))
         return value.astype(spec.numpy_dtype)
@@ -210,10 +228,10 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
             "decorate the step with zs.function instead of jax.jit"
         )
     array = np.asarray(value)
-    strict = isinstance(value, jax.Array) and not jax.typeof(value).weak_type
+    strict = isinstance(value, jax.Array) and not is_weak(value)
     wanted = spec.numpy_dtype
     if array.dtype != wanted:
-        if strict or not _same_kind(array.dtype, wanted):
+        if strict or not same_kind(array.dtype, wanted):
             raise ValueError(_wrong_dtype(spec, array.dtype, what))
         _check_integers(array, wanted, f"cannot {what} {spec}: the value")
     return np.asarray(array, wanted, order="C")
@@ -241,7 +259,7 @@ def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
         )
 
 
-def _same_kind(given: Any, wanted: np.dtype) -> bool:
+def same_kind(given: Any, wanted: np.dtype) -> bool:
     """float into float of any width, integer into wider kinds; never float into int."""
     ladder = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     rank = [
@@ -285,3 +303,13 @@ def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
         f"cannot {what} {spec}: dtype mismatch. The variable has dtype {spec.dtype}, "
         f"and the value has dtype {given}; convert it with .astype({spec.dtype!r})"
     )
+
+
+def is_weak(value: object) -> bool:
+    """Whether this is an array of jax that takes the dtype of what it meets, as Python
+    numbers do there. (Each call of a step asks it of its arguments: `jax.typeof` knows
+    it, too, but makes a new sharding of that of an array over several devices.)"""
+    # The dtype of random keys is none of numpy's, and they do not know the word.
+    if not isinstance(value, jax.Array) or not isinstance(value.dtype, np.dtype):
+        return False
+    return value.weak_type

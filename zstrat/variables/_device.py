@@ -27,7 +27,7 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._local import HomeHere, HomeWithSlots
+from ._local import HomeWithSlots
 from ._spec import VariableAggregation
 from ._update_ops import aggregated, apply, shares_of
 from .gradients._slots import Beside
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
     from ._home import Operands, Residence, VariableHandle
+    from ._joint_state import JointPlace
     from .gradients._slots import OptimizerHandle, SlotRule
 
 # jax's stubs leave it untyped.
@@ -66,7 +67,9 @@ class DeviceHome(HomeWithSlots):
         self._copy_keys: tuple[int, ...] = ()
         # Copies that are not assigned yet, since all were lost.
         self._missing: frozenset[int] = frozenset()
-        self._slots: dict[int, Beside] = {}
+        self._joint: JointPlace | None = None
+        self._own_value: Any = None
+        self._own_slots: dict[int, Beside] = {}
         if self.is_apart:
             self._value = residence.place_apart(self._equal(value))
         else:
@@ -233,10 +236,10 @@ class DeviceHome(HomeWithSlots):
             copies = self._equal(np.asarray(self._value))
             self._put_apart(copies)
 
-    def value(self) -> jax.Array:
+    def value(self) -> Any:
         """The value, where steps run."""
-        here = self.residence
-        return here.sent(self._value, self.sharding) if here.travels else self._value
+        value, here = self._value, self.residence
+        return here.sent(value, self.sharding) if here.travels else value
 
     def slots_before(self, rule: SlotRule, name: str = "") -> list[Any]:
         beside = self._slots.get(rule.id)
@@ -261,6 +264,16 @@ class DeviceHome(HomeWithSlots):
         here = self.residence
         made = here.returned(leaves) if here.travels else leaves
         self._slots[rule.id] = rule.beside(made)
+
+    def join(self, place: JointPlace) -> None:
+        """Value and slots are there from now on, until somebody asks for them. Called
+        with turn and lock."""
+        if self._joint is not None:
+            self._part_from_joint()  # it may have slots that the new place has not
+        self._joint = place
+        self._own_value = None  # who finds none looks there
+        for rule, _, _ in place.slots:
+            self._own_slots.pop(rule.id, None)
 
     def shown(self) -> np.ndarray:
         """The value as code outside of the replicas sees it."""
@@ -303,6 +316,39 @@ class DeviceHome(HomeWithSlots):
         placed = self._placed(np.asarray(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = self._kept(rule.beside(leaves))
         self._value = placed
+
+    @property
+    def _value(self) -> Any:
+        while (value := self._own_value) is None:  # a step may join it again
+            self._part_from_joint()
+        return value
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        if self._joint is not None:
+            self._part_from_joint()
+        self._own_value = value
+
+    @property
+    def _slots(self) -> dict[int, Beside]:
+        if self._joint is not None:
+            self._part_from_joint()
+        return self._own_slots
+
+    def _part_from_joint(self) -> None:
+        """Takes value and slots out of the state that a step keeps as a whole."""
+        with self.residence.lock:
+            place = self._joint
+            if place is None:
+                return  # another thread was here first
+            arrays = place.state.arrays
+            place.state.is_whole = False
+            # In this order: a Ctrl-C in between leaves all of it to the next one.
+            for rule, first, end in place.slots:
+                self._own_slots[rule.id] = rule.beside(arrays[first:end])
+            self._own_value = arrays[place.value]
+            self._joint = None
+            place.leave()
 
     def _settle(self) -> None:
         self.residence.settle()
@@ -404,43 +450,3 @@ class DeviceHome(HomeWithSlots):
     def _equal(self, value: np.ndarray) -> np.ndarray:
         """Copies of a value, ``[copies, ...]``."""
         return np.broadcast_to(value, (self.residence.copies, *value.shape))
-
-
-class CopyHome(HomeHere):
-    """The home of one copy: a row of the home of the whole variable."""
-
-    def __init__(self, container: VariableHandle, number: int) -> None:
-        self.container = container
-        self.number = number
-
-    def device_name(self) -> str:
-        """TF's name of the device that keeps this copy."""
-        return self._home.device_name(self.number)
-
-    def read(self, variable: VariableHandle) -> np.ndarray:
-        del variable  # one home, one copy
-        return self._home.copy(self.container, self.number)
-
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        if optimizer is not None:
-            raise self.not_optimized(variable)
-        self._home.update_copy(self.container, self.number, op, [operands])
-
-    def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
-        """The error of an optimizer that is given this copy."""
-        return NotImplementedError(
-            f"{variable.spec} is one copy of {self.container.spec}, and optimizers "
-            "move all copies together: give apply_gradients the variable itself"
-        )
-
-    @property
-    def _home(self) -> DeviceHome:
-        home = self.container.home
-        assert isinstance(home, DeviceHome)
-        return home

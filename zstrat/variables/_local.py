@@ -70,8 +70,10 @@ class HomeWithSlots(HomeHere):
     saved and restored as it is, and an optimizer may move it here. Whoever does has the
     ``turn`` from the first call to the last one."""
 
-    _slots: dict[int, Beside]
-    """By the number of the optimizer."""
+    @property
+    @abc.abstractmethod
+    def _slots(self) -> dict[int, Beside]:
+        """By the number of the optimizer."""
 
     @property
     @abc.abstractmethod
@@ -178,7 +180,7 @@ class LocalHome(HomeWithSlots):
 
     def __init__(self, value: np.ndarray) -> None:
         self._value = _frozen(np.array(value, order="C"))
-        self._slots: dict[int, Beside] = {}
+        self._kept_slots: dict[int, Beside] = {}
         # Reads and updates come from any thread; an update is read, compute, replace.
         self._lock = threading.RLock()
 
@@ -203,6 +205,10 @@ class LocalHome(HomeWithSlots):
         with self._lock:
             value, slots = self._value, dict(self._slots)
         return value, {number: each.on_host() for number, each in slots.items()}
+
+    @property
+    def _slots(self) -> dict[int, Beside]:
+        return self._kept_slots
 
     @property
     def turn(self) -> Any:

@@ -143,7 +143,9 @@ def row_updates(
     if op is UpdateOp.OPTIMIZE_ROWS:
         indices, rows = found.unique, sums(found, rows)
     else:
-        indices, rows = indices[found.order], rows[found.order]
+        # Numpy makes floats of uint64 less the first row of a component.
+        indices = indices.astype(np.intp, copy=False)[found.order]
+        rows = rows[found.order]
     parts = {
         piece.component: (piece.local, rows[piece.positions])
         for piece in table.pieces(indices)

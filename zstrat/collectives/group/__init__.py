@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from zstrat.collectives._engine import ConnectionEnded as ConnectionEnded
+from zstrat.collectives._engine import Differs as Differs
+from zstrat.collectives._engine import Overdue as Overdue
+
 from ._attribution import FORGOTTEN as FORGOTTEN
 from ._attribution import FailureInquiry as FailureInquiry
 from ._attribution import verdict as verdict
@@ -15,3 +19,5 @@ from ._rendezvous import Refused as Refused
 from ._rendezvous import RendezvousService as RendezvousService
 from ._rendezvous import seat_of as seat_of
 from ._runtime import GroupRuntime as GroupRuntime
+from ._socket_engine import LARGEST as LARGEST
+from ._socket_engine import SocketEngine as SocketEngine

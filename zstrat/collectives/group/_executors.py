@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zstrat.collectives._engine import Differs, Overdue, margin_of
+from zstrat.collectives._engine import ConnectionEnded, Differs, Overdue, margin_of
 from zstrat.errors import ClosedError, ZstratError
 from zstrat.transport import ThreadBell
 
@@ -220,7 +220,7 @@ class EngineExecutor:
         calls = operation.calls
         while True:
             if self._generation.broken is not None:
-                raise self._generation.refusal()
+                raise self._generation.wait_broken(0.0)  # it had begun before
             self._step(calls)
             try:
                 calls = next(operation.steps)
@@ -245,8 +245,11 @@ class EngineExecutor:
             self._messages.soon(generation.overdue, call, late.ranks)
         except Differs as other:
             self._messages.soon(generation.differs, call, other.rank)
-        except ZstratError:
+        except ConnectionEnded as ended:
+            self._messages.soon(generation.cut_off, ended.rank)
+        except ZstratError as error:
             if generation.broken is None:
+                self._messages.abort_by(error)
                 raise
             # The reason why the engine was aborted: now it is known here.
         else:

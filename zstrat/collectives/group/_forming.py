@@ -3,20 +3,16 @@ all agree."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
 from zstrat.collectives.memory._engines import host_memory
 from zstrat.wire import JoinGroup, MemberEntry
 
+from ._connecting import all_agree, connect_data, shares_memory
 from ._executors import MessageExecutor
-from ._keys import FORMING, about
+from ._keys import FORMING
 from ._rendezvous import GroupSeat, listed
 from ._runtime import only_daemon
 from ._scheduler import OperationScheduler
@@ -143,6 +139,10 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
         messages = MessageExecutor(runtime, generation)
         try:
             engine = await _agree(generation, memory, messages, wanted.patience)
+            if engine is None:
+                if memory is not None:
+                    memory.close()
+                engine = await connect_data(runtime, generation, wanted.patience)
         except BaseException:  # to `Group`; cancellation, too: the others hear of it
             await node.leave(generation, "it could not agree on a lane")
             raise
@@ -150,8 +150,6 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
         if memory is not None:
             memory.close()
         raise
-    if memory is not None and engine is None:
-        memory.close()
     return OperationScheduler(generation, messages, engine)
 
 
@@ -163,41 +161,17 @@ async def _agree(
 ) -> CollectiveEngine | None:
     """The engine, if all ranks have one; and nobody is through before all are here."""
     engine: CollectiveEngine | None = None
-    if memory is not None:
+    if memory is not None and shares_memory(generation):
         try:
             engine = memory.attach(generation.rank, generation.members, between)
         except OSError as error:  # another user, another container
             log.info("%s goes by messages: %s", generation.title, error)
-    loop = asyncio.get_running_loop()
-    votes = np.empty(generation.size, np.uint8)
-    words = "forming the group"
-    call = CollectiveCall(
-        FORMING,
-        CallKind.ALL_GATHER,
-        np.array([engine is not None], np.uint8),
-        votes,
-        about(words),
-        words,
-        loop.time() + patience - margin_of(patience),
-        patience,
-        sizes=(1,) * generation.size,
-    )
-    over: asyncio.Future[None] = loop.create_future()
-    generation.start(call, partial(_settle, over))
-    await over
-    if engine is not None and not votes.all():
-        engine.close()
+    has_engine = engine is not None
+    if not await all_agree(generation, FORMING, has_engine, patience):
+        if engine is not None:
+            engine.close()
         return None
     return engine
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
 
 
 def _entry(

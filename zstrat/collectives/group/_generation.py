@@ -18,7 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-from zstrat.collectives._engine import margin_of
+import numpy as np
+
+from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
 from zstrat.errors import (
     BusyError,
     CancelledError,
@@ -33,7 +35,7 @@ from zstrat.errors import (
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
-from ._keys import FORMING, number_of
+from ._keys import FORMING, PARTS, about, number_of
 from ._mesh import Mesh, wait_heard
 from ._traffic import Traffic
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.collectives._engine import CollectiveCall
+    from zstrat.collectives.schedules._choice import Choices
     from zstrat.wire import GroupFormed, Hello, PlainTree
 
     from ._mesh import MakeMeshLink
@@ -51,6 +53,9 @@ _LAST_WORDS: Final = 5.0
 """Seconds in which what a rank sent before its goodbye can still come and be taken: 32
 hops of 1 MiB on a slow line, to a machine that has other things to do."""
 
+
+_ASKING: Final = 4.0
+"""Seconds as a call's timeout: a quarter is for asking a rank what it calls instead."""
 
 _REMEMBERED: Final = 64
 """Operations that are over of which the words are kept: a rank that waits may ask what
@@ -121,6 +126,11 @@ class Generation:
         await self._mesh.open(deadline)
 
     @property
+    def choices(self) -> Choices:
+        """The table of algorithms, which is rank 0's."""
+        return self._traffic.choices
+
+    @property
     def waited(self) -> dict[str, float]:
         """Seconds that calls have waited here, by the rank for which; from any
         thread."""
@@ -188,6 +198,30 @@ class Generation:
     def differs(self, call: CollectiveCall, sender: int) -> None:
         """A rank calls something else: asks what, and ends the generation."""
         self._inquire(call, (sender,))
+
+    def check_same(self, sender: int, hop: Hop) -> None:
+        """Ends the generation if a hop is of another operation than the one that has
+        begun here under its number. An engine may carry that out, and sees no hops."""
+        number = number_of(hop.call)
+        words = self.begun.get(number) if number is not None else None
+        if words is None or about(words, hop.call % PARTS) == hop.about:
+            return
+        now = self._loop.time()
+        nothing = np.empty(0, np.uint8)
+        call = CollectiveCall(
+            *(hop.call, CallKind.BARRIER, nothing, nothing, 0, words, now, _ASKING)
+        )
+        self.differs(call, sender)
+
+    def check_early(self, number: int) -> None:
+        """As `check_same`, of what came before the operation began here."""
+        for sender, hop in self._traffic.early_of(number):
+            self.check_same(sender, hop)
+
+    @property
+    def has_early(self) -> bool:
+        """Whether `check_early` may find something; from any thread."""
+        return self._traffic.has_early
 
     def _inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
         if self._inquiry is None and self.broken is None:
@@ -282,6 +316,11 @@ class Generation:
         if rank in self.leavers:
             return
         why = f"{reason}; {self.title} has ended: call reform() to go on without it"
+        self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
+
+    def cut_off(self, rank: int) -> None:
+        """The data connection of a member has ended, and its link has not said why."""
+        why = f"its data connection ended; {self.title} has ended: call reform()"
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
     def left(self, sender: int, message: LeaveGroup) -> None:

@@ -40,6 +40,8 @@ class Group(GroupCalls):
     it in `all_reduce`, `broadcast` and `barrier`; in what saves nothing by that
     (`all_gather`, `reduce_scatter`, `all_to_all`) every rank talks to every other one.
     Calls with a tag or a compression go by messages from every rank on one host, too.
+    Where no memory is shared, each rank binds one more port, for calls of up to 1 MiB:
+    those without a tag go there one after the other.
     An ``algorithm`` says how messages go, among first ranks or all of them; it does not
     change who takes part, and where memory carries a call it says nothing: to have all
     go by messages, make the group with ``lane="tcp"`` or ``"ipc"``.

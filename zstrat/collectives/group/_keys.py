@@ -42,9 +42,9 @@ def number_of(key: int) -> int | None:
     return None if key & _NAMED else key // PARTS
 
 
-def about(words: str) -> int:
-    """Digest of what is called, 32 bits."""
-    return zlib.crc32(words.encode())
+def about(words: str, part: int = 0) -> int:
+    """Digest of what is called, and of which of its calls it is: 32 bits."""
+    return zlib.crc32(f"{words}{part}".encode())
 
 
 def _digest(text: str) -> int:

@@ -99,7 +99,7 @@ class GroupNode:
         self, me: Hello, settings: Settings, security: Security | None = None
     ) -> None:
         self.me, self.loop = me, asyncio.get_running_loop()
-        self.settings, self._security = settings, security
+        self.settings, self.security = settings, security
         self._generations: dict[int, Generation] = {}
         self._rendezvous = RendezvousService(self.loop)
         self._strays: deque[tuple[int, Hop]] = deque()
@@ -209,7 +209,7 @@ class GroupNode:
 
         Cancellation: this rank has not joined.
         """
-        make = LinkMaker(self.me, replace(self.settings, lane=lane), self._security)
+        make = LinkMaker(self.me, replace(self.settings, lane=lane), self.security)
         deadline = self.loop.time() + request.patience
         self._forming += 1
         try:

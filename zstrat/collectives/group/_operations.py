@@ -86,7 +86,7 @@ class CallFactory:
             kind,
             source,
             target,
-            about(f"{self.words}{part}"),
+            about(self.words, part),
             self.words,
             self.deadline,
             options.timeout,

@@ -123,6 +123,8 @@ class OperationScheduler:
                 if generation.leavers:  # looked at after `begun` is set: see `left`
                     self._messages.soon(generation.check_begun, number)
                 if self._by_engine is not None:
+                    if generation.has_early:  # the same
+                        self._messages.soon(generation.check_early, number)
                     turn = self._by_engine.draw()
         rank, size = generation.rank, generation.size
         return CallFactory(rank, size, number, words, deadline, options), turn

@@ -98,6 +98,8 @@ class TrafficOwner(Protocol):
 
     def differs(self, call: CollectiveCall, sender: int) -> None: ...
 
+    def check_same(self, sender: int, hop: Hop) -> None: ...
+
     def abort(self, error: ZstratError, key: int) -> None: ...
 
 
@@ -182,6 +184,7 @@ class Traffic:
             self._take(running, sender, hop)
         elif self._owner.broken is None and not self._is_over(hop.call):
             self._keep(sender, hop)
+            self._owner.check_same(sender, hop)
         else:
             self._counts["late hops"] += 1
 
@@ -202,6 +205,17 @@ class Traffic:
                     self._end(running, None)
         finally:
             self._is_drawing = False
+
+    @property
+    def has_early(self) -> bool:
+        """Whether hops are kept for calls that this rank has not made; from any
+        thread."""
+        return bool(self._early)
+
+    def early_of(self, number: int) -> list[tuple[int, Hop]]:
+        """Those of an operation without a tag, and who sent them."""
+        of_it = [key for key in self._early if number_of(key) == number]
+        return [each for key in of_it for each in self._early[key]]
 
     def state(self, key: int) -> CallState | None:
         """How far a call is, None if it is not under way and has not been."""

@@ -17,6 +17,7 @@ same length; the receiver tells them from a partial sum by the length.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from ._schedule import Act
 if TYPE_CHECKING:
     from zstrat.collectives._reduction import Reduction
 
-    from ._schedule import Action
+    from ._schedule import Action, Schedule
 
 CHUNKS: Final = 2**20
 """Chunks of a block, at most: the place of a hop on the wire is the schedule's place
@@ -40,6 +41,31 @@ _GRAIN: Final = 64
 
 _ENDS: Final = (Act.TAKE, Act.FINISH)
 _REDUCES: Final = (Act.REDUCE, Act.REDUCE_FIRST)
+
+
+class BlockTraits:
+    """What the actions on one block have to do with its memory."""
+
+    __slots__ = ("actions", "forwards", "grows", "is_taken", "turn")
+
+    def __init__(self, actions: tuple[Action, ...]) -> None:
+        acts = [action.act for action in actions]
+        self.actions = actions
+        self.turn = next((i for i, act in enumerate(acts) if act in _ENDS), len(acts))
+        """The action that makes it finished."""
+        self.forwards = Act.SEND in acts[self.turn :]
+        """It is sent once it is finished."""
+        self.is_taken = Act.TAKE in acts
+        """It comes back as finished: until then it may be sent from live memory."""
+        reduces = [i for i, act in enumerate(acts) if act in _REDUCES]
+        self.grows = max(reduces, default=-1)
+        """The action that reduces more into it for the last time."""
+
+
+@lru_cache(maxsize=1024)
+def traits_of(schedule: Schedule) -> tuple[BlockTraits, ...]:
+    """Those of each block; found once for a schedule, which serves many calls."""
+    return tuple(map(BlockTraits, schedule.blocks))
 
 
 class Block:
@@ -65,25 +91,16 @@ class Block:
     def __init__(
         self,
         number: int,
-        actions: tuple[Action, ...],
+        traits: BlockTraits,
         source: np.ndarray | None,
         result: np.ndarray | None,
     ) -> None:
-        acts = [action.act for action in actions]
         some = source if source is not None else result
-        self.number, self.actions = number, actions
+        self.number, self.actions = number, traits.actions
+        self.turn, self.forwards = traits.turn, traits.forwards
+        self.is_taken, self.grows = traits.is_taken, traits.grows
         self.source, self.result = source, result
         self.count = 0 if some is None else len(some)
-        self.turn = next((i for i, act in enumerate(acts) if act in _ENDS), len(acts))
-        """The action that makes it finished."""
-        self.forwards = Act.SEND in acts[self.turn :]
-        """It is sent once it is finished."""
-        self.is_taken = Act.TAKE in acts
-        """It comes back as finished: until then it may be sent from live memory."""
-        self.grows = max(
-            (i for i, act in enumerate(acts) if act in _REDUCES), default=-1
-        )
-        """The action that reduces more into it for the last time."""
         self.is_same = _is_same(source, result)
         self.is_direct = False
         """Partial sums are made where the result goes."""

@@ -104,7 +104,9 @@ def _blocks(call: CollectiveCall, rank: int, size: int, count: int) -> Blocks:
     """Sources and results of a schedule of ``count`` blocks."""
     match call.kind:
         case CallKind.ALL_REDUCE:
-            return parts(call.source, count), parts(call.target, count)
+            sources = parts(call.source, count)
+            in_place = call.target is call.source
+            return sources, sources if in_place else parts(call.target, count)
         case CallKind.REDUCE_SCATTER:
             return split(call.source, call.sizes), _only(rank, size, call.target)
         case CallKind.ALL_GATHER:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 
-from ._chunks import CHUNKS, Block, Values
+from ._chunks import CHUNKS, Block, Values, traits_of
 from ._schedule import Act, first_place
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ class ScheduleProgress:
         self._left = 0
         """Chunks that are not through."""
         self._is_drawn = False
-        each = zip(schedule.blocks, sources, results, strict=True)
-        for number, (actions, source, result) in enumerate(each):
-            if actions:
-                self._add(Block(number, actions, source, result), chunk_bytes)
+        each = zip(traits_of(schedule), sources, results, strict=True)
+        for number, (traits, source, result) in enumerate(each):
+            if traits.actions:
+                self._add(Block(number, traits, source, result), chunk_bytes)
 
     def _add(self, block: Block, chunk_bytes: int) -> None:
         width = self._values.prepare(block)

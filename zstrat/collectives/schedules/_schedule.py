@@ -55,7 +55,7 @@ def first_place(actions: Sequence[Action]) -> int:
     return next((each.place for each in actions if each.act is Act.SEND), 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
     """One rank's part of a call.
 

@@ -353,6 +353,7 @@ class _Bag:
         ids = jnp.asarray(ragged.ids)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers, not {ids.dtype}")
+        ids = reaching(ids)  # as far as the default id, too
         row_ids, nrows = None, ragged.nrows or 0
         if ragged.row_ids is None:
             valid = jnp.asarray(ragged.mask)
@@ -371,6 +372,7 @@ class _Bag:
                     f"{list(ids.shape)} and row_ids {row_ids.dtype}"
                     f"{list(row_ids.shape)}"
                 )
+            row_ids = reaching(row_ids)
             valid = (row_ids >= 0) & (row_ids < nrows)
         if weights is not None:
             weights = jnp.asarray(weights)

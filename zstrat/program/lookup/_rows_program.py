@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +164,9 @@ class RowsProgram:
     ``plan.reads``, in one list; ``blocks`` the rows of the levels so far, as `Level`
     gives them.
     """
+
+    is_current: Final = True
+    """As of `CompiledProgram`."""
 
     def __init__(self, plan: Plan, traced: Traced) -> None:
         self.plan = plan

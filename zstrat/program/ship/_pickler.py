@@ -26,7 +26,7 @@ import numpy as np
 
 from zstrat.errors import ProtocolError
 from zstrat.program.trace._where import is_installed
-from zstrat.variables import is_machinery
+from zstrat.variables import is_machinery, is_weak
 
 from ._classes import (
     functions_of,
@@ -251,7 +251,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if array.nbytes > WARN_FROM_BYTES:
             self.large.append(array)
         plain = np.asarray(array)
-        weak = plain.ndim == 0 and jax.typeof(array).weak_type
+        weak = plain.ndim == 0 and is_weak(array)
         return jnp.asarray, (plain.item() if weak else plain,)
 
     def _by_value(self, module: types.ModuleType | None) -> None:

@@ -28,6 +28,8 @@ from ._stages import stages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jax.sharding import Sharding
+
     from zstrat.program.trace._discover import Staged
     from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
@@ -148,14 +150,13 @@ class StagedProgram:
             moved = []  # on one of the devices it may be the memory that is kept
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
+        self._given_there: Sharding | None = None
         self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
-        made = [len(values), *[len(jax.tree.leaves(tree)) for tree in beside]]
-        self._made = made
-        self._made_from = len(results)
+        self._results = len(results)
         self._operands = [len(each) for each in operands]
-        self._operands_from = len(results) + sum(made)
+        self._operands_from = len(jax.tree.leaves((results, values, beside)))
         self._is_whole = len(cut) == 1 and not self._constants
         sharding = self._sharding
         self._ends_here = sharding is not None and is_waited_for(sharding)
@@ -195,27 +196,26 @@ class StagedProgram:
             DataLossError: An earlier step failed, and a value is gone.
             Outdated: See there.
         """
-        held = self._held
+        given = [*inputs, *leaves]
         if self._sharding is not None:
-            inputs = [self._brought(x) for x in inputs]
-            leaves = [self._brought(x) for x in leaves]
+            given = [self._brought(x) for x in given]
         if self._is_waited_for:
             # Before its turn: what computes them may be waiting for it, as a function
             # of jax's that reads a variable when it runs.
-            _wait([*inputs, *leaves])
-        return held.in_turn(lambda: self._run(inputs, leaves, draws))
+            for array in given:
+                if isinstance(array, jax.Array):
+                    array.block_until_ready()
+        return self._held.in_turn(lambda: self._run(given, draws))
 
     def _run(
-        self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
+        self, given: list[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         held = self._held
         if not self.is_current:
             raise Outdated
         held.require_kept()
         last = self._stages[-1]
-        store = self._before_last(
-            [*inputs, *leaves, *held.values(), *held.slot_leaves()]
-        )
+        store = self._before_last([*given, *held.state()])
         given_up = [store[number] for number in last.given_up]
         kept = [store[number] for number in last.kept]
         store.clear()
@@ -232,9 +232,9 @@ class StagedProgram:
                     self._ended_or_lost(made[0], draws)
         outputs = made[0]
         if not self._operands:
-            return outputs[: self._made_from], []
+            return outputs[: self._results], []
         operands = cut_at(outputs[self._operands_from :], self._operands)
-        return outputs[: self._made_from], operands
+        return outputs[: self._results], operands
 
     def _last(
         self,
@@ -246,8 +246,10 @@ class StagedProgram:
         """The last stage: what comes of it takes the place of what it is given."""
         try:
             self._compute(self._stages[-1], given_up, kept, made)
+            # While the devices compute, what they were given is let go, too.
+            given_up.clear()
             kept.clear()
-            self._put(made[0], draws)  # while the devices compute
+            self._put(made[0], draws)
         except BaseException:  # to the caller
             if made and not draws.is_spent:
                 self._put(made[0], draws)
@@ -255,9 +257,8 @@ class StagedProgram:
                 _lose_what_is_gone(given_up)
             raise
 
-    def _put(self, outputs: Sequence[Any], draws: Draws) -> None:
-        values, *slots = cut_at(outputs[self._made_from :], self._made)
-        self._held.put(values, slots, draws)
+    def _put(self, outputs: list[Any], draws: Draws) -> None:
+        self._held.put(outputs[self._results : self._operands_from], draws)
 
     def _ended_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
         """Waits for what is kept already. If it fails, all of it is as lost as what it
@@ -295,10 +296,15 @@ class StagedProgram:
 
     def _brought(self, array: Any) -> Any:
         """An argument, on the devices of this step if it is bound to others."""
-        if not isinstance(array, jax.Array) or not array.committed:
+        if not isinstance(array, jax.Array):
+            return array
+        where = array.sharding
+        # Mostly it is the one of the last batch.
+        if where is self._given_there or not array.committed:
             return array
         assert self._sharding is not None
-        if array.sharding.device_set == self._sharding.device_set:
+        if where.device_set == self._sharding.device_set:
+            self._given_there = where
             return array
         return jax.device_put(array, self._sharding)
 

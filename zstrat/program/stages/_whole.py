@@ -93,27 +93,31 @@ class WholeProgram:
         if not self.is_current:
             raise Outdated
         held.require_kept()
-        values = held.values()
+        values, *slots = held.values_and_slots()
         moved = [values[n] for n in self._moved]
         read = [values[n] for n in self._read]
         away = [values[n] for n in self._away]
         del values
         given += [self._given(x) for x in away]
-        return held.alone(lambda: self._computed(moved, read, given, draws))
+        return held.alone(lambda: self._computed(moved, slots, read, given, draws))
 
     def _computed(
-        self, moved: list[Any], read: list[Any], given: list[Any], draws: Draws
+        self,
+        moved: list[Any],
+        slots: list[list[Any]],
+        read: list[Any],
+        given: list[Any],
+        draws: Draws,
     ) -> tuple[Any, Any]:
-        held = self._held
         if self._traced:
-            outputs = self._jitted(moved, held.slots(), read, given)
+            outputs = self._jitted(moved, slots, read, given)
         else:
             with _refusals.in_our_words(self.plan.function):
-                outputs = self._jitted(moved, held.slots(), read, given)
+                outputs = self._jitted(moved, slots, read, given)
             self._traced = True
-        results, values, slots, operands = outputs
+        results, values, beside, operands = outputs
         settled(outputs, results or values)
-        held.put(values, [jax.tree.leaves(tree) for tree in slots], draws)
+        self._held.put([*values, *jax.tree.leaves(beside)], draws)
         return results, operands
 
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:

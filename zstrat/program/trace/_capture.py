@@ -34,8 +34,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
-    CopyHome,
     Table,
+    copy_home,
     lives_here,
     meet,
     operands_of,
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     import jax
 
     from zstrat.variables import (
+        CopyHome,
         GradientCall,
         TraceRecorder,
         VariableHandle,
@@ -79,12 +80,6 @@ if TYPE_CHECKING:
 
     from ._feeds import TraceFeed
     from ._iterator import StepIterator
-
-
-def copy_home(variable: VariableHandle) -> CopyHome | None:
-    """Which copy of which variable this is; None: it is none."""
-    home = variable.home
-    return home if isinstance(home, CopyHome) else None
 
 
 def row_of(recording: TraceRecorder, copy: CopyHome) -> jax.Array:

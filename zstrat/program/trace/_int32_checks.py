@@ -160,7 +160,8 @@ class Watch:
     """The leaves of one program that jax cuts, by number, as long as nothing was said
     of them.
 
-    ``said`` are places of which it was said, by any program of the function.
+    ``said`` has what was said by any program of the function: the place and the dtype,
+    as a float that was rounded there says nothing of an integer that does not fit.
     """
 
     __slots__ = ("_limits", "_once", "_places", "_said", "_step")
@@ -202,9 +203,10 @@ class Watch:
 
     def _tell(self, number: int, leaf: Any) -> None:
         place = self._places[number]
-        if place in self._said or (lost := what_is_lost(leaf)) is None:
+        key = _key(place, leaf)
+        if key in self._said or (lost := what_is_lost(leaf)) is None:
             return
-        self._said.add(place)
+        self._said.add(key)
         tell(f"{place} of the step function {self._step!r}", leaf, lost)
 
 
@@ -235,10 +237,15 @@ def tell_of_arguments(
         NarrowingWarning: One of them loses bits; names its place.
     """
     for place, leaf in places_of(args, kwargs):
-        if place in said or (lost := what_is_lost(leaf)) is None:
+        key = _key(place, leaf)
+        if key in said or (lost := what_is_lost(leaf)) is None:
             continue
-        said.add(place)
+        said.add(key)
         tell(f"{place} of the step function {step!r}", leaf, lost)
+
+
+def _key(place: str, leaf: Any) -> str:
+    return f"{place}: {getattr(leaf, 'dtype', None)}"
 
 
 def tell(place: str, leaf: Any, lost: str) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 
 from zstrat.data import ClosingIterator, is_steady, own
 from zstrat.errors import OutOfRangeError
-from zstrat.variables import recorder
+from zstrat.variables import is_weak, recorder
 
 from . import joined
 
@@ -94,6 +94,8 @@ class Draws:
 
     def match(self, ordinals: Sequence[int]) -> list[Element]:
         """Draws exactly these, keeping what was drawn so already. Raises as `draw`."""
+        if not ordinals and not self._drawn:
+            return []  # as most steps, whose batch is an argument
         kept = 0
         for (drawn, _, _), wanted in zip(self._drawn, ordinals, strict=False):
             if drawn != wanted:
@@ -386,7 +388,7 @@ class Element:
 def _is_strong(leaf: Any) -> bool:
     """Whether it is a jax array, and of its dtype in any arithmetic: ``key`` does not
     tell a weak one."""
-    return isinstance(leaf, jax.Array) and not jax.typeof(leaf).weak_type
+    return isinstance(leaf, jax.Array) and not is_weak(leaf)
 
 
 def kept(leaf: Any) -> Any:

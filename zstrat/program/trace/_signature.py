@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.variables import AbstractVariable, Optimizer, Variable
+from zstrat.variables import AbstractVariable, Optimizer, Variable, is_weak
 
 from . import _refusals, joined
 from ._context import surrounding
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from .joined import TreeDef
 
 _NUMBERS: Final = frozenset((int, float, complex))
+_Tracer: Final = jax.core.Tracer
 
 
 class Plain:
@@ -59,8 +59,7 @@ class Plain:
         return repr(self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class CutCall:
+class CutCall(NamedTuple):
     """The arguments of one call, cut.
 
     ``key`` is ``treedef``, a mark per leaf, settings of jax, and the strategy around
@@ -111,10 +110,10 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
             marks.append(kind)
             inputs.append(leaf)
         elif isinstance(leaf, jax.Array):
-            if isinstance(leaf, jax.core.Tracer):
+            if isinstance(leaf, _Tracer):
                 raise _traced(leaf, args, kwargs)
             # Weak types promote otherwise, so they are other programs.
-            marks.append((leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type))
+            marks.append((leaf.shape, leaf.dtype, is_weak(leaf)))
             inputs.append(leaf)
         elif isinstance(leaf, np.generic):
             marks.append((leaf.shape, leaf.dtype))

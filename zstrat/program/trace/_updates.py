@@ -328,7 +328,8 @@ def rows_here(
 ) -> jax.Array:
     """The rows of a table of such variables, ``ids.shape + row``: zeros for `ABSENT`,
     and NaN for a row that is not there, as the step cannot fail for it."""
-    flat = ids.reshape(-1)
+    # In 8 or 16 bits `ABSENT` would be cut to the number of a row.
+    flat = reaching(ids.reshape(-1))
     rows = None
     for number, component in enumerate(table.components):
         here = rows_of_component(table, number, flat)

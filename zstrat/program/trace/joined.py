@@ -27,27 +27,36 @@ class _Asked(threading.local):
     is_joined = False
 
 
-_asked: Final = _Asked()
+asked: Final = _Asked()
+"""Whether a node that is kept as one array is to give that array as its child
+(``is_joined``): what the class of such a node asks where it is flattened."""
 
-
-def is_joined() -> bool:
-    """Whether a node that is kept as one array is to give that array as its child: what
-    the class of such a node asks where it is flattened."""
-    return _asked.is_joined
+_flatten: Final[Any] = jax.tree_util.tree_flatten
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
     """Flattens as `jax.tree.flatten`, but for values per replica."""
-    found: tuple[list[Any], TreeDef] = _joining(jax.tree.flatten, tree)
-    return found
+    before = asked.is_joined
+    asked.is_joined = True
+    try:
+        # As at each call of a step: the function itself, without `jax.tree`'s wrapper.
+        found: tuple[list[Any], TreeDef] = _flatten(tree)
+        return found
+    finally:
+        asked.is_joined = before
 
 
 def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
     """Flattens as `jax.tree_util.tree_flatten_with_path`, but for values per
     replica."""
-    found: tuple[list[tuple[Any, Any]], TreeDef]
-    found = _joining(jax.tree_util.tree_flatten_with_path, tree)
-    return found
+    before = asked.is_joined
+    asked.is_joined = True
+    try:
+        found: tuple[list[tuple[Any, Any]], TreeDef]
+        found = jax.tree_util.tree_flatten_with_path(tree)
+        return found
+    finally:
+        asked.is_joined = before
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -59,12 +68,3 @@ def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Maps one tree as `jax.tree.map`, but for values per replica."""
     found, treedef = flatten(tree)
     return treedef.unflatten([fn(leaf) for leaf in found])
-
-
-def _joining(flatten: Callable[[Any], Any], tree: Any) -> Any:
-    before = _asked.is_joined
-    _asked.is_joined = True
-    try:
-        return flatten(tree)
-    finally:
-        _asked.is_joined = before

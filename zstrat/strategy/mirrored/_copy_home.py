@@ -14,8 +14,20 @@ import jax
 from zstrat.collectives import ReduceOp
 from zstrat.program.trace import copies_in_step, is_on_read
 from zstrat.strategy.reduce._values import is_whole
-from zstrat.strategy.replica._per_replica import Mirrored, PerReplica
-from zstrat.variables import CopyHome, DeviceHome, Variable, handle, next_key, recorder
+from zstrat.strategy.replica._per_replica import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+)
+from zstrat.variables import (
+    CopyHome,
+    DeviceHome,
+    Variable,
+    copy_home,
+    handle,
+    next_key,
+    recorder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,6 +82,8 @@ def as_values(node: Any) -> Any:
 def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
     """The pytree with what ``split`` makes of each variable in its place. A pytree
     without variables is not copied."""
+    if isinstance(tree, DistributedValues) and tree.whole is not None:
+        return tree  # one array
     if not any(
         isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
     ):
@@ -114,5 +128,5 @@ def copied(values: Sequence[Any]) -> VariableHandle | None:
 
 def container_of(variable: VariableHandle) -> VariableHandle:
     """The variable that this one is a copy of, or itself."""
-    home = variable.home
-    return home.container if isinstance(home, CopyHome) else variable
+    copy = copy_home(variable)
+    return variable if copy is None else copy.container

@@ -303,8 +303,12 @@ def total_of(
 
     Raises:
         ValueError: A part has no such axis; sums of parts differ in shape.
+        TypeError: A part is text, which numpy would join.
     """
     arrays = [as_array(part) for part in parts]
+    for array in arrays:
+        if array.dtype.kind in "SU":
+            raise TypeError(f"reduce: numbers are added up, got {array.item(0)!r:.80}")
     count = len(arrays)
     if axes is not None:
         count = sum(

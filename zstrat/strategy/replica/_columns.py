@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables import IndexedSlices
+from zstrat.variables import IndexedSlices, is_weak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,7 +153,7 @@ def no_rank() -> ValueError:
 def strong(array: jax.Array) -> jax.Array:
     """The array in its dtype, whatever it meets: what replicas have together is no
     Python number any more, and a sum is not cut to the bytes of what it meets."""
-    if not jax.typeof(array).weak_type:
+    if not is_weak(array):
         return array
     found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
     return found

@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from zstrat.program.trace import fits
 from zstrat.rows import ALIGNMENT
 from zstrat.transport import POOL
+from zstrat.variables import is_weak
 
 from ._arguments import is_known
 from ._collective import AXIS
-from ._per_replica import PerReplica, is_weak, on_one_device
+from ._per_replica import PerReplica, on_one_device
 from ._spread import one_array
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.program.gradients import is_live
 from zstrat.program.trace import Plain, fits, joined
-from zstrat.variables import AbstractVariable, is_staging, recorder
+from zstrat.variables import AbstractVariable, is_staging, is_weak, recorder
 
 from ._arguments import (
     NUMBERS,
@@ -45,7 +45,6 @@ from ._per_replica import (
     DistributedValues,
     PerReplica,
     is_distributed,
-    is_weak,
     loose,
     select_replica,
 )

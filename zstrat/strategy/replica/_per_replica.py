@@ -20,6 +20,7 @@ import numpy as np
 
 from zstrat.program import name_node
 from zstrat.program.trace import joined
+from zstrat.variables import is_weak
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,8 +122,9 @@ _Layout = tuple[int, bool] | None
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
-    if node.whole is not None and joined.is_joined():
-        return (node.whole,), (node.replicas, node.is_stacked)
+    whole = node._whole
+    if whole is not None and joined.asked.is_joined:
+        return (whole,), (node._count, node._stacked)
     return node.values, None
 
 
@@ -209,11 +211,6 @@ def is_concrete(value: object) -> TypeGuard[jax.Array]:
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
-def is_weak(array: Any) -> bool:
-    """Whether it takes the dtype of what it meets, as Python numbers do in jax."""
-    return isinstance(array, jax.Array) and bool(jax.typeof(array).weak_type)
-
-
 def loose(
     shard: jax.Array, stacked: bool = False, *, weak: bool | None = None
 ) -> jax.Array:
@@ -235,7 +232,8 @@ def _loose(
 ) -> list[jax.Array]:
     """`loose` of shards that are alike, each on its device."""
     first, device = next(iter(shards.values())), next(iter(shards))
-    if device.platform != "cpu" or jnp.issubdtype(first.dtype, jax.dtypes.extended):
+    # The dtype of random keys is none of numpy's.
+    if device.platform != "cpu" or not isinstance(first.dtype, np.dtype):
         if not stacked and (is_weak(first) or not weak):
             return list(shards.values())
         return [_part(shard, stacked, weak) for shard in shards.values()]
@@ -243,33 +241,53 @@ def _loose(
     # begun for one replica while others still compute takes three times as long.
     for shard in shards.values():
         shard.block_until_ready()
-    cut = _part_on if stacked or weak else _view_on
+    if stacked or weak:
+        return _parts(shards, stacked, weak)
     # A shard is no array of the host that a program forgot to put on a device.
     with jax.transfer_guard_host_to_device("allow"):
-        return [
-            cut(device, np.asarray(shard), stacked, weak)
-            for device, shard in shards.items()
-        ]
+        return [_view_on(device, np.asarray(shard)) for device, shard in shards.items()]
 
 
-def _view_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) -> Any:
+def _view_on(device: jax.Device, view: np.ndarray) -> Any:
     with jax.default_device(device):
         return jax.device_put(view)
 
 
-def _part_on(device: jax.Device, view: np.ndarray, stacked: bool, weak: bool) -> Any:
+def _parts(shards: dict[jax.Device, jax.Array], stacked: bool, weak: bool) -> list[Any]:
+    """`_part` of each shard, bound to no device."""
+    first = next(iter(shards.values()))
     # As jax takes it now: in the scope of `jax.enable_x64` otherwise than outside.
-    taken = jax.dtypes.canonicalize_dtype(view.dtype)
-    program: Any = _part_program(device, view.shape, taken, stacked, weak)
-    return program(view)
+    taken = jax.dtypes.canonicalize_dtype(first.dtype)
+    programs = _part_programs(tuple(shards), first.shape, taken, stacked, weak)
+    if taken == first.dtype:
+        pairs = zip(programs, shards.values(), strict=True)
+        found = [program(shard) for program, shard in pairs]
+        # They are compiled for what is bound to no device, and so is what they make. A
+        # jax that went by what they are given gets it from the host.
+        if not found[0].committed:
+            return found
+    with jax.transfer_guard_host_to_device("allow"):
+        pairs = zip(programs, shards.values(), strict=True)
+        return [program(np.asarray(shard)) for program, shard in pairs]
+
+
+@functools.lru_cache(256)
+def _part_programs(
+    devices: tuple[jax.Device, ...],
+    shape: tuple[int, ...],
+    dtype: Any,
+    stacked: bool,
+    weak: bool,
+) -> list[Any]:
+    """`_part` of such arrays, compiled for each of the devices. To call one takes a
+    fifth of the time of the jitted function with that device as the default one."""
+    return [_part_program(x, shape, dtype, stacked, weak) for x in devices]
 
 
 @functools.lru_cache(1024)
 def _part_program(
     device: jax.Device, shape: tuple[int, ...], dtype: Any, stacked: bool, weak: bool
 ) -> jax.stages.Compiled:
-    """`_part` of such an array, compiled for that device. To call it takes a fifth of
-    the time of the jitted function with that device as the default one."""
     kind: Any = jax.ShapeDtypeStruct  # untyped
     with jax.default_device(device):
         return _part.lower(kind(shape, dtype), stacked, weak).compile()

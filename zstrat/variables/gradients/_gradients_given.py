@@ -228,6 +228,7 @@ def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
     """
     spec = variable.components[0].spec
     words, shape = WORDS[UpdateOp.OPTIMIZE], np.shape(_value(gradient))
+    _convert.require_own_dtype(spec, _value(gradient), words)
     if len(variable.components) > 1 or spec.ps != LOCAL:
         raise ValueError(
             f"cannot {words} {spec}: shape mismatch. The variable has shape "
@@ -249,13 +250,15 @@ def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
     is_traced = recorder.get() is not None
     if isinstance(gradient, IndexedSlices):
         words = WORDS[UpdateOp.OPTIMIZE_ROWS]
+        _convert.require_own_dtype(spec, _value(gradient.values), words)
         if not is_traced:
             refuse_update(spec, words)
             rows = _convert.plain_rows(spec, gradient.indices, gradient.values, words)
             return rows
         return _convert.traced_rows(spec, gradient.indices, gradient.values, words)
     words = WORDS[UpdateOp.OPTIMIZE]
-    gradient = variable._operand(gradient)
+    gradient = _value(variable._operand(gradient))
+    _convert.require_own_dtype(spec, gradient, words)
     if not is_traced:
         refuse_update(spec, words)
         return (_convert.plain_operand(spec, gradient, words),)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
+from zstrat.variables._convert import same_kind
 from zstrat.variables._home import KeepsSlots, KnowsSlots, read_all
 from zstrat.variables._tracing import is_staging, recorder
 
@@ -94,17 +95,13 @@ class Hyperparameters:
         Raises:
             KeyError: There is none of that name; says which there are.
             ValueError: The value has another shape.
+            TypeError: It is no number, or none of that kind: None would be nan.
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call))
         for state in states:
             kind = tree.state()[state].kind
-            array = np.asarray(value, kind.dtype)
-            if array.shape != kind.shape:
-                raise ValueError(
-                    f"hyperparameter {name!r} of optimizer {self._optimizer.name!r} "
-                    f"has shape {kind.shape}, got {array.shape}"
-                )
+            array = self._fitting(name, value, kind)
             for variable, slot in _places(call, state):
                 home = _home(variable)
                 if isinstance(home, Binds):
@@ -119,6 +116,18 @@ class Hyperparameters:
 
     def __repr__(self) -> str:
         return f"<hyperparameters of {self._optimizer!r}>"
+
+    def _fitting(self, name: str, value: Any, kind: Any) -> np.ndarray:
+        what = f"hyperparameter {name!r} of optimizer {self._optimizer.name!r}"
+        if not same_kind(np.asarray(value).dtype, kind.dtype):
+            raise TypeError(
+                f"{what} has dtype {kind.dtype}, that of the value that the optimizer "
+                f"was made with, and got {value!r:.80}"
+            )
+        array: np.ndarray = np.asarray(value, kind.dtype)
+        if array.shape != kind.shape:
+            raise ValueError(f"{what} has shape {kind.shape}, got {array.shape}")
+        return array
 
     def _found(self, name: str) -> tuple[GradientCall, list[int]]:
         call = _known(self._optimizer)

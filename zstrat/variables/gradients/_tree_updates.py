@@ -202,6 +202,8 @@ def _padded(call: GradientCall) -> list[Any]:
         indices, rows = arrays
         count = len(indices)
         more = (1 << max(0, count - 1).bit_length()) - count
+        if indices.dtype.kind == "u":
+            indices = indices.astype(np.int64)  # which has -1, and all rows there are
         found.append(np.concatenate([indices, np.full(more, -1, indices.dtype)]))
         nothing = np.zeros((more, *rows.shape[1:]), rows.dtype)
         found.append(np.concatenate([rows, nothing]))

@@ -1,0 +1,308 @@
+"""Sockets that a thread drives itself, while it waits for what comes: no loop between.
+
+A message from one thread to the loop and back costs two wake-ups more than the message
+itself. Whoever blocks until its bytes are there can as well look for them. Each member
+binds a ROUTER and has a DEALER to each of the others; a message is a header and raw
+bytes. There is no greeting, no credit and no beat here: members know each other from
+links (`_link`), which stand beside these connections and tell who is lost.
+
+The law of this file: one thread at a time, who holds `DataConnections.held` meanwhile,
+but for `wake`. No connection is made anew: what was on it is lost.
+
+*Threats.* Nobody is heard whom the members have not told each other of, by links. Each
+draws a credential for this one purpose: where the cluster has keys, the public half of
+a CURVE pair, which proves who talks and encrypts; else a password of 32 random bytes.
+libzmq asks the authenticator before it takes a message. When all are connected, the
+port is shut: libzmq cannot unbind without ending the connections, so the kernel drops
+whatever else knocks (`refuse_newcomers`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import secrets
+import threading
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+import zmq
+from zmq.backend import zmq_poll
+from zmq.utils import z85
+
+from zstrat.config import MiB
+
+from ._address import bindable, parse
+from ._admission import check_exposure
+from ._curve import DOMAIN, Authenticator
+from ._listener import Accepted, accepted, refuse_newcomers
+from ._socket import Happening, bound_to, event_of, new_context, new_socket
+from ._traffic import count_direct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zstrat.config import Settings
+
+    from ._address import Address
+    from ._curve import Security
+
+LINGER: Final = 5.0
+"""Seconds that what was sent has to leave when connections are closed."""
+
+IDLE: Final = 1.0
+"""Seconds of the longest wait. A signal that comes just before it does not end it."""
+
+_ROOM: Final = 64
+"""Messages that wait on each side of a connection."""
+
+_LARGEST: Final = 2 * MiB
+"""Bytes of a frame, at most: a chunk of a call, with room."""
+
+_COPIED: Final = 256 * 1024
+"""Bytes below which what is sent is copied: to track a smaller buffer costs more."""
+
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+
+
+class DataMessage(NamedTuple):
+    """A message: who sent it, its header, and its bytes."""
+
+    member: int
+    header: bytes
+    data: memoryview
+
+
+class DataConnections:
+    """Those of one member, bound at any free port of ``where``. Made, connected and
+    shut on a loop, which answers meanwhile who may connect.
+
+    Args:
+        member: This one.
+        encrypted: Whether CURVE is used.
+
+    Raises:
+        OSError: Nothing can be bound there.
+    """
+
+    MOST: ClassVar = 64
+    """Members: each has a connection to every other one, and one back."""
+
+    def __init__(
+        self, member: int, where: Address, settings: Settings, *, encrypted: bool
+    ) -> None:
+        self._member, self._settings = member, settings
+        self._secret = b""
+        self.credential = z85.encode(secrets.token_bytes(32))
+        """What the other members have to know of this one, 40 bytes; nobody else."""
+        if encrypted:
+            self.credential, self._secret = zmq.curve_keypair()
+        self._known: dict[str, int] = {}
+        """Members by credential."""
+        self._met: dict[bytes, int] = {}
+        """Members that have sent something, by routing id;"""
+        self._accepted: dict[int, Accepted] = {}
+        """and what it came by."""
+        # One sends while the other receives: where both encrypt, an all-reduce of 2 MB
+        # by four ranks takes half the time.
+        self._context = new_context(threads=2)
+        self._authenticator = Authenticator(self._context, self._known.__contains__)
+        self._outward: dict[int, zmq.Socket[bytes]] = {}
+        self._router = self._socket(zmq.ROUTER, where)
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._waker, False)
+        self._receive = super(zmq.Socket, self._router).recv
+        self._wanted: list[tuple[Any, int]] = [(self._router, _IN), (self._woken, _IN)]
+        self._sent = self._got = 0
+        self.held = threading.Lock()
+        """Held by the thread that uses them just now, who is the only one."""
+        self._closing = threading.Lock()
+        self._is_closed = False
+        try:
+            self._listener = self._bind(where._replace(port=0))
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise OSError(error.errno, f"cannot bind a port of {where.host}") from error
+        _open.add(self)
+
+    @classmethod
+    async def bound(
+        cls, member: int, address: str, settings: Settings, security: Security | None
+    ) -> DataConnections:
+        """Those at the host of ``address``, which may be a name.
+
+        Raises:
+            OSError: As the constructor.
+            PermissionDeniedError: As `check_exposure`.
+
+        Cancellation: nothing is bound.
+        """
+        where = await bindable(parse(address), "a member")
+        await check_exposure(where, "a member of a group", security, settings)
+        return cls(member, where, settings, encrypted=security is not None)
+
+    @property
+    def port(self) -> int:
+        """Where the others reach this member."""
+        return parse(bound_to(self._router)).port
+
+    def admit(self, member: int, credential: bytes) -> None:
+        """Lets another member connect to this one."""
+        self._known[credential.decode()] = member
+
+    def connect(self, member: int, address: str, credential: bytes) -> None:
+        """Connects to another member, which admits this one already."""
+        where = parse(address)
+        line = self._socket(zmq.DEALER, where)
+        line.reconnect_ivl = -1
+        line.routing_id = b"%d" % self._member
+        if self._secret:
+            line.curve_serverkey = credential
+            line.curve_publickey, line.curve_secretkey = self.credential, self._secret
+        else:
+            line.plain_username, line.plain_password = b"member", self.credential
+        line.connect(where.endpoint)
+        self._outward[member] = line
+
+    def shut(self) -> None:
+        """Lets nobody connect any more.
+
+        Raises:
+            OSError: The system cannot do that.
+        """
+        self._authenticator.close()
+        refuse_newcomers(self._listener)
+
+    def send(self, member: int, header: bytes, data: memoryview) -> bool:
+        """Sends a message; False: there is no room for it now. ``data`` has to stay as
+        it is until it has arrived."""
+        send = super(zmq.Socket, self._outward[member]).send
+        try:
+            send(header, _MORE)
+            if len(data) < _COPIED:
+                send(data, _NOBLOCK)
+            else:
+                send(data, _NOBLOCK, False)
+        except zmq.Again:
+            return False
+        self._sent += len(data)
+        return True
+
+    def receive(self) -> DataMessage | None:
+        """What has come, None if nothing has. What is no such message is dropped."""
+        receive = self._receive
+        while True:
+            try:
+                frames = [receive(_NOBLOCK, False)]
+            except zmq.Again:
+                return None
+            while frames[-1].more:
+                frames.append(receive(_NOBLOCK, False))
+            routing = frames[0].bytes
+            member = self._met.get(routing)
+            if member is None:
+                member = self._meet(routing, frames[-1])
+            if member is not None and len(frames) == 3:
+                data = frames[2].buffer
+                self._got += len(data)
+                return DataMessage(member, frames[1].bytes, data)
+
+    def wait(self, full: Iterable[int], seconds: float) -> bool:
+        """Waits until something comes, there may be room on one of the ``full``
+        connections, or `wake` is called; so many seconds at most, and no more than
+        `IDLE`. Whether any of that has happened."""
+        wanted = self._wanted
+        if full:
+            wanted = [*wanted, *[(self._outward[member], _OUT) for member in full]]
+        seconds = min(max(seconds, 0.0), IDLE)
+        ready = zmq_poll(wanted, math.ceil(seconds * 1000))
+        if any(each == self._woken for each, _ in ready):
+            os.read(self._woken, 4096)
+        return bool(ready)
+
+    def ended(self, members: Iterable[int]) -> list[int]:
+        """Those of ``members`` by whose connection nothing can come any more. What came
+        before can still be received."""
+        known = [each for each in members if each in self._accepted]
+        return [
+            each
+            for each in known
+            if accepted(self._accepted[each].descriptor) != self._accepted[each]
+        ]
+
+    def wake(self) -> None:
+        """Ends a `wait`, the present or the next one; from any thread."""
+        with self._closing:  # or the number is some other file's by now
+            if not self._is_closed:
+                with suppress(BlockingIOError):  # it was woken so often already
+                    os.write(self._waker, b"!")
+
+    def settle(self) -> None:
+        """Adds what was moved to the counts of the process."""
+        count_direct(self._sent, self._got)
+        self._sent = self._got = 0
+
+    def close(self, linger: float = LINGER) -> None:
+        """Ends all connections; blocks until what was sent has left, or for so long. If
+        they were not shut: on the loop."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            os.close(self._woken)
+            os.close(self._waker)
+        self._authenticator.close()
+        self.settle()
+        for line in self._outward.values():
+            line.close(linger=int(linger * 1000))
+        self._router.close(linger=0)
+        self._context.term()
+
+    def _meet(self, routing: bytes, frame: zmq.Frame) -> int | None:
+        """The member whose first message this is, if its credential says so, too."""
+        member = self._known.get(str(frame.get("User-Id")))
+        if member is None or routing != b"%d" % member:
+            return None
+        self._accepted[member] = accepted(int(frame.get("__fd")))
+        self._met[routing] = member
+        return member
+
+    def _bind(self, where: Address) -> int:
+        """Binds; the descriptor that listens."""
+        router = self._router
+        if self._secret:
+            router.curve_server, router.curve_secretkey = True, self._secret
+        else:
+            router.plain_server = True
+        router.zap_domain, router.zap_enforce_domain = DOMAIN.encode(), True
+        told = router.get_monitor_socket(int(Happening.LISTENING.value))
+        try:
+            router.bind(where.endpoint)
+            return event_of(told.recv_multipart()).value
+        finally:
+            router.disable_monitor()
+            told.close(linger=0)
+
+    def _socket(self, kind: int, where: Address) -> zmq.Socket[bytes]:
+        socket = new_socket(self._context, kind, where, self._settings)
+        socket.sndhwm = socket.rcvhwm = _ROOM
+        socket.maxmsgsize = _LARGEST
+        return socket
+
+
+_open: Final[weakref.WeakSet[DataConnections]] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A program that ends without closing its groups: what it has sent arrives."""
+    for connections in list(_open):
+        if connections.held.acquire(blocking=False):  # else a thread is frozen in it
+            connections.close()
+
+
+atexit.register(_close_all)
