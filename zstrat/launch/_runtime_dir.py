@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +28,7 @@ LONGEST_SOCKET_PATH: Final = 100
 """Bytes; the kernel takes 107, and ``ipc://`` addresses are paths."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RuntimeDir:
     """A folder, and the kind of sockets ("tcp" or "ipc") that the daemons bind."""
 

@@ -61,7 +61,6 @@ class ParquetRows(TableRows):
         """Row groups, where each part gets one; else single rows."""
         if parts <= len(self.groups):
             return self.every(parts, index)
-        # Slots make another class of this one, which a bare super() does not know.
         return super(ParquetRows, self).part(parts, index)
 
     def size(self) -> int:

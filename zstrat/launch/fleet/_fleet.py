@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
@@ -78,7 +77,7 @@ class _Heard:
         self._thread.say(lambda now: state.ended(self._task, self._attempt, end, now))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FleetPlan:
     """All that the tasks of a fleet are started with."""
 

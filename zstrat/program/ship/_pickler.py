@@ -15,7 +15,6 @@ import threading
 import types
 import weakref
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,7 +74,7 @@ class Resource:
 _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 
-@dataclass
+@dataclasses.dataclass
 class Ways:
     """How the exceptions among the parts travel."""
 
