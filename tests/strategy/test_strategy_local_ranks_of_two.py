@@ -83,3 +83,39 @@ def test_they_train_as_one_process():
 
 def test_means_of_integers_are_exact(tmp_path):
     ranks(2, lambda strategy, rank: check(strategy, tmp_path / str(rank), 0), TWO)
+
+
+def test_batches_lie_on_the_devices_of_their_replicas():
+    def program(strategy, rank):
+        data = zs.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+        x, y = next(iter(strategy.experimental_distribute_dataset(data)))
+        for whole, rows in ((x, X), (y, Y)):
+            parts = strategy.experimental_local_results(whole)
+            places = jax.local_devices()[rank * 4 :][:TWO]
+            assert [part.devices() for part in parts] == [{each} for each in places]
+            pieces = np.split(rows, 4)[rank::2]  # shared out by DATA: in turn
+            np.testing.assert_array_equal(parts, pieces)
+
+    ranks(2, program, TWO)
+
+
+def test_many_replicas_outside_of_a_step_are_told_of_their_pace(caplog):
+    def program(strategy, rank):
+        del rank
+
+        def replica(x):
+            return zs.get_replica_context().all_reduce("sum", x)
+
+        for x in (1.0, 2.0):
+            sums = strategy.run(replica, args=(jnp.float32(x),))
+            found = strategy.experimental_local_results(sums)
+            assert [float(each) for each in found] == [4 * x] * TWO
+
+    ranks(2, program, TWO)
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert told == [
+        "MultiWorkerMirroredStrategy.run of replica outside of a step: its replicas "
+        "compute one operation at a time, which is compiled anew in each call. Call "
+        "run in a zs.function"
+    ] * len(told)
+    assert len(told) == 2  # one of each rank

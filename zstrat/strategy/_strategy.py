@@ -9,8 +9,9 @@ strategy that holds a connection, ``with`` closes it at its end.
 from __future__ import annotations
 
 import abc
+import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from zstrat.data import InputContext
 from zstrat.program import hide_frames
@@ -46,9 +47,14 @@ if TYPE_CHECKING:
     from .input._distributed_dataset import DistributedDataset
     from .input._input_options import InputOptions
 
+_log: Final = logging.getLogger(__name__)
+
 
 class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
+
+    _is_pace_told = False
+    """It was said that replicas outside of a step are slow."""
 
     @property
     @abc.abstractmethod
@@ -141,7 +147,8 @@ class Strategy(FirstVersion):
         That is found out by tracing, so that what Python does up to there happens once
         more. In a step each replica is then traced by itself. Outside of a step, one
         replica of a strategy of several processes, or of parameter servers, is a plain
-        call.
+        call; several compute one operation at a time, which is slow, and logging says
+        so.
 
         ``options`` change nothing: TF's are for the compiler, and jax compiles for each
         shape as it comes.
@@ -331,6 +338,7 @@ class Strategy(FirstVersion):
                 # looks.
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
+                    self._tell_of_pace(fn)
                 return as_one_program(call, _spread.mesh_of(devices, team.local))
             except NeedsTurns:  # found while it was traced: nothing was computed yet
                 return regroup(in_turns(call, devices))
@@ -340,6 +348,17 @@ class Strategy(FirstVersion):
         sole = as_sole_replica(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.replica_id()), sole:
             return fn(*args, **kwargs)
+
+    def _tell_of_pace(self, fn: Callable[..., Any]) -> None:
+        if self._is_pace_told:
+            return
+        self._is_pace_told = True
+        _log.warning(
+            "%s.run of %s outside of a step: its replicas compute one operation at a "
+            "time, which is compiled anew in each call. Call run in a zs.function",
+            type(self).__name__,
+            getattr(fn, "__name__", "a function"),
+        )
 
 
 class Closing(abc.ABC):

@@ -30,6 +30,8 @@ from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
 from zstrat.strategy.replica._collective import Team
+from zstrat.strategy.replica._layout import MeshLayout
+from zstrat.strategy.replica._spread import mesh_over
 
 from ._distributed import is_in_job, join_job, resolver_of_jax
 from ._mirrored_store import MirroredVariables
@@ -219,9 +221,13 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         return Team(len(self._local), self._channel)
 
     def _inputs(self) -> ProcessInputs:
-        channel = self._channel
-        accord = None if channel is None else _Accord(channel)
-        return replace(super()._inputs(), accord=accord)
+        inputs, channel = super()._inputs(), self._channel
+        if channel is not None:
+            inputs = replace(inputs, accord=_Accord(channel))
+        if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
+            return inputs  # a program of all processes takes rows of its own
+        layout = MeshLayout(mesh_over(self._local))
+        return replace(inputs, place=layout.place_share)
 
     def __repr__(self) -> str:
         team = self._team()
