@@ -85,7 +85,7 @@ class Choices:
 # from `cost` with 20 µs of overhead.
 DEFAULT_RULES: Final = (
     # Two ranks that give each other all they have are through after one step.
-    Rule("all_reduce", "doubling", ranks=2, nbytes=128 * 1024),
+    Rule("all_reduce", "doubling", ranks=2, nbytes=MiB),
     Rule("all_reduce", "tree", nbytes=32 * 1024),
     # Ranks of one machine share its cores: what a hop costs counts more than its bytes.
     Rule("all_reduce", "tree", ranks=4, nbytes=MiB, one_host=True),
