@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -20,7 +22,12 @@ from zstrat.collectives.group import (
     Overdue,
     SocketEngine,
 )
-from zstrat.errors import ClosedError, InvalidArgumentError, PeerLostError
+from zstrat.errors import (
+    CancelledError,
+    ClosedError,
+    InvalidArgumentError,
+    PeerLostError,
+)
 from zstrat.transport import DataConnections, Portal, generate_keys
 
 
@@ -40,7 +47,7 @@ class Engines:
 
     async def _connected(self, size):
         bound = [
-            await DataConnections.bound(rank, "127.0.0.1:1", QUICK, None)
+            await DataConnections.bound(rank, size, "127.0.0.1:1", QUICK, None)
             for rank in range(size)
         ]
         pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
@@ -292,10 +299,104 @@ def test_a_wait_is_ended_from_another_thread(pair) -> None:
 
 def test_a_group_says_whose_connection_ended() -> None:
     with ranks_of(2, over="tcp") as ranks:
-        groups = ranks.groups(lane="tcp")
+        groups = ranks.groups(lane="tcp", timeout=3600)
+        told = ranks.start(partial(groups[1].all_reduce, np.ones(3), tag="x"))
         waiting = ranks.start(partial(groups[0].all_reduce, np.ones(3)))
         groups[1]._work.engine.close()
         words = r"rank 1 .*its data connection ended.*call reform"
         with pytest.raises(PeerLostError, match=words):
             waiting.result(60)
         assert groups[0].is_broken
+        with pytest.raises(PeerLostError, match="data connection ended"):
+            told.result(60)  # that rank lives, and hears of it
+
+
+def test_others_hear_of_an_error_that_is_none_of_ours(monkeypatch) -> None:
+    with ranks_of(2, over="tcp") as ranks:
+        groups = ranks.groups(lane="tcp", timeout=3600)
+
+        def run(call):
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(groups[0]._work.engine, "run", run)
+        waiting = ranks.start(partial(groups[1].all_reduce, np.ones(3)))
+        with pytest.raises(MemoryError):
+            groups[0].all_reduce(np.ones(3))
+        with pytest.raises(CancelledError, match=r"rank 0 .*MemoryError: no room"):
+            waiting.result(60)
+
+
+def test_without_room_for_connections_all_goes_by_links(monkeypatch, caplog) -> None:
+    module = "zstrat.transport._data_connections"
+    monkeypatch.setattr(f"{module}.allowed", lambda: 0)
+    with (
+        caplog.at_level("INFO", logger="zstrat.collectives"),
+        ranks_of(2, over="tcp") as ranks,
+    ):
+        groups = ranks.groups(lane="tcp")
+        assert [group._work.engine for group in groups] == [None, None]
+        found = ranks.each(lambda group: group.all_reduce(np.ones(3)), groups)
+        np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
+    assert "descriptors are open" in caplog.text
+
+
+class SlowPacking:
+    """Holds up the packing of arrays in threads that say so, once they have begun."""
+
+    def __init__(self, monkeypatch):
+        buckets = import_module("zstrat.collectives._buckets")
+        flat = buckets.Bucket.flat
+        self.begun, self.go = {}, {}
+
+        def slow(*args):
+            me = threading.get_ident()
+            if me in self.begun:
+                self.begun[me].set()
+                assert self.go[me].wait(60)
+            return flat(*args)
+
+        monkeypatch.setattr(buckets.Bucket, "flat", slow)
+
+    def start(self, threads, group):
+        """A reduction that has its number and is not packed; what lets it go on."""
+        begun, go = threading.Event(), threading.Event()
+
+        def reduce():
+            me = threading.get_ident()
+            self.begun[me], self.go[me] = begun, go
+            return group.all_reduce_async([np.ones(3), np.ones(4)])
+
+        started = threads.submit(reduce)
+        assert begun.wait(60)
+        return started, go
+
+
+def test_who_begins_later_and_is_ready_earlier_waits(monkeypatch) -> None:
+    packing = SlowPacking(monkeypatch)
+
+    def both(group):
+        with ThreadPoolExecutor(1) as threads:
+            first, go = packing.start(threads, group)
+            second = group.all_reduce_async(np.full(3, 2.0))
+            go.set()
+            return first.result(60).result(60), second.result(60)
+
+    with ranks_of(2, over="tcp") as ranks:
+        for (few, more), second in ranks.each(both, ranks.groups(lane="tcp")):
+            assert [*few, *more] == [2.0] * 7
+            assert [*second] == [4.0] * 3
+
+
+def test_a_group_is_closed_while_another_thread_begins(monkeypatch) -> None:
+    packing = SlowPacking(monkeypatch)
+    with ranks_of(2, over="tcp") as ranks, ThreadPoolExecutor(2) as threads:
+        groups = ranks.groups(lane="tcp")
+        ranks.each(lambda each: each.all_reduce_async(np.ones(3)).result(60), groups)
+        first, go = packing.start(threads, groups[0])
+        generation = groups[0]._work.generation
+        closing = threads.submit(groups[0].close)
+        generation.wait_broken(60)
+        go.set()
+        with pytest.raises(ClosedError):
+            first.result(60).result(60)
+        closing.result(60)

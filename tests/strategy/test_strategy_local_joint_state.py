@@ -1,8 +1,11 @@
 """What a step makes is kept as one list for its next call. Whoever comes in between, in
 another step or outside of steps, meets the values and slots of now."""
 
+import gc
 import itertools
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import optax
 import pytest
 
 import zstrat as zs
+from zstrat.errors import DataLossError
 
 SIZE = 1000
 
@@ -123,3 +127,80 @@ def test_another_thread_may_read_all_the_while(training):
         seen = reading.result()
     assert seen == sorted(seen, reverse=True)
     training.require_same()
+
+
+def test_a_variable_that_lives_on_keeps_nothing_of_those_that_moved_with_it():
+    strategy = zs.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+        counter = zs.Variable(np.float32(0))
+
+    def trial():
+        with strategy.scope():
+            model = zs.Variable(np.zeros(SIZE, np.float32))
+
+        @zs.function
+        def step():
+            model.assign_add(np.ones(SIZE, np.float32))
+            counter.assign_add(np.float32(1))
+
+        step()
+        step()
+
+    before = sum(x.nbytes for x in jax.live_arrays())
+    trial()
+    gc.collect()
+    assert sum(x.nbytes for x in jax.live_arrays()) - before < 4 * SIZE
+    assert float(counter.numpy()) == 2
+
+
+def interrupted(number, act, handler):
+    """Acts; before the so-many-th function begins that the home of a variable calls,
+    ``handler`` runs, as that of a signal may. Whether it came to that."""
+    count = 0
+
+    def look(frame, event, _):
+        nonlocal count
+        caller = frame.f_back
+        if event == "call" and caller is not None:
+            count += caller.f_code.co_filename.endswith("variables/_device.py")
+            if count == number:
+                sys.settrace(None)
+                handler()
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count >= number
+
+
+@pytest.mark.parametrize("what", ["read", "step"])
+def test_a_handler_of_a_signal_may_read(training, what):
+    a, b = training.params["a"], training.params["b"]
+    training.train()
+    act = a.numpy if what == "read" else training.train
+
+    def read():
+        for variable in (b, a):
+            with suppress(DataLossError):  # a step is just replacing it
+                variable.numpy()
+
+    for number in itertools.count(1):
+        training.train()
+        if what == "step":
+            a.numpy()  # the next step puts it beside the others again
+        was_there = interrupted(number, act, read)
+        found = training.optimizer.state[0]
+        assert int(found.count) == int(training.state[0].count)
+        for name, moment in training.state[0].mu.items():
+            # After dozens of steps: each rounds.
+            np.testing.assert_allclose(found.mu[name], moment, rtol=1e-3)
+            value = training.expected[name]
+            np.testing.assert_allclose(
+                training.params[name].numpy(), value, rtol=1e-3, atol=1e-5
+            )
+        if not was_there:
+            break
+    assert number > 1

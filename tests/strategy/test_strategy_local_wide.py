@@ -142,3 +142,15 @@ def test_results_of_64_bits_are_what_jax_makes_of_them_there(made_wide):
             expected = [jnp.asarray(x) for x in wide]
             assert [x.dtype for x in found] == [x.dtype for x in expected]
             np.testing.assert_array_equal(found, expected)
+
+
+def test_a_weak_result_has_its_dtype_wherever_it_is_looked_at():
+    strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    step = zs.function(lambda: strategy.run(lambda: 2.5 * jnp.sin(jnp.asarray(1.0))))
+    first, second = step(), step()
+    with jax.enable_x64(True):
+        inside = strategy.experimental_local_results(first)
+        assert [x.dtype for x in inside] == [jnp.float32] * 2
+    outside = strategy.experimental_local_results(second)
+    assert [x.dtype for x in outside] == [jnp.float32] * 2
+    assert [x.weak_type for x in (*inside, *outside)] == [True] * 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import subprocess
+import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
@@ -49,7 +51,7 @@ def two_members(portal, keys):
     with ExitStack() as stack:
         both = []
         for member in (0, 1):
-            bound = DataConnections.bound(member, HERE, SETTINGS, keys)
+            bound = DataConnections.bound(member, 2, HERE, SETTINGS, keys)
             each = portal.run(bound, 30, "binding")
             stack.callback(on_loop, portal, each.close, 0.0)
             both.append(each)
@@ -234,13 +236,32 @@ def test_nothing_is_left_open(portal, keys) -> None:
 
 
 def test_an_address_of_the_network_needs_keys_or_insecure(portal) -> None:
-    bound = DataConnections.bound(0, "0.0.0.0:1", SETTINGS, None)
+    bound = DataConnections.bound(0, 2, "0.0.0.0:1", SETTINGS, None)
     with pytest.raises(PermissionDeniedError, match="other machines can reach it"):
         portal.run(bound, 30, "binding")
 
 
 def test_an_address_of_another_machine_cannot_be_bound(portal) -> None:
     settings = replace(SETTINGS, insecure=True)
-    bound = DataConnections.bound(0, "192.0.2.1:1", settings, None)
+    bound = DataConnections.bound(0, 2, "192.0.2.1:1", settings, None)
     with pytest.raises(OSError, match=r"cannot bind a port of 192\.0\.2\.1"):
         portal.run(bound, 30, "binding")
+
+
+def test_what_was_sent_keeps_its_memory_until_it_has_left() -> None:
+    """pyzmq frees it when its collector ends, and who registers first ends last."""
+    program = (
+        "import atexit; names, register = [], atexit.register\n"
+        "def note(function, *args, **kwargs):\n"
+        "    names.append(function.__qualname__)\n"
+        "    return register(function, *args, **kwargs)\n"
+        "atexit.register = note\n"
+        "from zstrat.transport import DataConnections, Portal\n"
+        "print(*names)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    collector = said.index("GarbageCollector._atexit")
+    assert collector < said.index("_close_all")
+    assert collector < said.index("close_portals")

@@ -20,6 +20,7 @@ whatever else knocks (`refuse_newcomers`).
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import os
 import secrets
@@ -29,6 +30,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import zmq
+
+# Before `_close_all` is registered, so that it ends after it: then it frees the memory
+# of messages that libzmq has not sent yet, whoever reads it then.
+import zmq.utils.garbage
 from zmq.backend import zmq_poll
 from zmq.utils import z85
 
@@ -37,7 +42,7 @@ from zstrat.config import MiB
 from ._address import bindable, parse
 from ._admission import check_exposure
 from ._curve import DOMAIN, Authenticator
-from ._listener import Accepted, accepted, refuse_newcomers
+from ._listener import Accepted, accepted, allowed, refuse_newcomers
 from ._socket import Happening, bound_to, event_of, new_context, new_socket
 from ._traffic import count_direct
 
@@ -63,6 +68,11 @@ _LARGEST: Final = 2 * MiB
 
 _COPIED: Final = 256 * 1024
 """Bytes below which what is sent is copied: to track a smaller buffer costs more."""
+
+_OWN_FILES: Final = 24
+"""Descriptors of a context, its threads, the ROUTER and what wakes a thread; and"""
+_FILES: Final = 4
+"""of each member: those of two connections and of their sockets."""
 
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -132,18 +142,24 @@ class DataConnections:
 
     @classmethod
     async def bound(
-        cls, member: int, address: str, settings: Settings, security: Security | None
+        cls,
+        member: int,
+        members: int,
+        address: str,
+        settings: Settings,
+        security: Security | None,
     ) -> DataConnections:
-        """Those at the host of ``address``, which may be a name.
+        """Those to so many ``members`` at the host of ``address``, which may be a name.
 
         Raises:
-            OSError: As the constructor.
+            OSError: As the constructor; or the process may not open as many files.
             PermissionDeniedError: As `check_exposure`.
 
         Cancellation: nothing is bound.
         """
         where = await bindable(parse(address), "a member")
         await check_exposure(where, "a member of a group", security, settings)
+        _require_room(members)
         return cls(member, where, settings, encrypted=security is not None)
 
     @property
@@ -293,6 +309,25 @@ class DataConnections:
         socket.sndhwm = socket.rcvhwm = _ROOM
         socket.maxmsgsize = _LARGEST
         return socket
+
+
+def _require_room(members: int) -> None:
+    """Asks beforehand: libzmq ends a process in which it cannot open what it needs.
+
+    Raises:
+        OSError: EMFILE; says how many descriptors there are.
+    """
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        return
+    wanted = _OWN_FILES + _FILES * members
+    if used + wanted > allowed():
+        raise OSError(
+            errno.EMFILE,
+            f"{used} of {allowed()} descriptors are open, and connections of their own "
+            f"to {members} ranks take {wanted}: raise `ulimit -n`",
+        )
 
 
 _open: Final[weakref.WeakSet[DataConnections]] = weakref.WeakSet()

@@ -270,10 +270,12 @@ class DeviceHome(HomeWithSlots):
         with turn and lock."""
         if self._joint is not None:
             self._part_from_joint()  # it may have slots that the new place has not
+        there = {rule.id for rule, _, _ in place.slots}
+        left = {n: each for n, each in self._own_slots.items() if n not in there}
+        # No call in between: a handler of a signal may read this home.
         self._joint = place
         self._own_value = None  # who finds none looks there
-        for rule, _, _ in place.slots:
-            self._own_slots.pop(rule.id, None)
+        self._own_slots = left
 
     def shown(self) -> np.ndarray:
         """The value as code outside of the replicas sees it."""
@@ -343,11 +345,20 @@ class DeviceHome(HomeWithSlots):
                 return  # another thread was here first
             arrays = place.state.arrays
             place.state.is_whole = False
-            # In this order: a Ctrl-C in between leaves all of it to the next one.
+            value, slots = arrays[place.value], {**self._own_slots}
             for rule, first, end in place.slots:
-                self._own_slots[rule.id] = rule.beside(arrays[first:end])
-            self._own_value = arrays[place.value]
+                slots[rule.id] = rule.beside(arrays[first:end])
+            if self._joint is not place:
+                return  # a handler of a signal was here first
+            self._own_slots = slots
+            self._own_value = value
             self._joint = None
+            place.leave()
+
+    def __del__(self) -> None:
+        # The others may live on, and with them the list: it lets go of what was here.
+        place = getattr(self, "_joint", None)
+        if place is not None:
             place.leave()
 
     def _settle(self) -> None:

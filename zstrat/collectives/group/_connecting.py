@@ -124,7 +124,8 @@ async def connect_data(
             connections.connect(rank, address, credential)
         is_ready = await _have_met(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
-        if await all_agree(generation, _MET, is_ready, patience):
+        # Others may have waited so long for a word that they will not get.
+        if await all_agree(generation, _MET, is_ready, patience + _MEETING):
             connections = None  # the engine's
             return engine
         log.info("%s: its ranks cannot reach each other's data port", generation.title)
@@ -142,7 +143,9 @@ async def _bound(
     if address.startswith("ipc:"):
         return None
     try:
-        return await DataConnections.bound(rank, address, node.settings, node.security)
+        return await DataConnections.bound(
+            rank, generation.size, address, node.settings, node.security
+        )
     except (OSError, PermissionDeniedError) as error:
         log.info("%s goes by the messages of links: %s", generation.title, error)
         return None

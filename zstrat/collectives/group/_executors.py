@@ -159,16 +159,23 @@ class EngineExecutor:
         self._turns = CallTurns()
         self._lock = threading.Lock()
         self._bell: ThreadBell | None = None
-        self._queue: list[tuple[CallTurn, StartedOperation]] = []
+        self._queue: deque[CallTurn] = deque()
+        """Turns of operations that nobody waits for, as they were drawn."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         generation.engine_waits = engine.waits
         generation.engine_waited = engine.waited
         generation.on_broken = engine.abort
 
-    def draw(self) -> CallTurn:
-        """A turn at the engine; see `CallTurns.draw`."""
-        return self._turns.draw()
+    def draw(self, *, blocking: bool) -> CallTurn:
+        """A turn at the engine; see `CallTurns.draw`. It is for `run` if ``blocking``,
+        else for `put`, or `drop`. Called by one thread at a time."""
+        turn = self._turns.draw()
+        if not blocking:
+            # Not in `put`: who draws later may come to it earlier.
+            with self._lock:
+                self._queue.append(turn)
+        return turn
 
     def run(self, turn: CallTurn, operation: StartedOperation) -> None:
         """Carries it out; the pending result has its outcome when this returns.
@@ -193,7 +200,7 @@ class EngineExecutor:
     def put(self, turn: CallTurn, operation: StartedOperation) -> None:
         """Has it carried out after those before it."""
         with self._lock:
-            self._queue.append((turn, operation))
+            turn.operation = operation
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._live,
@@ -202,6 +209,13 @@ class EngineExecutor:
                 )
                 self._thread.start()
             self._wake()
+
+    def drop(self, turn: CallTurn) -> None:
+        """Nothing is carried out in this turn, which its owner enters and leaves."""
+        with self._lock:
+            if turn in self._queue:
+                self._queue.remove(turn)
+                self._wake()
 
     def close(self) -> None:
         """Ends the thread, after what is queued: that fails at once, as the generation
@@ -252,6 +266,11 @@ class EngineExecutor:
                 self._messages.abort_by(error)
                 raise
             # The reason why the engine was aborted: now it is known here.
+        except (TypeError, ValueError):  # the call cannot be made, by any rank
+            raise
+        except Exception as error:  # to the caller; the others hear of it first
+            self._messages.abort_by(error)
+            raise
         else:
             return
         # The inquiry takes a margin at most; the rest is for a loop that is busy.
@@ -265,12 +284,13 @@ class EngineExecutor:
     def _live(self) -> None:
         while True:
             with self._lock:
-                queue, self._queue = self._queue, []
-                if not queue and self._is_closed:
+                if not self._queue and self._is_closed:
                     return
-                bell = self._bell = None if queue else ThreadBell()
-            for turn, operation in queue:
-                self.run(turn, operation)
+                first = self._queue[0].operation if self._queue else None
+                turn = self._queue.popleft() if first is not None else None
+                bell = self._bell = None if first is not None else ThreadBell()
+            if turn is not None and first is not None:
+                self.run(turn, first)
             if bell is not None:
                 bell.wait(None)  # until there is more, or `close`
 
@@ -278,10 +298,12 @@ class EngineExecutor:
 class CallTurn:
     """A place in the order; a context manager: entered when it has come."""
 
-    __slots__ = ("_bell", "_turns")
+    __slots__ = ("_bell", "_turns", "operation")
 
     def __init__(self, turns: CallTurns, bell: ThreadBell | None) -> None:
         self._turns, self._bell = turns, bell
+        self.operation: StartedOperation | None = None
+        """What is put there to be carried out, once its first calls are made."""
 
     def __enter__(self) -> None:
         if self._bell is None:

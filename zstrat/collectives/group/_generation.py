@@ -321,7 +321,8 @@ class Generation:
     def cut_off(self, rank: int) -> None:
         """The data connection of a member has ended, and its link has not said why."""
         why = f"its data connection ended; {self.title} has ended: call reform()"
-        self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
+        # That member hears of it, too: it may live.
+        self.abort(PeerLostError(self.name(rank), why))
 
     def left(self, sender: int, message: LeaveGroup) -> None:
         """A member leaves on purpose: what it has called is complete on its side."""

@@ -52,7 +52,7 @@ class OperationScheduler:
             UnavailableError: The generation has ended.
             BusyError: Too many are under way.
         """
-        factory, turn = self._number(request)
+        factory, turn = self._number(request, blocking=blocking)
         pending: Pending[Any] = Pending(request.words, partial(self._over, factory))
         try:
             steps = request.make(factory)
@@ -99,7 +99,9 @@ class OperationScheduler:
         if self._by_engine is not None:
             self._by_engine.close()
 
-    def _number(self, request: OperationRequest) -> tuple[CallFactory, CallTurn | None]:
+    def _number(
+        self, request: OperationRequest, *, blocking: bool
+    ) -> tuple[CallFactory, CallTurn | None]:
         generation, options = self.generation, request.options
         words, tag, timeout = request.words, options.tag, options.timeout
         deadline = time.monotonic() + timeout - margin_of(timeout)
@@ -125,7 +127,7 @@ class OperationScheduler:
                 if self._by_engine is not None:
                     if generation.has_early:  # the same
                         self._messages.soon(generation.check_early, number)
-                    turn = self._by_engine.draw()
+                    turn = self._by_engine.draw(blocking=blocking)
         rank, size = generation.rank, generation.size
         return CallFactory(rank, size, number, words, deadline, options), turn
 
@@ -143,5 +145,7 @@ class OperationScheduler:
         self._messages.abort_by(what)
         self._over(factory)
         if turn is not None:
+            assert self._by_engine is not None
+            self._by_engine.drop(turn)
             with turn:  # or whoever has drawn the next one waits for ever
                 pass

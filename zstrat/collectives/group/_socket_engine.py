@@ -157,13 +157,15 @@ class SocketEngine:
             raise Overdue(self.waits())
         has_changed = self._connections.wait(self._queues, left)
         arrival = self._connections.receive()
-        if arrival is not None:
-            self._take(call, progress, *arrival)
-        elif not has_changed:
+        if arrival is None and not has_changed:
             # Nothing for a while: had a rank been lost, its link would have said so.
             ended = self._connections.ended(self.waits())
-            if ended:
+            # Its last words may have come just before the end.
+            arrival = self._connections.receive()
+            if arrival is None and ended:
                 raise ConnectionEnded(ended[0])
+        if arrival is not None:
+            self._take(call, progress, *arrival)
         if self._queues:
             self._flush()
 

@@ -308,7 +308,7 @@ def total_of(
     arrays = [as_array(part) for part in parts]
     for array in arrays:
         if array.dtype.kind in "SU":
-            raise TypeError(f"reduce: numbers are added up, got {array.item(0)!r:.80}")
+            raise TypeError(f"reduce: numbers are added up, got {array.tolist()!r:.80}")
     count = len(arrays)
     if axes is not None:
         count = sum(

@@ -12,7 +12,7 @@ sees of it: the values, each a leaf. Only zstrat's own flattening sees the one a
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Self, TypeGuard, final
+from typing import TYPE_CHECKING, Any, Final, Self, TypeGuard, final
 
 import jax
 import jax.numpy as jnp
@@ -300,7 +300,12 @@ def _part(array: Any, stacked: bool, weak: bool) -> Any:
     part = array[0] if stacked else array
     if not weak or is_weak(part):
         return part
-    return jnp.full(part.shape, part.dtype.type(0).item()).at[...].set(part)
+    # Or a number of Python would have 64 bits where they are switched on.
+    with jax.enable_x64(part.dtype in _WIDE):
+        return jnp.full(part.shape, part.dtype.type(0).item()).at[...].set(part)
+
+
+_WIDE: Final = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 def on_one_device(arrays: Sequence[Any]) -> list[Any]:
