@@ -52,7 +52,8 @@ class Group(GroupCalls):
         name: The same on all ranks; a process may be in several groups.
         tasks: The members in the order of ranks, as "worker:0" or "/job:worker/task:0";
             default: chief and workers.
-        timeout: Seconds that each call may take; default: ``timeouts.request``.
+        timeout: Seconds that each call may take; default: ``timeouts.request``. One
+            that stands behind another, which nobody waits for yet, ends with that one.
         rendezvous_timeout: Seconds to wait for all ranks; ``timeouts.connect``.
         lane: "auto" (memory of one host is shared), "shm", "ipc" or "tcp" (it is not);
             default: ``ZSTRAT_LANE``.
