@@ -87,9 +87,11 @@ def test_integers_keep_their_dtype_in_a_sum_and_become_floats_in_a_mean(three):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("text", ["a", b"a", np.array(["a", "b"])])
+@pytest.mark.parametrize("text", ["a", b"a", np.array(["a", "b"]), np.array([], "U1")])
 def test_text_is_not_added_up(three, op, text):
-    with pytest.raises(TypeError, match=r"numbers are added up, got b?'a'"):
+    with pytest.raises(
+        TypeError, match=r"numbers are added up, got (b?'a'|\[\]|\['a')"
+    ):
         three.reduce(op, PerReplica((text, text, text)), axis=None)
 
 
