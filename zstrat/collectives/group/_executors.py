@@ -286,13 +286,15 @@ class EngineExecutor:
             with self._lock:
                 if not self._queue and self._is_closed:
                     return
-                first = self._queue[0].operation if self._queue else None
-                turn = self._queue.popleft() if first is not None else None
-                bell = self._bell = None if first is not None else ThreadBell()
-            if turn is not None and first is not None:
-                self.run(turn, first)
-            if bell is not None:
+                operation = self._queue[0].operation if self._queue else None
+                if operation is None:
+                    bell = self._bell = ThreadBell()
+                else:
+                    turn = self._queue.popleft()
+            if operation is None:
                 bell.wait(None)  # until there is more, or `close`
+            else:
+                self.run(turn, operation)
 
 
 class CallTurn:
