@@ -54,7 +54,7 @@ class Engines:
         for a, b in pairs:
             bound[a].admit(b, bound[b].credential)
         for a, b in pairs:
-            bound[a].connect(b, f"127.0.0.1:{bound[b].port}", bound[b].credential)
+            await bound[a].connect(b, f"127.0.0.1:{bound[b].port}", bound[b].credential)
         return bound
 
     def run(self, rank, array, **about):
@@ -150,14 +150,25 @@ def goes_by_links(size, caplog):
 def test_where_one_port_cannot_be_reached_all_goes_by_links(monkeypatch, caplog):
     connect = DataConnections.connect
 
-    def astray(self, member, address, credential):
+    async def astray(self, member, address, credential):
         host, _, _ = address.rpartition(":")
         address = f"{host}:1" if member == 2 else address
-        connect(self, member, address, credential)
+        await connect(self, member, address, credential)
 
     monkeypatch.setattr(DataConnections, "connect", astray)
     words = "cannot reach each other's data port"
     assert sum(words in each for each in goes_by_links(3, caplog)) == 3
+
+
+def test_where_a_name_is_not_known_any_more_all_goes_by_links(
+    monkeypatch, caplog
+) -> None:
+    async def forgotten(self, member, address, credential):
+        raise OSError("no such name")
+
+    monkeypatch.setattr(DataConnections, "connect", forgotten)
+    said = goes_by_links(2, caplog)
+    assert sum("no such name" in each for each in said) == 2
 
 
 def test_where_a_port_cannot_be_shut_all_goes_by_links(monkeypatch, caplog) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import struct
@@ -70,7 +71,9 @@ def on_loop(portal, function, *args):
 def connect(pair):
     for member, each in enumerate(pair):
         there = pair[1 - member]
-        each.connect(1 - member, f"127.0.0.1:{there.port}", there.credential)
+        asyncio.run(
+            each.connect(1 - member, f"127.0.0.1:{there.port}", there.credential)
+        )
     for member, each in enumerate(pair):
         assert each.send(1 - member, b"hello", memoryview(b"you"))
     for member, each in enumerate(pair):
@@ -177,7 +180,8 @@ def test_when_all_are_here_the_port_is_shut_and_they_go_on(portal, pair) -> None
 def test_who_pretends_to_be_another_member_is_not_heard(portal, keys, pair) -> None:
     with two_members(portal, keys) as (_, third):
         pair[0].admit(2, third.credential)
-        third.connect(0, f"127.0.0.1:{pair[0].port}", pair[0].credential)
+        there = f"127.0.0.1:{pair[0].port}"
+        asyncio.run(third.connect(0, there, pair[0].credential))
         assert third.send(0, b"hello", memoryview(b"I am 1"))  # as its routing id says
         assert has_changed(pair[0])
         assert pair[0].receive() is None

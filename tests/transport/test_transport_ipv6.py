@@ -56,6 +56,33 @@ for pair in sys.argv[1:]:
 """
 
 
+MEMBERS = """
+import asyncio, sys
+from zstrat.config import Settings
+from zstrat.transport import DataConnections
+
+async def main(name):
+    pair = [
+        await DataConnections.bound(n, 2, f"{name}:1", Settings(), None) for n in (0, 1)
+    ]
+    pair[1].admit(0, pair[0].credential)
+    await pair[0].connect(1, f"{name}:{pair[1].port}", pair[1].credential)
+    pair[0].send(1, b"hello", memoryview(b"you"))
+    found = await asyncio.to_thread(received, pair[1])
+    print(found.member, bytes(found.data))
+    for each in pair:
+        each.close()
+
+def received(connections):
+    while (found := connections.receive()) is None:
+        connections.wait([], 60)
+    return found
+
+for name in sys.argv[1:]:
+    asyncio.run(main(name))
+"""
+
+
 def in_a_namespace(tmp_path, *words):
     """What a program says where the machine knows the names of HOSTS alone."""
     if (unshare := shutil.which("unshare")) is None:
@@ -84,6 +111,12 @@ def test_names(tmp_path):
         "127.0.0.1 True",
         "[::1] True",
     ]
+
+
+def test_members_of_a_group_connect_by_names(tmp_path):
+    ran = in_a_namespace(tmp_path, sys.executable, "-c", MEMBERS, "six", "both")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["0 b'you'"] * 2
 
 
 @pytest.mark.parametrize(

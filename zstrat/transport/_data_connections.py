@@ -39,7 +39,7 @@ from zmq.utils import z85
 
 from zstrat.config import MiB
 
-from ._address import bindable, parse
+from ._address import bindable, is_name, looked_up, parse
 from ._admission import check_exposure
 from ._curve import DOMAIN, Authenticator
 from ._listener import Accepted, accepted, allowed, refuse_newcomers
@@ -171,9 +171,17 @@ class DataConnections:
         """Lets another member connect to this one."""
         self._known[credential.decode()] = member
 
-    def connect(self, member: int, address: str, credential: bytes) -> None:
-        """Connects to another member, which admits this one already."""
+    async def connect(self, member: int, address: str, credential: bytes) -> None:
+        """Connects to another member, which admits this one already.
+
+        Raises:
+            OSError: Nobody knows the name in ``address``.
+
+        Cancellation: it is not connected.
+        """
         where = parse(address)
+        if is_name(where):
+            where, _ = await looked_up(where)
         line = self._socket(zmq.DEALER, where)
         line.reconnect_ivl = -1
         line.routing_id = b"%d" % self._member

@@ -118,11 +118,9 @@ async def connect_data(
             connections.admit(rank, places[rank][1])
         # Whoever is not admitted yet is refused for good.
         await told(generation, _ADMITTED, b"\1", patience)
-        for rank in others:
-            port, credential = places[rank]
-            address = reached_as(f"*:{port}", generation.members[rank].address)
-            connections.connect(rank, address, credential)
-        is_ready = await _have_met(engine, generation)
+        ports = {rank: places[rank] for rank in others}
+        is_ready = await _connected(connections, generation, ports)
+        is_ready = is_ready and await _have_met(engine, generation)
         is_ready = is_ready and _shut(connections, generation)  # all are here
         # Others may have waited so long for a word that they will not get.
         if await all_agree(generation, _MET, is_ready, patience + _MEETING):
@@ -149,6 +147,22 @@ async def _bound(
     except (OSError, PermissionDeniedError) as error:
         log.info("%s goes by the messages of links: %s", generation.title, error)
         return None
+
+
+async def _connected(
+    connections: DataConnections,
+    generation: Generation,
+    ports: dict[int, tuple[int, bytes]],
+) -> bool:
+    """Whether a connection to each rank has begun; ``ports``: port and credential."""
+    for rank, (port, credential) in ports.items():
+        address = reached_as(f"*:{port}", generation.members[rank].address)
+        try:
+            await connections.connect(rank, address, credential)
+        except OSError as error:  # a name that was known when its link was made
+            log.info("%s: its rank %d: %s", generation.title, rank, error)
+            return False
+    return True
 
 
 async def _have_met(engine: SocketEngine, generation: Generation) -> bool:
