@@ -29,6 +29,18 @@ def local_norms():
     )
 
 
+def seldom_smaller():
+    """A branch that calls a compiled function of the whole tree."""
+    smaller = jax.jit(lambda tree: jax.tree.map(lambda x: x / 2, tree))
+
+    def update(updates, state, params=None):
+        is_odd = state % 2 == 1
+        return jax.lax.cond(is_odd, smaller, lambda x: x, updates), state + 1
+
+    made = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+    return optax.chain(made, optax.sgd(0.1))
+
+
 OPTIMIZERS = {
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
     "injected": lambda: optax.inject_hyperparams(
@@ -42,6 +54,7 @@ OPTIMIZERS = {
     ),
     "finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
     "two norms": local_norms,
+    "seldom": seldom_smaller,
     "accumulated": lambda: optax.MultiSteps(optax.adam(0.1), 3),
 }
 

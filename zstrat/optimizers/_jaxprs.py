@@ -322,9 +322,11 @@ def _run_part(
 def _branch(
     branch: ClosedJaxpr, wanted: Sequence[int], places: Sequence[int]
 ) -> Callable[..., list[Any]]:
-    jaxpr: Any = branch.jaxpr
+    # Of a call inside, too, it may be some outputs alone that are wanted.
+    inlined = flat(jaxpr_as_fun(branch), branch.in_avals, selects=False)
+    jaxpr: Any = inlined.jaxpr
     available = [jaxpr.invars[n - 1] for n in places]
-    part = ProgramPart(branch, [jaxpr.outvars[n] for n in wanted], available)
+    part = ProgramPart(inlined, [jaxpr.outvars[n] for n in wanted], available)
 
     def run(*given: Any) -> list[Any]:
         return part.run(dict(zip(available, given, strict=True)))
@@ -370,15 +372,24 @@ def _through_cond(eqn: Any, given: Sequence[int]) -> list[int]:
 
 
 def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    body = eqn.params["jaxpr"].jaxpr
+    # How many of each kind there are is said by parameters that not every jax has.
+    rows = sum(map(_is_scanned, eqn.invars, body.invars))
+    carries = len(eqn.outvars) - sum(map(_is_scanned, eqn.outvars, body.outvars))
+    consts = len(given) - rows - carries
     fixed, carry = list(given[:consts]), list(given[consts : consts + carries])
-    rows = list(given[consts + carries :])
+    slices = list(given[consts + carries :])
     while True:
-        made = _outputs(eqn.params["jaxpr"].jaxpr, [*fixed, *carry, *rows])
+        made = _outputs(body, [*fixed, *carry, *slices])
         after = [old | new for old, new in zip(carry, made, strict=False)]
         if after == carry:
             return [*carry, *made[carries:]]
         carry = after
+
+
+def _is_scanned(outside: Any, inside: Any) -> bool:
+    """Whether the body of a scan has a slice of it: outside there is an axis more."""
+    return bool(outside.aval.ndim > inside.aval.ndim)
 
 
 def _through_while(eqn: Any, given: Sequence[int]) -> list[int]:

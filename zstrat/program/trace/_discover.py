@@ -107,7 +107,10 @@ def retraced(
             [lookup.ids for lookup in capture.lookups],
         )
 
-    drawn = [element.treedef.unflatten(element.leaves) for element in elements]
+    drawn = [
+        element.treedef.unflatten(map(_as_taken, element.leaves))
+        for element in elements
+    ]
     values = [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads]
     rows = [
         _shaped((*lookup.shape, *lookup.table.shape[1:]), lookup.table.dtype)
@@ -168,7 +171,7 @@ def staged(
     return Staged(
         body,
         call.inputs,
-        [leaf for element in elements for leaf in element.leaves],
+        [_as_taken(leaf) for element in elements for leaf in element.leaves],
         held,
         held.mark,
         [_kept(variable) for variable in plan.variables],
@@ -211,6 +214,15 @@ def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
         tuple(shape), jax.dtypes.canonicalize_dtype(dtype)
     )
     return shaped
+
+
+def _as_taken(leaf: Any) -> Any:
+    """A leaf as jax takes it: some warn if one that only describes an array has 64 bits
+    (a real array of numpy may)."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    as_it_is = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+    return leaf if as_it_is else _shaped(leaf.shape, leaf.dtype)
 
 
 def discover(
