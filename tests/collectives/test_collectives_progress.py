@@ -233,31 +233,6 @@ def test_barrier(size, seed) -> None:
     assert hops == size * (size - 1).bit_length()
 
 
-@given(size=sizes, root=st.integers(0, 16), seed=seeds)
-def test_reduce_and_gather_to_a_root(size, root, seed) -> None:
-    root %= size
-    values = np.random.default_rng(seed).integers(-9, 9, (size, 50)).astype(np.int64)
-    result = np.zeros(50, np.int64)
-    gathered = np.zeros((size, 50), np.int64)
-    reduction = reduction_of("MAX", values.dtype, size)
-    reduces, gathers = [], []
-    for rank in range(size):
-        own = result if rank == root else None
-        made = zc.tree_reduce(rank, size, root)
-        reduces.append(
-            ScheduleProgress(made, [values[rank]], [own], reduction=reduction)
-        )
-        gives = [values[rank] if block == rank else None for block in range(size)]
-        gets = list(gathered) if rank == root else [None] * size
-        gathers.append(
-            ScheduleProgress(zc.direct_gather(rank, size, root), gives, gets)
-        )
-    deliver(reduces, random.Random(seed))
-    deliver(gathers, random.Random(seed))
-    np.testing.assert_array_equal(result, values.max(0))
-    np.testing.assert_array_equal(gathered, values)
-
-
 def pair(count: int = 300, chunk: int = 1024) -> list[ScheduleProgress]:
     """Two ranks that sum ``count`` ones; blocks of chunks of 1 KiB."""
     return [

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .schedules._choice import fitted as fitted
     from .schedules._choice import read_choices as read_choices
     from .schedules._chunks import Codec as Codec
-    from .schedules._cost import LinkCost as LinkCost
-    from .schedules._cost import cost as cost
     from .schedules._doubling import dissemination_barrier as dissemination_barrier
     from .schedules._doubling import doubling_all_gather as doubling_all_gather
     from .schedules._doubling import doubling_all_reduce as doubling_all_reduce
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from .schedules._exchanges import chain_broadcast as chain_broadcast
     from .schedules._exchanges import direct_all_gather as direct_all_gather
     from .schedules._exchanges import direct_all_reduce as direct_all_reduce
-    from .schedules._exchanges import direct_gather as direct_gather
     from .schedules._exchanges import direct_reduce_scatter as direct_reduce_scatter
     from .schedules._exchanges import pairwise_all_to_all as pairwise_all_to_all
     from .schedules._exchanges import scatter_broadcast as scatter_broadcast
@@ -56,10 +53,10 @@ if TYPE_CHECKING:
     from .schedules._schedule import Act as Act
     from .schedules._schedule import Action as Action
     from .schedules._schedule import Schedule as Schedule
+    from .schedules._schedule import first_place as first_place
     from .schedules._trees import double_tree_all_reduce as double_tree_all_reduce
     from .schedules._trees import tree_all_reduce as tree_all_reduce
     from .schedules._trees import tree_broadcast as tree_broadcast
-    from .schedules._trees import tree_reduce as tree_reduce
 else:
     __getattr__, __dir__ = fetched_late(
         __name__,
@@ -80,22 +77,21 @@ else:
                     "Choices Measurement Rule choices_from fitted read_choices"
                 ),
                 ".schedules._chunks": "Codec",
-                ".schedules._cost": "LinkCost cost",
                 ".schedules._doubling": (
                     "dissemination_barrier doubling_all_gather doubling_all_reduce "
                     "halving_doubling_all_reduce"
                 ),
                 ".schedules._exchanges": (
-                    "chain_broadcast direct_all_gather direct_all_reduce direct_gather "
+                    "chain_broadcast direct_all_gather direct_all_reduce "
                     "direct_reduce_scatter pairwise_all_to_all scatter_broadcast"
                 ),
                 ".schedules._progress": "ScheduleProgress Send parts",
                 ".schedules._ring": (
                     "ring_all_gather ring_all_reduce ring_reduce_scatter"
                 ),
-                ".schedules._schedule": "Act Action Schedule",
+                ".schedules._schedule": "Act Action Schedule first_place",
                 ".schedules._trees": (
-                    "double_tree_all_reduce tree_all_reduce tree_broadcast tree_reduce"
+                    "double_tree_all_reduce tree_all_reduce tree_broadcast"
                 ),
             }
         ),
