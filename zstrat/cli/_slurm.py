@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from zstrat.config import environment
+from zstrat.config import TRY_AGAIN, environment
 from zstrat.errors import ZstratError
 from zstrat.launch import GPUS_BY_NODE, requeue, run_beside, slurm, slurm_program
 
@@ -23,9 +23,6 @@ from ._signals import as_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-TRY_AGAIN: Final = 75
-"""Exit code of a program that saved what it did, and wants to go on later."""
 
 _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
 

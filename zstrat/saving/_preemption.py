@@ -27,6 +27,7 @@ import numpy as np
 
 from zstrat.cluster import cluster_spec_of, id_in_cluster
 from zstrat.collectives import Group
+from zstrat.config import TRY_AGAIN
 from zstrat.coordinator import ClusterSession
 from zstrat.errors import InvalidArgumentError, NotFoundError
 
@@ -126,9 +127,6 @@ class Countdown:
 
 
 T = TypeVar("T")
-
-TRY_AGAIN: Final = 75
-"""EX_TEMPFAIL: not done, and nothing is wrong."""
 
 _RUNS: Final = "checkpointed_runs"
 """TensorFlow's name of the count in checkpoints."""

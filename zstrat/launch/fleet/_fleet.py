@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
-from zstrat.config import GRACE, environment, settings_from
+from zstrat.config import GRACE, daemon_variables, environment, settings_from
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -270,7 +270,11 @@ class Fleet:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         settings = settings or settings_from(environment())
         times = settings.timeouts
-        told = {**_told(settings), **(env or {})}
+        told = {
+            **daemon_variables(settings),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **(env or {}),
+        }
         drain = times.drain + 2 * GRACE
         if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
             drain += float(told["ZSTRAT_HANDOVER"])
@@ -425,17 +429,3 @@ def _end(thread: FleetThread, remove: Path) -> None:
             if file is not None and file.exists():
                 log.warning("%s: its log is kept: %s", task, thread.kept.take(file))
         shutil.rmtree(remove, ignore_errors=True)
-
-
-def _told(settings: Settings) -> dict[str, str]:
-    """Our settings, as daemons are told them."""
-    times = settings.timeouts
-    state = {} if settings.state is None else {"ZSTRAT_STATE": str(settings.state)}
-    return {
-        **state,
-        "ZSTRAT_PATIENCE": str(times.patience),
-        "ZSTRAT_CONNECT_TIMEOUT": str(times.connect),
-        "ZSTRAT_DRAIN": str(times.drain),
-        "ZSTRAT_HANDOVER": str(times.handover),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
