@@ -34,10 +34,10 @@ from zstrat.errors import InvalidArgumentError, NotFoundError
 from ._checkpoint import Checkpoint, local_counter
 from ._graph import graph_of
 from ._rotation import CheckpointManager
-from ._servers import cluster_of
+from ._servers import clusters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from zstrat.cluster import ClusterResolver
@@ -367,10 +367,9 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
     """The sessions of coordinators to which the saved variables belong."""
     variables = [node.value for node in graph_of(checkpoint).variables]
-    clusters: list[object]
-    clusters = [cluster_of(part) for each in variables for part in each.components]
-    found = [each for each in clusters if isinstance(each, ClusterSession)]
-    return list({id(session): session for session in found}.values())
+    parts = [part for each in variables for part in each.components]
+    clusters: Sequence[object] = clusters_of(parts)
+    return [each for each in clusters if isinstance(each, ClusterSession)]
 
 
 def _counter(checkpoint: Checkpoint) -> Any:
