@@ -128,6 +128,17 @@ TRY_AGAIN: Final = 75
 started again: nothing is wrong."""
 
 
+def checked_lane(lane: str) -> str:
+    """The lane that a caller gave.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if lane not in LANES:
+        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
+    return lane
+
+
 def environment() -> Mapping[str, str]:
     """The process environment, read at each call."""
     return os.environ

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from ._resolver import SimpleClusterResolver as SimpleClusterResolver
     from ._resolver import UnionResolver as UnionResolver
     from ._resolver import cluster_spec_of as cluster_spec_of
-    from ._roles import collective_leader as collective_leader
-    from ._roles import coordination_leader as coordination_leader
-    from ._roles import has_worker as has_worker
     from ._roles import id_in_cluster as id_in_cluster
     from ._roles import is_chief as is_chief
     from ._roles import should_load_checkpoint as should_load_checkpoint
@@ -69,9 +66,8 @@ else:
                     "SimpleClusterResolver UnionResolver cluster_spec_of"
                 ),
                 "._roles": (
-                    "collective_leader coordination_leader has_worker id_in_cluster "
-                    "is_chief should_load_checkpoint should_save_checkpoint "
-                    "should_save_summary worker_count"
+                    "id_in_cluster is_chief should_load_checkpoint "
+                    "should_save_checkpoint should_save_summary worker_count"
                 ),
                 "._sagemaker": "SageMakerClusterResolver",
                 "._slurm": "SlurmClusterResolver",

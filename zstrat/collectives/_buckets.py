@@ -63,8 +63,13 @@ class Bucket:
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """Views of ``flat``, one per member: ``[count]`` each."""
-        ends = accumulate(self.counts, initial=0)
-        return [flat[start:end] for start, end in pairwise(ends)]
+        return split(flat, self.counts)
+
+
+def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Neighbouring views of ``flat`` ``[sum(sizes)]``."""
+    ends = accumulate(sizes, initial=0)
+    return [flat[start:end] for start, end in pairwise(ends)]
 
 
 def buckets(

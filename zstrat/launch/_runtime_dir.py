@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
-from zstrat.config import LANES, daemon_variables
+from zstrat.config import checked_lane, daemon_variables
 
 from ._child import inherited
 
@@ -44,8 +44,7 @@ class RuntimeDir:
             ValueError: There is no such lane, or the path is too long for its sockets;
                 a new folder is gone again.
         """
-        if lane not in LANES:
-            raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
+        checked_lane(lane)
         folder = made_folder(directory)
         try:
             return cls(folder, _sockets(lane, folder))
