@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ._roles import worker_count as worker_count
     from ._sagemaker import SageMakerClusterResolver as SageMakerClusterResolver
     from ._slurm import SlurmClusterResolver as SlurmClusterResolver
-    from ._spec import TASK_TYPES as TASK_TYPES
     from ._spec import ClusterSpec as ClusterSpec
     from ._spec import host_and_port as host_and_port
     from ._spec import normalize_cluster_spec as normalize_cluster_spec
@@ -72,7 +71,7 @@ else:
                 "._sagemaker": "SageMakerClusterResolver",
                 "._slurm": "SlurmClusterResolver",
                 "._spec": (
-                    "TASK_TYPES ClusterSpec host_and_port normalize_cluster_spec "
+                    "ClusterSpec host_and_port normalize_cluster_spec "
                     "task_count validate_cluster_spec"
                 ),
                 "._tf_config": "TFConfigClusterResolver",

@@ -23,7 +23,6 @@ from ._backup_messages import LogMade as LogMade
 from ._backup_messages import LogTaken as LogTaken
 from ._backup_messages import OpenLog as OpenLog
 from ._backup_messages import RaiseWriterMark as RaiseWriterMark
-from ._codec import Announced as Announced
 from ._codec import decode as decode
 from ._codec import decode_header as decode_header
 from ._codec import encode as encode

@@ -40,10 +40,10 @@ class TaskLaunch:
 
     ``bind`` is the address that the task had before, "" the first time. ``keys`` are
     the files of its key folder, name -> text: the secret of its role and all public
-    halves. ``env`` are variables for it, and ``arguments`` those of its daemon beside
-    index and address. ``beside`` is the number of tasks of its job on the same host,
-    which share its cores and GPUs, ``place`` its own number among them. ``log`` is the
-    file that takes what it prints; None: it goes where this process's own errors go.
+    halves. ``env`` are variables for it. ``beside`` is how many tasks of its job are on
+    the same host, which share its cores and GPUs, ``place`` its own number among them.
+    ``log`` is the file that takes what it prints; None: it goes where this process's
+    own errors go.
     ``logged`` is the size of that file, in bytes, when this attempt began: what is in
     it is of others. ``leash``: the task ends if it has not heard of this program for so
     many seconds, as it may be cut off.
@@ -53,7 +53,6 @@ class TaskLaunch:
     bind: str
     keys: Mapping[str, str]
     env: Mapping[str, str]
-    arguments: tuple[str, ...]
     beside: int
     place: int
     log: Path | None

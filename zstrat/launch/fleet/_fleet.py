@@ -84,7 +84,6 @@ class FleetPlan:
     tasks: Mapping[str, FleetTask]
     keys: RunKeys
     env: Mapping[str, str]
-    arguments: Mapping[str, tuple[str, ...]]
     logs: Path | None
     leash: float
 
@@ -100,7 +99,6 @@ class FleetPlan:
             bind,
             self.keys.of(task.job),
             self.env,
-            self.arguments.get(task.job, ()),
             len(beside),
             beside.index(task),
             log,
@@ -239,7 +237,6 @@ class Fleet:
         engine: What starts processes. The fleet closes it.
         tasks: Which tasks there are, and where each is to run.
         env: Variables for the tasks.
-        arguments: Job -> arguments for its daemons.
         logs: "files" in the folder of the fleet, or "terminal".
         directory: Folder for keys and logs, kept afterwards without the keys; default:
             a new one of mode 0700 that is removed at the end. The log of a task that
@@ -261,7 +258,6 @@ class Fleet:
         restarts: int = 5,
         window: float = 600.0,
         env: Mapping[str, str] | None = None,
-        arguments: Mapping[str, tuple[str, ...]] | None = None,
         logs: Literal["files", "terminal"] = "files",
         directory: str | os.PathLike[str] | None = None,
         settings: Settings | None = None,
@@ -291,7 +287,6 @@ class Fleet:
             self._tasks,
             keys,
             told,
-            arguments or {},
             self.directory if logs == "files" else None,
             times.leash,
         )

@@ -97,8 +97,7 @@ class Piped(ABC):
         daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
         daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
         daemon += ["--leash", str(launch.leash)]
-        words = self.command(launch, [*daemon, *launch.arguments])
-        return _Conversation(self, launch, hear, words)
+        return _Conversation(self, launch, hear, self.command(launch, daemon))
 
     @final
     def close(self) -> None:
