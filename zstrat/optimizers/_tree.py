@@ -18,7 +18,7 @@ import jax
 from jax.tree_util import keystr
 
 from ._cut import TreeCut
-from ._jaxprs import TreeProgram, flat, mask_of, who_wrote
+from ._jaxprs import TreeProgram, flat, mask_of, mask_of_all, who_wrote
 from ._state import (
     StateGrowsError,
     initial_of,
@@ -83,9 +83,8 @@ class TreeRule(TreeTransformation):
         return self.remembered(("read",), self._read_state)
 
     def _read_state(self) -> frozenset[int]:
-        program, union = self.update(), 0
-        for var in program.outputs:
-            union |= mask_of(program.mask, var)
+        program = self.update()
+        union = mask_of_all(program.mask, program.outputs)
         first = 2 * len(self.kinds)
         return frozenset(
             n for n in range(len(self.state())) if union >> (first + n) & 1
