@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from zstrat.config import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from zstrat.errors import ZstratError
@@ -32,6 +32,14 @@ class FleetTask:
     def name(self) -> str:
         """The name of the task, such as "worker:1"."""
         return f"{self.job}:{self.index}"
+
+
+def dealt(num_ps: int, num_workers: int, places: Iterable[str]) -> list[FleetTask]:
+    """The tasks, each at the next of the places, parameter servers first."""
+    names = [("ps", n) for n in range(num_ps)]
+    names += [("worker", n) for n in range(num_workers)]
+    pairs = zip(names, places, strict=False)
+    return [FleetTask(job, index, where) for (job, index), where in pairs]
 
 
 @dataclass(frozen=True, slots=True)
