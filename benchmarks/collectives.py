@@ -79,7 +79,7 @@ def simulated() -> Reading:
     """The dearest of all algorithms, sizes and numbers of ranks, over what the textbook
     says of it."""
     from benchmarks.cost_curve import LINE, RANKS, SIZES, TEXTBOOK
-    from zstrat.collectives import cost
+    from benchmarks.line_cost import cost
 
     ratios = [
         cost("all_reduce", algorithm, ranks, nbytes, LINE) / formula(ranks, nbytes)

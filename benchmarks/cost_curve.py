@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from zstrat.collectives import LinkCost, cost
+from benchmarks.line_cost import LinkCost, cost
 
 RANKS: Final = [2**n for n in range(1, 11)]
 SIZES: Final = {"4 KiB": 4096, "1 MiB": 2**20, "64 MiB": 2**26}

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from zstrat.doors import by_name, fetched_late
 
 if TYPE_CHECKING:
+    from zstrat.config import MISTAKEN as MISTAKEN
+
     from ._arguments import index_of as index_of
     from ._arguments import jobs_of as jobs_of
     from ._arguments import order as order
     from ._arguments import parser as parser
     from ._arguments import settings_of as settings_of
-    from ._main import MISTAKEN as MISTAKEN
     from ._main import leave as leave
     from ._main import run as run
     from ._main import run_program as run_program
@@ -25,8 +26,9 @@ else:
         __name__,
         by_name(
             {
+                "zstrat.config": "MISTAKEN",
                 "._arguments": "index_of jobs_of order parser settings_of",
-                "._main": "MISTAKEN leave run run_program",
+                "._main": "leave run run_program",
                 "._parent_watch": "ParentWatch",
             }
         ),

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
-from zstrat.config import environment
+from zstrat.config import MISTAKEN, TRY_AGAIN, environment
 from zstrat.errors import (
     AlreadyExistsError,
     BusyError,
@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 DRAINED: Final = 0
 CRASHED: Final = 1
-MISTAKEN: Final = 2
-TRY_AGAIN: Final = 75
 
 DESCRIPTORS: Final = 65536
 """As `LimitNOFILE` of the systemd units."""

@@ -8,13 +8,11 @@ handed down from the top. What other systems set for the processes that they sta
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 MiB: Final = 2**20
 
@@ -121,28 +119,24 @@ class Settings:
 
 
 LANES: Final = ("auto", "tcp", "ipc", "shm")
-TRACEBACKS: Final = ("short", "full")
 OUTPUTS: Final = ("program", "files")
-NAMES: Final = (
-    "ZSTRAT_CHOICES",
-    "ZSTRAT_CONNECT_TIMEOUT",
-    "ZSTRAT_DRAIN",
-    "ZSTRAT_HANDOVER",
-    "ZSTRAT_HTTP",
-    "ZSTRAT_HTTP_TOKEN",
-    "ZSTRAT_INSECURE",
-    "ZSTRAT_KEYS",
-    "ZSTRAT_LANE",
-    "ZSTRAT_LEASH",
-    "ZSTRAT_LOG",
-    "ZSTRAT_OUTPUT",
-    "ZSTRAT_PATIENCE",
-    "ZSTRAT_PREFETCH",
-    "ZSTRAT_RESOLVE",
-    "ZSTRAT_STATE",
-    "ZSTRAT_TRACEBACK",
-    "ZSTRAT_TURN",
-)
+
+MISTAKEN: Final = 2
+"""Exit code of a process that was told what cannot be: a second try would not help."""
+TRY_AGAIN: Final = 75
+"""Exit code (EX_TEMPFAIL) of a process that ended before all was done, and wants to be
+started again: nothing is wrong."""
+
+
+def checked_lane(lane: str) -> str:
+    """The lane that a caller gave.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if lane not in LANES:
+        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
+    return lane
 
 
 def environment() -> Mapping[str, str]:
@@ -163,31 +157,29 @@ def settings_from(env: Mapping[str, str]) -> Settings:
             Or it is none of ours, and its name is all but that of one.
     """
     _check_names(env)
-    keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
-    state = env.get("ZSTRAT_STATE")
-    default = Timeouts()
-    return Settings(
-        timeouts=Timeouts(
-            patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
-            connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
-            turn=_seconds(env, "ZSTRAT_TURN", default.turn),
-            resolve=_seconds(env, "ZSTRAT_RESOLVE", default.resolve),
-            drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
-            handover=_seconds(env, "ZSTRAT_HANDOVER", default.handover),
-            leash=_seconds(env, "ZSTRAT_LEASH", default.leash),
-        ),
-        lane=_one_of(env, "ZSTRAT_LANE", LANES),
-        prefetch=_prefetch(env),
-        keys=Path(keys) if keys else None,
-        insecure=_one_of(env, "ZSTRAT_INSECURE", ("", "0", "1")) == "1",
-        log_json=_one_of(env, "ZSTRAT_LOG", ("", "text", "json")) == "json",
-        traceback=_one_of(env, "ZSTRAT_TRACEBACK", TRACEBACKS),
-        output=_one_of(env, "ZSTRAT_OUTPUT", OUTPUTS),
-        http=env.get("ZSTRAT_HTTP", ""),
-        http_token=env.get("ZSTRAT_HTTP_TOKEN", ""),
-        state=Path(state) if state else None,
-        choices=Path(choices) if choices else None,
-    )
+    seconds = {
+        field: _seconds(name, env[name])
+        for name, field in _DURATIONS.items()
+        if name in env
+    }
+    others = {
+        field: read(name, env[name])
+        for name, (field, read) in _OTHERS.items()
+        if name in env
+    }
+    return Settings(Timeouts(**seconds), **others)
+
+
+def daemon_variables(settings: Settings) -> dict[str, str]:
+    """What a program tells of its settings to the daemons that it starts, as
+    `settings_from` reads it there."""
+    told = {
+        name: str(getattr(settings.timeouts, _DURATIONS[name]))
+        for name in _DURATIONS_OF_DAEMONS
+    }
+    if settings.state is not None:
+        told["ZSTRAT_STATE"] = str(settings.state)
+    return told
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
@@ -215,30 +207,11 @@ def _check_names(env: Mapping[str, str]) -> None:
                 raise ValueError(f"{name} is no setting of zstrat: is {meant} meant?")
 
 
-def _one_of(env: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """The first of the choices if nothing is said."""
-    text = env.get(name, choices[0])
-    if text not in choices:
-        named = ", ".join(choice for choice in choices if choice)
-        raise ValueError(f"{name}={text!r}: expected one of {named}")
-    return text
+Read = Callable[[str, str], Any]
+"""Makes a setting of the name of its variable, for errors, and of what that says."""
 
 
-def _prefetch(env: Mapping[str, str]) -> int | None:
-    text = env.get("ZSTRAT_PREFETCH", "auto")
-    if text == "auto":
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) < 6):
-        raise ValueError(
-            f"ZSTRAT_PREFETCH={text!r}: expected auto, or a number of steps from 0 on"
-        )
-    return int(text)
-
-
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name)
-    if text is None:
-        return default
+def _seconds(name: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -246,3 +219,76 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
     return value
+
+
+def _prefetch(name: str, text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 6):
+        raise ValueError(
+            f"{name}={text!r}: expected auto, or a number of steps from 0 on"
+        )
+    return int(text)
+
+
+def _path(name: str, text: str) -> Path | None:
+    del name
+    return Path(text) if text else None
+
+
+def _text(name: str, text: str) -> str:
+    del name
+    return text
+
+
+def _one_of(*choices: str) -> Read:
+    def read(name: str, text: str) -> str:
+        if text not in choices:
+            named = ", ".join(choice for choice in choices if choice)
+            raise ValueError(f"{name}={text!r}: expected one of {named}")
+        return text
+
+    return read
+
+
+def _is(word: str, *others: str) -> Read:
+    """Whether the word is said, or one of the others."""
+    read = _one_of(*others, word)
+    return lambda name, text: read(name, text) == word
+
+
+_DURATIONS: Final = {
+    "ZSTRAT_CONNECT_TIMEOUT": "connect",
+    "ZSTRAT_DRAIN": "drain",
+    "ZSTRAT_HANDOVER": "handover",
+    "ZSTRAT_LEASH": "leash",
+    "ZSTRAT_PATIENCE": "patience",
+    "ZSTRAT_RESOLVE": "resolve",
+    "ZSTRAT_TURN": "turn",
+}
+"""The field of `Timeouts` that each variable sets."""
+
+_DURATIONS_OF_DAEMONS: Final = (
+    "ZSTRAT_CONNECT_TIMEOUT",
+    "ZSTRAT_DRAIN",
+    "ZSTRAT_HANDOVER",
+    "ZSTRAT_PATIENCE",
+)
+"""Those that tasks have to agree on with their program, or obey for it."""
+
+_OTHERS: Final[Mapping[str, tuple[str, Read]]] = {
+    "ZSTRAT_CHOICES": ("choices", _path),
+    "ZSTRAT_HTTP": ("http", _text),
+    "ZSTRAT_HTTP_TOKEN": ("http_token", _text),
+    "ZSTRAT_INSECURE": ("insecure", _is("1", "", "0")),
+    "ZSTRAT_KEYS": ("keys", _path),
+    "ZSTRAT_LANE": ("lane", _one_of(*LANES)),
+    "ZSTRAT_LOG": ("log_json", _is("json", "", "text")),
+    "ZSTRAT_OUTPUT": ("output", _one_of(*OUTPUTS)),
+    "ZSTRAT_PREFETCH": ("prefetch", _prefetch),
+    "ZSTRAT_STATE": ("state", _path),
+    "ZSTRAT_TRACEBACK": ("traceback", _one_of("short", "full")),
+}
+"""The field of `Settings` that each other variable sets, and how it is read."""
+
+NAMES: Final = (*_DURATIONS, *_OTHERS)

@@ -20,7 +20,7 @@ from zstrat.errors import (
     ResourceExhaustedError,
 )
 from zstrat.testing import full_disk
-from zstrat.wire import DTYPES
+from zstrat.wire import DTYPES, raw
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 tensors = st.dictionaries(
@@ -41,7 +41,7 @@ def written(path, arrays, metadata=None) -> list[str]:
     infos = [TensorInfo(n, a.dtype.name, a.shape) for n, a in arrays.items()]
     with TensorWriter(str(path), infos, metadata) as writer:
         for array in arrays.values():
-            writer.write_array(array)
+            writer.write(raw(array))
         digests = writer.finish()
     assert path.stat().st_size == writer.size
     return digests

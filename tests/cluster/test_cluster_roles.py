@@ -1,4 +1,4 @@
-"""Who leads, who saves, and who is there, by TensorFlow's rules."""
+"""Who saves and who loads, by TensorFlow's rules."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from zstrat.cluster import (
-    coordination_leader,
-    has_worker,
     should_load_checkpoint,
     should_save_checkpoint,
     should_save_summary,
@@ -21,25 +19,6 @@ FULL: dict[str, Any] = {
     "evaluator": ["e:1"],
 }
 WORKERS: dict[str, Any] = {"worker": ["w0:1", "w1:1"]}
-
-
-@pytest.mark.parametrize(
-    ("cluster", "leader"),
-    [
-        (FULL, "/job:ps/replica:0/task:0"),
-        ({"chief": ["c:1"], **WORKERS}, "/job:chief/replica:0/task:0"),
-        (WORKERS, "/job:worker/replica:0/task:0"),
-        ({}, ""),
-    ],
-)
-def test_the_one_that_all_know(cluster: Any, leader: str) -> None:
-    assert coordination_leader(cluster) == leader
-
-
-def test_has_worker() -> None:
-    assert has_worker(FULL)
-    assert not has_worker({"chief": ["c:1"], "worker": []})
-    assert not has_worker({})
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import pytest
 
 from zstrat.cluster import (
-    collective_leader,
-    coordination_leader,
     id_in_cluster,
     is_chief,
     should_save_checkpoint,
@@ -32,16 +30,6 @@ def test_the_tasks_that_are_there_are_numbered_without_gaps(cluster):
 def test_a_task_that_is_not_there_has_no_number():
     with pytest.raises(ValueError, match="no `task_id` 1"):
         id_in_cluster({"worker": {0: "w:0", 2: "w:2"}}, "worker", 1)
-
-
-def test_the_leaders_are_tasks_that_are_there():
-    assert collective_leader({"worker": {2: "b:1", 1: "a:1"}}, "worker", 2) == (
-        "/job:worker/replica:0/task:1"
-    )
-    assert coordination_leader({"worker": {3: "w:3"}}) == "/job:worker/replica:0/task:3"
-    chief = {"chief": ["c:1"], "worker": {3: "w:3"}}
-    assert collective_leader(chief, "worker", 3) == "/job:chief/replica:0/task:0"
-    assert coordination_leader({"ps": ["p:1"], **chief}) == "/job:ps/replica:0/task:0"
 
 
 @pytest.mark.parametrize("cluster", SPARSE)

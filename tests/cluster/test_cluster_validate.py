@@ -8,7 +8,6 @@ import pytest
 
 from zstrat.cluster import (
     ClusterSpec,
-    collective_leader,
     id_in_cluster,
     is_chief,
     normalize_cluster_spec,
@@ -129,10 +128,3 @@ def test_chief() -> None:
     assert is_chief(CHIEFLESS, "worker", 0)
     assert not is_chief(CHIEFLESS, "worker", 1)
     assert not is_chief(CHIEFLESS, "ps", 0)
-
-
-def test_leader() -> None:
-    assert collective_leader(FULL, "worker", 1) == "/job:chief/replica:0/task:0"
-    assert collective_leader(CHIEFLESS, "worker", 1) == "/job:worker/replica:0/task:0"
-    assert collective_leader(FULL, "evaluator", 0) == ""
-    assert collective_leader({}, "worker", 0) == ""

@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zstrat.collectives import Act
+from zstrat.collectives import ALGORITHMS, Act
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
     from zstrat.collectives import Schedule, ScheduleProgress
+
+
+def made_by(call: str, algorithm: str) -> Callable[..., Schedule]:
+    """What makes the schedule of a rank, from rank and size, and the root if there is
+    one."""
+    return ALGORITHMS[call][algorithm].make
+
+
+def all_made_by(call: str) -> list[Callable[..., Schedule]]:
+    """The same of all algorithms of a call."""
+    return [each.make for each in ALGORITHMS[call].values()]
 
 
 def deliver(

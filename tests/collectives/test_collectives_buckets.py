@@ -39,7 +39,7 @@ def test_large_arrays_may_travel_alone_without_a_copy() -> None:
     arrays = [np.ones(3, np.float32), np.ones((4, 25), np.float32), np.ones(2, "f4")]
     found = buckets([(a.dtype, a.size) for a in arrays], alone=400)
     assert members(found) == [(2, 0), (1,)]
-    assert np.shares_memory(found[1].flat(arrays), arrays[1])
+    assert np.shares_memory(found[1].flat(arrays, np.empty), arrays[1])
 
 
 def test_no_arrays_no_buckets() -> None:
@@ -68,7 +68,7 @@ def test_everything_comes_back(shapes, limit, alone) -> None:
     arrays = [array.T for array in arrays]  # not in C order
     back: dict[int, np.ndarray] = {}
     for bucket in buckets([(a.dtype, a.size) for a in arrays], limit, alone):
-        flat = bucket.flat(arrays)
+        flat = bucket.flat(arrays, np.empty)
         assert flat.dtype == bucket.dtype
         assert flat.ndim == 1
         assert flat.nbytes == bucket.nbytes

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collectives_hops import deliver
+from collectives_hops import deliver, made_by
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zstrat.collectives as zc
 from zstrat.collectives import (
     Compression,
     Compressor,
@@ -27,7 +26,10 @@ def codec_of(kind: str, dtype: str = "float32", op: str = "SUM"):
     return compressor.codec("x", reduction_of(op, DTYPES[dtype], 2))
 
 
-def all_reduce(compressors, values, op="MEAN", schedule=zc.ring_all_reduce):
+RING = made_by("all_reduce", "ring")
+
+
+def all_reduce(compressors, values, op="MEAN", schedule=RING):
     """One call of all ranks; results ``[ranks, n]``, and the bytes that travelled."""
     size = len(values)
     reduction = reduction_of(op, values.dtype, size)
@@ -102,7 +104,11 @@ def test_what_was_left_out_comes_later(kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "schedule",
-    [zc.ring_all_reduce, zc.halving_doubling_all_reduce, zc.double_tree_all_reduce],
+    [
+        RING,
+        made_by("all_reduce", "halving_doubling"),
+        made_by("all_reduce", "double_tree"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_all_ranks_have_the_same_bits(kind, schedule, dtype) -> None:

@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from zstrat.collectives import ALGORITHMS, LinkCost, cost
-from zstrat.collectives.schedules import _cost as module
+from benchmarks.line_cost import LinkCost, are_alike, cost
+from zstrat.collectives import ALGORITHMS
 
 SIZES = [2, 3, 4, 7, 8, 16, 17]
 LINE = LinkCost(bandwidth=1e9, latency=1e-4)
@@ -102,17 +102,13 @@ def test_two_trees_use_the_lines_better_than_one(n) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_one_rank_stands_for_all_where_all_do_the_same(n, monkeypatch) -> None:
+def test_one_rank_stands_for_all_where_all_do_the_same(n) -> None:
     for call, named in ALGORITHMS.items():
-        for name, algorithm in named.items():
-            if not algorithm.even_for(n):
-                continue
-            chunk = S // (3 * n)
-            one = cost(call, name, n, S, LINE, chunk)
-            slow = algorithm._replace(is_even=False)
-            monkeypatch.setattr(module, "algorithm_named", lambda *_, each=slow: each)
-            assert one == pytest.approx(cost(call, name, n, S, LINE, chunk)), name
-            monkeypatch.undo()
+        for name in named:
+            if are_alike(call, name, n):
+                what = (call, name, n, S, LINE, S // (3 * n))
+                one, each = cost(*what), cost(*what, one_for_all=False)
+                assert one == pytest.approx(each), name
 
 
 def test_work_per_hop_counts() -> None:

@@ -10,23 +10,15 @@ import random
 
 import numpy as np
 import pytest
-from collectives_hops import deliver
+from collectives_hops import all_made_by, deliver, made_by
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zstrat.collectives as zc
 from zstrat.collectives import ScheduleProgress, parts, reduction_of
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
-ALL_REDUCES = [
-    zc.ring_all_reduce,
-    zc.halving_doubling_all_reduce,
-    zc.doubling_all_reduce,
-    zc.tree_all_reduce,
-    zc.double_tree_all_reduce,
-    zc.direct_all_reduce,
-]
+ALL_REDUCES = all_made_by("all_reduce")
 OPS = ["SUM", "MEAN", "MIN", "MAX"]
 sizes = st.integers(1, 17)
 counts = st.integers(0, 700)
@@ -118,7 +110,7 @@ def test_all_ranks_have_the_same_bits(
     )
 
 
-@pytest.mark.parametrize("schedule", [zc.ring_reduce_scatter, zc.direct_reduce_scatter])
+@pytest.mark.parametrize("schedule", all_made_by("reduce_scatter"))
 @given(size=sizes, count=counts, chunk=chunks, frozen=st.booleans(), seed=seeds)
 def test_reduce_scatter(schedule, size, count, chunk, frozen, seed) -> None:
     draw = np.random.default_rng(seed)
@@ -142,9 +134,7 @@ def test_reduce_scatter(schedule, size, count, chunk, frozen, seed) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize(
-    "schedule", [zc.ring_all_gather, zc.doubling_all_gather, zc.direct_all_gather]
-)
+@pytest.mark.parametrize("schedule", all_made_by("all_gather"))
 @given(data=st.data(), size=sizes, chunk=chunks, frozen=st.booleans(), seed=seeds)
 def test_all_gather_of_uneven_blocks(schedule, data, size, chunk, frozen, seed) -> None:
     lengths = data.draw(st.lists(st.integers(0, 90), min_size=size, max_size=size))
@@ -169,9 +159,7 @@ def test_all_gather_of_uneven_blocks(schedule, data, size, chunk, frozen, seed) 
         np.testing.assert_array_equal(result, expected)
 
 
-@pytest.mark.parametrize(
-    "schedule", [zc.tree_broadcast, zc.scatter_broadcast, zc.chain_broadcast]
-)
+@pytest.mark.parametrize("schedule", all_made_by("broadcast"))
 @given(data=st.data(), size=sizes, count=counts, chunk=chunks, seed=seeds)
 def test_broadcast(schedule, data, size, count, chunk, seed) -> None:
     """The root's own array is its result as well."""
@@ -207,7 +195,7 @@ def test_all_to_all(data, size, chunk, seed) -> None:
         gets = dict(zip(column, np.split(result, ends), strict=True))
         calls.append(
             ScheduleProgress(
-                zc.pairwise_all_to_all(rank, size),
+                made_by("all_to_all", "pairwise")(rank, size),
                 [give.get(b) for b in range(size * size)],
                 [gets.get(b) for b in range(size * size)],
                 chunk_bytes=chunk,
@@ -226,43 +214,20 @@ def test_all_to_all(data, size, chunk, seed) -> None:
 def test_barrier(size, seed) -> None:
     nothing = np.empty(0, np.uint8)
     calls = [
-        ScheduleProgress(zc.dissemination_barrier(rank, size), [nothing], [None])
+        ScheduleProgress(
+            made_by("barrier", "dissemination")(rank, size), [nothing], [None]
+        )
         for rank in range(size)
     ]
     hops = deliver(calls, random.Random(seed))
     assert hops == size * (size - 1).bit_length()
 
 
-@given(size=sizes, root=st.integers(0, 16), seed=seeds)
-def test_reduce_and_gather_to_a_root(size, root, seed) -> None:
-    root %= size
-    values = np.random.default_rng(seed).integers(-9, 9, (size, 50)).astype(np.int64)
-    result = np.zeros(50, np.int64)
-    gathered = np.zeros((size, 50), np.int64)
-    reduction = reduction_of("MAX", values.dtype, size)
-    reduces, gathers = [], []
-    for rank in range(size):
-        own = result if rank == root else None
-        made = zc.tree_reduce(rank, size, root)
-        reduces.append(
-            ScheduleProgress(made, [values[rank]], [own], reduction=reduction)
-        )
-        gives = [values[rank] if block == rank else None for block in range(size)]
-        gets = list(gathered) if rank == root else [None] * size
-        gathers.append(
-            ScheduleProgress(zc.direct_gather(rank, size, root), gives, gets)
-        )
-    deliver(reduces, random.Random(seed))
-    deliver(gathers, random.Random(seed))
-    np.testing.assert_array_equal(result, values.max(0))
-    np.testing.assert_array_equal(gathered, values)
-
-
 def pair(count: int = 300, chunk: int = 1024) -> list[ScheduleProgress]:
     """Two ranks that sum ``count`` ones; blocks of chunks of 1 KiB."""
     return [
         ScheduleProgress(
-            zc.ring_all_reduce(rank, 2),
+            made_by("all_reduce", "ring")(rank, 2),
             parts(np.ones(count, np.float32), 2),
             parts(np.zeros(count, np.float32), 2),
             reduction=reduction_of("SUM", np.float32, 2),
@@ -320,7 +285,7 @@ def test_a_finished_block_of_another_length_is_refused() -> None:
 
 def test_sources_for_every_block() -> None:
     with pytest.raises(ValueError, match="1 sources and 2 results for a schedule of 2"):
-        ScheduleProgress(zc.ring_all_reduce(0, 2), [None], [None, None])
+        ScheduleProgress(made_by("all_reduce", "ring")(0, 2), [None], [None, None])
 
 
 def test_contributions_of_few_bits_travel_as_they_are() -> None:
@@ -329,7 +294,7 @@ def test_contributions_of_few_bits_travel_as_they_are() -> None:
     sent = []
     calls = [
         ScheduleProgress(
-            zc.ring_all_reduce(rank, 2),
+            made_by("all_reduce", "ring")(rank, 2),
             parts(values[rank], 2),
             parts(values[rank], 2),
             reduction=reduction_of("SUM", np.float16, 2),

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from collectives_hops import contributions
+from collectives_hops import all_made_by, contributions, made_by
 
-import zstrat.collectives as zc
 from zstrat.collectives import Act
 
 SIZES = range(1, 18)
-ALL_REDUCES = [
-    zc.ring_all_reduce,
-    zc.halving_doubling_all_reduce,
-    zc.doubling_all_reduce,
-    zc.tree_all_reduce,
-    zc.double_tree_all_reduce,
-    zc.direct_all_reduce,
-]
-BROADCASTS = [zc.tree_broadcast, zc.scatter_broadcast, zc.chain_broadcast]
-ALL_GATHERS = [zc.ring_all_gather, zc.doubling_all_gather, zc.direct_all_gather]
-REDUCE_SCATTERS = [zc.ring_reduce_scatter, zc.direct_reduce_scatter]
+ALL_REDUCES = all_made_by("all_reduce")
+BROADCASTS = all_made_by("broadcast")
+ALL_GATHERS = all_made_by("all_gather")
+REDUCE_SCATTERS = all_made_by("reduce_scatter")
 
 
 def all_ranks(schedule, size, *rest):
@@ -74,17 +66,8 @@ def test_broadcast(schedule, size) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_reduce_and_gather_to_a_root(size) -> None:
-    for root in {0, size // 2, size - 1}:
-        held = contributions(all_ranks(zc.tree_reduce, size, root))
-        assert held[root] == [frozenset(range(size))]
-        held = contributions(all_ranks(zc.direct_gather, size, root))
-        assert held[root] == [frozenset([block]) for block in range(size)]
-
-
-@pytest.mark.parametrize("size", SIZES)
 def test_all_to_all(size) -> None:
-    ranks = all_ranks(zc.pairwise_all_to_all, size)
+    ranks = all_ranks(made_by("all_to_all", "pairwise"), size)
     held = contributions(ranks)
     for rank, schedule in enumerate(ranks):
         assert schedule.result == tuple(i * size + rank for i in range(size))
@@ -96,7 +79,7 @@ def test_all_to_all(size) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_leaves_the_barrier_before_all_have_come(size) -> None:
     """Each hop tells all that its sender knows; in the end everyone knows of all."""
-    ranks = all_ranks(zc.dissemination_barrier, size)
+    ranks = all_ranks(made_by("barrier", "dissemination"), size)
     knows = [{rank} for rank in range(size)]
     told: dict[tuple[int, int], set[int]] = {}
     for step in range(ranks[0].places):
@@ -114,29 +97,33 @@ def test_nobody_leaves_the_barrier_before_all_have_come(size) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_hops_are_as_many_as_the_docstrings_say(size) -> None:
     others, depth = size - 1, (size - 1).bit_length()
-    for rank in range(size):
-        assert sent(zc.ring_all_reduce(rank, size)) == 2 * others  # of 1/size each
-        assert sent(zc.direct_all_reduce(rank, size)) == 2 * others
-        assert sent(zc.ring_reduce_scatter(rank, size)) == others
-        assert sent(zc.ring_all_gather(rank, size)) == others
-        assert sent(zc.doubling_all_gather(rank, size)) == others
-        assert sent(zc.pairwise_all_to_all(rank, size)) == others
-        assert sent(zc.dissemination_barrier(rank, size)) == depth
-        assert sent(zc.tree_broadcast(rank, size)) <= depth
-        assert sent(zc.chain_broadcast(rank, size)) <= 1
-        assert sent(zc.double_tree_all_reduce(rank, size)) <= 4  # of half the array
-        if size & others == 0:
-            assert sent(zc.halving_doubling_all_reduce(rank, size)) == 2 * others
-            assert sent(zc.doubling_all_reduce(rank, size)) == depth
-    total = sum(sent(zc.tree_all_reduce(rank, size)) for rank in range(size))
-    assert total == 2 * others
+
+    def hops(call, algorithm, *root) -> list[int]:
+        """Of each rank."""
+        return [sent(each) for each in all_ranks(made_by(call, algorithm), size, *root)]
+
+    twice, once = [2 * others] * size, [others] * size
+    assert hops("all_reduce", "ring") == twice  # of 1/size each
+    assert hops("all_reduce", "direct") == twice
+    assert hops("reduce_scatter", "ring") == once
+    assert hops("all_gather", "ring") == once
+    assert hops("all_gather", "doubling") == once
+    assert hops("all_to_all", "pairwise") == once
+    assert hops("barrier", "dissemination") == [depth] * size
+    assert max(hops("broadcast", "tree", 0)) <= depth
+    assert max(hops("broadcast", "chain", 0)) <= 1
+    assert max(hops("all_reduce", "double_tree")) <= 4  # of half the array
+    assert sum(hops("all_reduce", "tree")) == 2 * others
+    if size & others == 0:
+        assert hops("all_reduce", "halving_doubling") == twice
+        assert hops("all_reduce", "doubling") == [depth] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_inner_rank_of_one_tree_is_a_leaf_of_the_other(size) -> None:
     """Ranks may be the root of one of them besides: it has one child."""
     for rank in range(size):
-        trees = zc.double_tree_all_reduce(rank, size).blocks
+        trees = made_by("all_reduce", "double_tree")(rank, size).blocks
         inner = [
             any(action.act is Act.REDUCE for action in actions)
             and all(action.act is not Act.FINISH for action in actions)

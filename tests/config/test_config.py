@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from zstrat.config import LANES, Settings, Timeouts, read_toml, settings_from
+from zstrat.config import (
+    LANES,
+    Settings,
+    Timeouts,
+    daemon_variables,
+    read_toml,
+    settings_from,
+)
 
 
 def test_nothing_said_is_the_default() -> None:
@@ -64,6 +71,12 @@ def test_everything_said() -> None:
         output="files",
         choices=Path("/etc/zstrat/choices.toml"),
     )
+
+
+def test_a_daemon_reads_what_its_program_tells() -> None:
+    times = Timeouts(patience=2.5, connect=9.0, drain=10.0, handover=30.0)
+    settings = Settings(times, state=Path("/var/lib/zstrat"))
+    assert settings_from(daemon_variables(settings)) == settings
 
 
 @pytest.mark.parametrize("text", ["", "0"])

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.data import AutoShardPolicy, Worker, batch_sizes_for_worker
-from zstrat.data._autoshard import cutter, sharing_policy
+from zstrat.data._autoshard import sharing_policy
+from zstrat.data._replica_rows import cutter
 
 OFF, AUTO = AutoShardPolicy.OFF, AutoShardPolicy.AUTO
 FILE, DATA, HINT = AutoShardPolicy.FILE, AutoShardPolicy.DATA, AutoShardPolicy.HINT

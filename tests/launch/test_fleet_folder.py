@@ -65,7 +65,7 @@ def test_why_an_attempt_ended_is_not_read_from_the_one_before(tmp_path):
     log = tmp_path / "log"
     log.write_text("No module named zstrat\n")
     task = FleetTask("ps", 0, "here")
-    launch = TaskLaunch(task, "", {}, {}, (), 1, 0, log, log.stat().st_size)
+    launch = TaskLaunch(task, "", {}, {}, 1, 0, log, log.stat().st_size)
     with log.open("a") as file:
         file.write("license server is down\n")
     assert launch.said() == "license server is down\n"

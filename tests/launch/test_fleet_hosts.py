@@ -140,7 +140,7 @@ async def test_a_daemon_beside_an_actor(tmp_path, capfd):
     files = [tmp_path / "keys" / "ps.secret", *(tmp_path / "keys").glob("*.public")]
     keys = {file.name: file.read_text() for file in files}
     launch = TaskLaunch(
-        FleetTask("ps", 0, "here"), "", keys, {}, (), 1, 0, tmp_path / "log"
+        FleetTask("ps", 0, "here"), "", keys, {}, 1, 0, tmp_path / "log"
     )
     addresses = []
     for end in ("kill", "drain"):
@@ -153,7 +153,7 @@ async def test_a_daemon_beside_an_actor(tmp_path, capfd):
             await getattr(host, end)()
             over = await host.over()
         launch = TaskLaunch(
-            launch.task, addresses[-1], keys, {}, (), 1, 0, tmp_path / "log"
+            launch.task, addresses[-1], keys, {}, 1, 0, tmp_path / "log"
         )
         assert (over.code, over.mistake) == (-9 if end == "kill" else 0, None)
     assert addresses[0] == addresses[1]

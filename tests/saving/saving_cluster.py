@@ -30,7 +30,7 @@ from zstrat.variables import (
     creator,
     handle,
 )
-from zstrat.wire import SnapshotWritten, TensorEntry, UpdateOp
+from zstrat.wire import SnapshotWritten, TensorEntry, UpdateOp, raw
 
 decoded = functools.lru_cache(Binding.decoded)  # traced once for all examples
 
@@ -96,7 +96,7 @@ class Servers:
         ]
         with TensorWriter(path, infos) as writer:
             for array in tensors:
-                writer.write_array(array)
+                writer.write(raw(array))
             return SnapshotWritten(writer.finish(), writer.size)
 
     async def read_snapshot(self, ps, snapshot, place, offset, size):

@@ -69,7 +69,7 @@ def test_a_full_disk_is_full_for_the_named_process_and_grows_again(tmp_path):
 def test_a_thread_and_a_process_that_are_left_are_named():
     gate = threading.Event()
     left = threading.Thread(target=gate.wait, name="zstrat of the test", daemon=True)
-    with pytest.raises(AssertionError, match="zstrat of the test"), leak_check():
+    with pytest.raises(AssertionError, match="zstrat of the test"), leak_check(0.1):
         left.start()
     gate.set()
     left.join()

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.rows import aligned
-from zstrat.wire import raw
 
 from ._disk import Digest, blamed, bytes_of, create, send_off, sync_folder, write_all
 from ._header import encode_header
@@ -246,10 +245,6 @@ class TensorWriter:
             view = view[part.nbytes :]
             if not self._left:
                 self._end()
-
-    def write_array(self, array: np.ndarray) -> None:
-        """`write` for an array of any dtype of the wire, in any layout."""
-        self.write(raw(array))
 
     def finish(self) -> list[str]:
         """Brings all to the disk; returns the digest of each tensor, in order.

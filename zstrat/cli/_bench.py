@@ -13,11 +13,10 @@ import click
 
 from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
 from zstrat.collectives import Group, fitted
-from zstrat.errors import ZstratError
 from zstrat.launch import SIZES, Calibration, calibrate, calibrate_tasks
 from zstrat.transport import run as run_loop
 
-from ._options import fail, settings
+from ._options import failures, settings
 from ._signals import as_interrupts, interruptible
 from ._tables import size
 
@@ -80,15 +79,13 @@ def collectives(
     the first one tells what was found. Without a task in TF_CONFIG, among processes of
     this machine.
     """
-    try:
+    with failures():
         resolver = _resolver(cluster)
         if resolver is None:
             plan = Calibration(ranks or _PROCESSES, _sizes(sizes), lane)
             code = _on_this_machine(plan, file)
         else:
             code = _among_tasks(resolver, ranks, _sizes(sizes), lane, file)
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
     sys.exit(code)
 
 

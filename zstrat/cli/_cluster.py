@@ -21,7 +21,7 @@ from zstrat.errors import ZstratError
 from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
 
-from ._options import fail, settings
+from ._options import fail, failures, settings
 from ._signals import as_interrupts, heard_by, interruptible
 from ._tables import lines, table
 
@@ -171,12 +171,10 @@ def run(
     had a moment to say what they lost; so does Ctrl-C. What follows SCRIPT is for it.
     """
     command = (sys.executable, script, *arguments)
-    try:
+    with failures():
         times = settings(None).timeouts
         # A connection that broke has ``reconnect`` before a survivor hears of it.
         notice = times.reconnect + _WORDS
         copies = Copies(command, workers, lane, restarts, times.drain, notice)
         code = run_loop(interruptible(run_copies(copies, click.echo)))
-    except (ValueError, OSError) as error:
-        fail(error)
     sys.exit(code)

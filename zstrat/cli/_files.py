@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import click
 
-from zstrat.errors import ZstratError
 from zstrat.launch import write_units
 from zstrat.launch.manifests import (
     KINDS,
@@ -24,7 +23,7 @@ from zstrat.launch.manifests import (
 from zstrat.transport import NEXT, PREVIOUS, generate_keys, rotate_keys
 from zstrat.wire import Job
 
-from ._options import fail
+from ._options import fail, failures
 
 _COUNT = click.IntRange(min=1)
 
@@ -61,19 +60,15 @@ def keygen(
         raise click.UsageError(
             "say how many tasks get keys: --per-task --ps 2 --workers 4"
         )
-    try:
+    with failures():
         made = generate_keys(directory, tasks)
-    except (ZstratError, OSError, ValueError) as error:
-        fail(error)
     for path in made:
         click.echo(path)
 
 
 def _rotate(directory: Path) -> None:
-    try:
+    with failures():
         done = rotate_keys(directory)
-    except OSError as error:
-        fail(error)
     click.echo(_STEPS[done].format(directory))
 
 
@@ -96,11 +91,9 @@ _STEPS: Final = {
 @click.option("--config", type=Path, default=Path("/etc/zstrat"), show_default=True)
 def units(bindir: Path, to: Path, config: Path) -> None:
     """Write the systemd units. For programs in BINDIR, a cluster file in CONFIG."""
-    try:
+    with failures():
         for path in write_units(bindir, to, config):
             click.echo(path)
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 _AMOUNTS = "NAME=AMOUNT,..."

@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.live import Live
 
 from zstrat.config import environment
-from zstrat.errors import ZstratError
 from zstrat.launch import ObservedRun, Observer, examine, examine_run, observe
 from zstrat.transport import run as run_loop
 from zstrat.transport.health import dashboard as serve_page
 
-from ._options import cluster_options, fail, settings, spec
+from ._options import cluster_options, failures, settings, spec
 from ._signals import heard_by, interruptible
 from ._tables import lines, table
 from ._top import watch
@@ -48,10 +47,8 @@ def status(
     if again:
         sys.exit(_again(cluster, keys, timeout, as_json))
     chosen = settings(keys)
-    try:
+    with failures():
         seen = run_loop(observe(spec(cluster), chosen, timeout))
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
     if sys.stdout.isatty() and not as_json:
         Console().print(table(seen))
     else:
@@ -106,13 +103,11 @@ def doctor(
     asked = click.get_current_context().get_parameter_source("seconds")
     if asked is not ParameterSource.DEFAULT:
         raise click.UsageError("--seconds goes with --run")
-    try:
+    with failures():
         chosen = settings(keys)
         known = cluster is not None or environment().get("TF_CONFIG")
         tasks = spec(cluster) if known else None
         findings = run_loop(examine(tasks, chosen, timeout))
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
     for finding in findings:
         click.echo(_worded(finding))
     sys.exit(any(finding.ok is False for finding in findings))
@@ -127,12 +122,10 @@ def _examine_run(
 ) -> NoReturn:
     chosen = settings(keys)
     err = Console(stderr=True)
-    try:
+    with failures():
         with err.status(f"looking for {seconds:g} s") if err.is_terminal else nothing():
             looking = _look_at_run(spec(cluster), chosen, seconds, timeout)
             found = run_loop(looking)
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
@@ -199,11 +192,9 @@ def dashboard(
     or one that is made and printed. A program can show more of its run: zs.dashboard().
     """
     chosen = settings(keys)
-    try:
+    with failures():
         # A signal is how it is meant to end: 0.
         run_loop(interruptible(_serve(spec(cluster), chosen, timeout, http)))
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
 
 
 async def _serve(

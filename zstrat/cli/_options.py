@@ -3,6 +3,7 @@ command ends whose options cannot be."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import click
 
 from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
 from zstrat.config import environment, settings_from
+from zstrat.errors import ZstratError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
@@ -34,10 +36,8 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def settings(keys: Path | None) -> Settings:
     """From ``ZSTRAT_*``, with this folder of keys if one is given."""
-    try:
+    with failures():
         found = settings_from(environment())
-    except ValueError as error:
-        fail(error)
     return found if keys is None else dataclasses.replace(found, keys=keys)
 
 
@@ -58,6 +58,16 @@ def fail(error: Exception) -> NoReturn:
     """Says what was wrong, and ends with 2."""
     click.echo(f"zstrat: {error}", err=True)
     sys.exit(2)
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[None]:
+    """What is wrong with the cluster, with what was said, or with a file, and is found
+    in the block, ends the command (`fail`)."""
+    try:
+        yield
+    except (ZstratError, ValueError, OSError) as error:
+        fail(error)
 
 
 class QueueingCommand(click.Command):

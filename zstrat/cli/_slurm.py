@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from zstrat.config import environment
-from zstrat.errors import ZstratError
+from zstrat.config import TRY_AGAIN, environment
 from zstrat.launch import GPUS_BY_NODE, requeue, run_beside, slurm, slurm_program
 
-from ._options import fail, settings
+from ._options import failures, settings
 from ._signals import as_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-TRY_AGAIN: Final = 75
-"""Exit code of a program that saved what it did, and wants to go on later."""
 
 _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
 
@@ -68,7 +64,7 @@ def slurm_command(
             "value of an option of sbatch is in the same word, as in --partition=gpu"
         )
     program = [str(script.absolute()), *command[1:]]
-    try:
+    with failures():
         if here:
             if options:
                 raise ValueError(
@@ -86,8 +82,6 @@ def slurm_command(
         sys.exit(
             subprocess.run([sbatch], input=text, text=True, check=False).returncode
         )
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
 
 
 def batch_script(

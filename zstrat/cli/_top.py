@@ -20,12 +20,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from zstrat.errors import ZstratError
 from zstrat.launch import Observer, told_by
 from zstrat.telemetry import WORKER_PHASES, limits, report
 from zstrat.transport import run as run_loop
 
-from ._options import cluster_options, fail, settings, spec
+from ._options import cluster_options, failures, settings, spec
 from ._signals import interruptible
 from ._tables import percent, seconds, size
 
@@ -110,10 +109,8 @@ def watch(
                     await asyncio.sleep(max(0.0, due - loop.time()))
         return code
 
-    try:
+    with failures():
         return run_loop(interruptible(looking()))
-    except (ZstratError, ValueError, OSError) as error:
-        fail(error)
 
 
 def observed(seen: Iterable[TaskStatus]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from zstrat.errors import ZstratError
 from zstrat.launch import run_beside, ssh
 
 from ._cluster import how_to_connect, toml
-from ._options import QueueingCommand, fail, settings
+from ._options import QueueingCommand, fail, failures, settings
 from ._signals import as_interrupts
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ def up(
 @click.argument("hosts", type=_HOSTS)
 def down(hosts: Path) -> None:
     """End what `zstrat up` runs for this file. Returns when all tasks have ended."""
-    try:
+    with failures():
         has_run = ended(folder_of(hosts), signal.SIGTERM)
-    except (ValueError, OSError) as error:
-        fail(error)
     click.echo("all tasks ended" if has_run else f"nothing runs for {hosts}")
 
 

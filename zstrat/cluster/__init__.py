@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from ._resolver import SimpleClusterResolver as SimpleClusterResolver
     from ._resolver import UnionResolver as UnionResolver
     from ._resolver import cluster_spec_of as cluster_spec_of
-    from ._roles import collective_leader as collective_leader
-    from ._roles import coordination_leader as coordination_leader
-    from ._roles import has_worker as has_worker
     from ._roles import id_in_cluster as id_in_cluster
     from ._roles import is_chief as is_chief
     from ._roles import should_load_checkpoint as should_load_checkpoint
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from ._roles import worker_count as worker_count
     from ._sagemaker import SageMakerClusterResolver as SageMakerClusterResolver
     from ._slurm import SlurmClusterResolver as SlurmClusterResolver
-    from ._spec import TASK_TYPES as TASK_TYPES
     from ._spec import ClusterSpec as ClusterSpec
     from ._spec import host_and_port as host_and_port
     from ._spec import normalize_cluster_spec as normalize_cluster_spec
@@ -69,14 +65,13 @@ else:
                     "SimpleClusterResolver UnionResolver cluster_spec_of"
                 ),
                 "._roles": (
-                    "collective_leader coordination_leader has_worker id_in_cluster "
-                    "is_chief should_load_checkpoint should_save_checkpoint "
-                    "should_save_summary worker_count"
+                    "id_in_cluster is_chief should_load_checkpoint "
+                    "should_save_checkpoint should_save_summary worker_count"
                 ),
                 "._sagemaker": "SageMakerClusterResolver",
                 "._slurm": "SlurmClusterResolver",
                 "._spec": (
-                    "TASK_TYPES ClusterSpec host_and_port normalize_cluster_spec "
+                    "ClusterSpec host_and_port normalize_cluster_spec "
                     "task_count validate_cluster_spec"
                 ),
                 "._tf_config": "TFConfigClusterResolver",

@@ -26,7 +26,7 @@ from ._hostlist import MAX_HOSTS
 from ._ports import agreed_port
 from ._resolver import SimpleClusterResolver
 from ._slurm import SlurmClusterResolver
-from ._spec import ClusterSpec, host_and_port
+from ._spec import host_and_port, ranked_cluster
 from ._tf_config import TFConfigClusterResolver
 
 if TYPE_CHECKING:
@@ -310,12 +310,9 @@ def resolver_of(
             f"the jobs {tasks} are {sum(tasks.values())} tasks, and {launch.size} "
             f"processes were started ({launch.said_by})"
         )
-    names = [(job, index) for job in sorted(tasks) for index in range(tasks[job])]
-    cluster: dict[str, list[str]] = {job: [] for job in sorted(tasks)}
-    for (job, _), address in zip(names, launch.addresses, strict=True):
-        cluster[job].append(address)
+    spec, names = ranked_cluster(tasks, launch.addresses)
     job, index = names[launch.rank]
-    return SimpleClusterResolver(ClusterSpec(cluster), task_type=job, task_id=index)
+    return SimpleClusterResolver(spec, task_type=job, task_id=index)
 
 
 def apart(launch: Launch) -> str:

@@ -67,9 +67,10 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job that this process is a task of ("worker", "ps", ...); None if it is
-        not known. May be set."""
-        return self._task_type
+        """The job that this process is a task of ("worker", "ps", ...): as it was set,
+        else as the resolver finds it; None if it is not known."""
+        said = self._task_type
+        return self._found_task_type() if said is None else str(said)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -77,9 +78,11 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The number of this process in its job, from 0; None if it is not known. May
-        be set."""
-        return self._task_id
+        """The number of this process in its job, from 0: as it was set, else as the
+        resolver finds it; None if it is not known."""
+        said = self._task_id
+        # Programs say what they find in their environment, which is a text: "1" is 1.
+        return self._found_task_id() if said is None else int(said)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -87,11 +90,21 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        return self._rpc_layer
+        said = self._rpc_layer
+        return self._found_rpc_layer() if said is None else said
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    def _found_task_type(self) -> str | None:
+        return None
+
+    def _found_task_id(self) -> int | None:
+        return None
+
+    def _found_rpc_layer(self) -> str | None:
+        return None
 
 
 class SourceResolver(ClusterResolver):
@@ -159,47 +172,6 @@ class SourceResolver(ClusterResolver):
     def environment(self) -> str:
         said = self._environment
         return (self._found_environment() or "") if said is None else said
-
-    @property
-    def task_type(self) -> str | None:
-        """The job that this process is a task of: as it was set, else as the source
-        says; None if neither says."""
-        said = self._task_type
-        return self._found_task_type() if said is None else str(said)
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The number of this process in its job: as it was set, else as the source
-        says; None if neither says."""
-        said = self._task_id
-        # Programs say what they find in their environment, which is a text: "1" is 1.
-        return self._found_task_id() if said is None else int(said)
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        said = self._rpc_layer
-        return self._found_rpc_layer() if said is None else said
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    def _found_task_type(self) -> str | None:
-        return None
-
-    def _found_task_id(self) -> int | None:
-        return None
-
-    def _found_rpc_layer(self) -> str | None:
-        return None
 
     def _found_environment(self) -> str | None:
         return None

@@ -6,12 +6,7 @@ told the task.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ._spec import normalize_cluster_spec, task_count, validate_cluster_spec
-
-if TYPE_CHECKING:
-    from ._spec import ClusterSpec
 
 
 def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
@@ -66,43 +61,6 @@ def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
     )
 
 
-def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str:
-    """Name of the task that leads collectives, "" where there are none.
-
-    Raises:
-        ValueError: As `validate_cluster_spec`.
-    """
-    spec = normalize_cluster_spec(cluster_spec)
-    if not spec:
-        return ""
-    validate_cluster_spec(spec, task_type, task_id)
-    if task_type == "evaluator":
-        return ""
-    return _first(spec, "chief" if "chief" in spec.jobs else "worker")
-
-
-def coordination_leader(cluster_spec: object) -> str:
-    """Name of the task that all others of the cluster know: the first ps, else the
-    chief, else the first worker; "" where there are none.
-    """
-    spec = normalize_cluster_spec(cluster_spec)
-    for job in ("ps", "chief", "worker"):
-        if job in spec.jobs:
-            return _first(spec, job)
-    return ""
-
-
-def _first(spec: ClusterSpec, job: str) -> str:
-    """Name of the first task of a job that is there. A job without one: of task 0."""
-    index = min(spec.task_indices(job) if job in spec.jobs else [], default=0)
-    return f"/job:{job}/replica:0/task:{index}"
-
-
-def has_worker(cluster_spec: object) -> bool:
-    """Whether the cluster has a task of the job "worker"."""
-    return task_count(cluster_spec, "worker") > 0
-
-
 def should_save_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
@@ -112,7 +70,13 @@ def should_save_checkpoint(
     Raises:
         ValueError: As `validate_cluster_spec`.
     """
-    return _acts(cluster_spec, task_type, task_id)
+    if is_chief(cluster_spec, task_type, task_id):
+        return True
+    # As `is_chief`, but where worker 0 is not there, the first one that is.
+    if task_type != "worker" or task_id is None:
+        return False
+    spec = normalize_cluster_spec(cluster_spec)
+    return "worker" in spec.jobs and id_in_cluster(spec, task_type, task_id) == 0
 
 
 def should_load_checkpoint(
@@ -136,15 +100,4 @@ def should_save_summary(
     Raises:
         ValueError: As `validate_cluster_spec`.
     """
-    return _acts(cluster_spec, task_type, task_id)
-
-
-def _acts(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
-    """Whether the task acts for all: as `is_chief`, but where worker 0 is not there,
-    the first one that is."""
-    if is_chief(cluster_spec, task_type, task_id):
-        return True
-    if task_type != "worker" or task_id is None:
-        return False
-    spec = normalize_cluster_spec(cluster_spec)
-    return "worker" in spec.jobs and id_in_cluster(spec, task_type, task_id) == 0
+    return should_save_checkpoint(cluster_spec, task_type, task_id)

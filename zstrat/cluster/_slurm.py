@@ -11,10 +11,12 @@ from zstrat import config
 from ._gpus import before_shares, count_gpus, share_of, take_share
 from ._hostlist import MAX_HOSTS, expand_hostlist, expand_tasks_per_node, natural_order
 from ._resolver import SourceResolver
-from ._spec import ClusterSpec
+from ._spec import ranked_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from ._spec import ClusterSpec
 
 T = TypeVar("T")
 
@@ -222,11 +224,8 @@ def _cluster(
             f"Requested {wanted} tasks but only {len(slots)} were assigned. "
             f"The jobs are {dict(jobs)}"
         )
-    names = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
-    cluster: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
-    for (job, _), slot in zip(names, slots, strict=True):
-        cluster[job].append(f"{slot.host}:{port_base + slot.local}")
-    return ClusterSpec(cluster), names
+    addresses = [f"{slot.host}:{port_base + slot.local}" for slot in slots]
+    return ranked_cluster(jobs, addresses)
 
 
 def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:

@@ -12,7 +12,7 @@ expected there and what was found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 Tasks = list[str] | tuple[str, ...] | Mapping[int, str] | Mapping[str, str]
@@ -274,6 +274,23 @@ def _addresses(tasks: object, where: str) -> Tasks:
     return {
         int(index): _address(each, f"{where}.{index}") for index, each in tasks.items()
     }
+
+
+def ranked_cluster(
+    jobs: Mapping[str, int], addresses: Sequence[str]
+) -> tuple[ClusterSpec, list[tuple[str, int]]]:
+    """The cluster of processes that are known by their ranks, and the job and index of
+    each: jobs get ranks in the order of their names.
+
+    Args:
+        jobs: Job -> number of its tasks, as many in all as there are addresses.
+        addresses: In the order of ranks.
+    """
+    names = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
+    cluster: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
+    for (job, _), address in zip(names, addresses, strict=True):
+        cluster[job].append(address)
+    return ClusterSpec(cluster), names
 
 
 def host_and_port(host: str, port: int | str) -> str:

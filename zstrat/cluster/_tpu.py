@@ -285,11 +285,11 @@ _DEVICES_OF_A_CHIP: Final = {
 """By PCI device id. Google has other devices on this bus, such as network cards."""
 
 
-def count_local_devices(bus: Path = _BUS) -> int:
+def count_local_devices() -> int:
     """Devices in this machine; 0 where there are none, or no such bus."""
     return sum(
         _DEVICES_OF_A_CHIP.get(_read(path / "device"), 0)
-        for path in bus.glob("*")
+        for path in _BUS.glob("*")
         if _read(path / "vendor") == _GOOGLE
     )
 

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from ._compression import Compressor as Compressor
     from ._engine import CallKind as CallKind
     from ._engine import CollectiveCall as CollectiveCall
-    from ._reduction import Reduction as Reduction
     from ._reduction import narrow as narrow
     from ._reduction import reduction_of as reduction_of
     from ._terms import ReduceOp as ReduceOp
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from .group._runtime import withdraw as withdraw
     from .memory._engines import SharedMemory as SharedMemory
     from .schedules._algorithms import ALGORITHMS as ALGORITHMS
-    from .schedules._algorithms import Algorithm as Algorithm
     from .schedules._algorithms import algorithm_named as algorithm_named
     from .schedules._choice import Choices as Choices
     from .schedules._choice import Measurement as Measurement
@@ -31,35 +29,11 @@ if TYPE_CHECKING:
     from .schedules._choice import choices_from as choices_from
     from .schedules._choice import fitted as fitted
     from .schedules._choice import read_choices as read_choices
-    from .schedules._chunks import Codec as Codec
-    from .schedules._cost import LinkCost as LinkCost
-    from .schedules._cost import cost as cost
-    from .schedules._doubling import dissemination_barrier as dissemination_barrier
-    from .schedules._doubling import doubling_all_gather as doubling_all_gather
-    from .schedules._doubling import doubling_all_reduce as doubling_all_reduce
-    from .schedules._doubling import (
-        halving_doubling_all_reduce as halving_doubling_all_reduce,
-    )
-    from .schedules._exchanges import chain_broadcast as chain_broadcast
-    from .schedules._exchanges import direct_all_gather as direct_all_gather
-    from .schedules._exchanges import direct_all_reduce as direct_all_reduce
-    from .schedules._exchanges import direct_gather as direct_gather
-    from .schedules._exchanges import direct_reduce_scatter as direct_reduce_scatter
-    from .schedules._exchanges import pairwise_all_to_all as pairwise_all_to_all
-    from .schedules._exchanges import scatter_broadcast as scatter_broadcast
     from .schedules._progress import ScheduleProgress as ScheduleProgress
-    from .schedules._progress import Send as Send
     from .schedules._progress import parts as parts
-    from .schedules._ring import ring_all_gather as ring_all_gather
-    from .schedules._ring import ring_all_reduce as ring_all_reduce
-    from .schedules._ring import ring_reduce_scatter as ring_reduce_scatter
     from .schedules._schedule import Act as Act
-    from .schedules._schedule import Action as Action
     from .schedules._schedule import Schedule as Schedule
-    from .schedules._trees import double_tree_all_reduce as double_tree_all_reduce
-    from .schedules._trees import tree_all_reduce as tree_all_reduce
-    from .schedules._trees import tree_broadcast as tree_broadcast
-    from .schedules._trees import tree_reduce as tree_reduce
+    from .schedules._schedule import first_place as first_place
 else:
     __getattr__, __dir__ = fetched_late(
         __name__,
@@ -68,35 +42,19 @@ else:
                 "._buckets": "Bucket buckets",
                 "._compression": "Compression Compressor",
                 "._engine": "CallKind CollectiveCall",
-                "._reduction": "Reduction narrow reduction_of",
+                "._reduction": "narrow reduction_of",
                 "._terms": "ReduceOp",
                 ".group._group": "Group",
                 ".group._node": "GROUP_MESSAGES GroupNode",
                 ".group._pending": "Pending",
                 ".group._runtime": "announce withdraw",
                 ".memory._engines": "SharedMemory",
-                ".schedules._algorithms": "ALGORITHMS Algorithm algorithm_named",
+                ".schedules._algorithms": "ALGORITHMS algorithm_named",
                 ".schedules._choice": (
                     "Choices Measurement Rule choices_from fitted read_choices"
                 ),
-                ".schedules._chunks": "Codec",
-                ".schedules._cost": "LinkCost cost",
-                ".schedules._doubling": (
-                    "dissemination_barrier doubling_all_gather doubling_all_reduce "
-                    "halving_doubling_all_reduce"
-                ),
-                ".schedules._exchanges": (
-                    "chain_broadcast direct_all_gather direct_all_reduce direct_gather "
-                    "direct_reduce_scatter pairwise_all_to_all scatter_broadcast"
-                ),
-                ".schedules._progress": "ScheduleProgress Send parts",
-                ".schedules._ring": (
-                    "ring_all_gather ring_all_reduce ring_reduce_scatter"
-                ),
-                ".schedules._schedule": "Act Action Schedule",
-                ".schedules._trees": (
-                    "double_tree_all_reduce tree_all_reduce tree_broadcast tree_reduce"
-                ),
+                ".schedules._progress": "ScheduleProgress parts",
+                ".schedules._schedule": "Act Schedule first_place",
             }
         ),
     )

@@ -13,16 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from zstrat.rows import aligned
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
-
-
-def _aligned(count: int, dtype: np.dtype) -> np.ndarray:
-    return aligned((count,), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,7 @@ class Bucket:
     def flat(
         self,
         arrays: Sequence[np.ndarray],
-        allocate: Callable[[int, np.dtype], np.ndarray] = _aligned,
+        allocate: Callable[[int, np.dtype], np.ndarray],
     ) -> np.ndarray:
         """The elements of the members one after the other, ``[sum(counts)]`` in C
         order; ``arrays`` are all that were packed.
@@ -63,8 +57,13 @@ class Bucket:
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """Views of ``flat``, one per member: ``[count]`` each."""
-        ends = accumulate(self.counts, initial=0)
-        return [flat[start:end] for start, end in pairwise(ends)]
+        return split(flat, self.counts)
+
+
+def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Neighbouring views of ``flat`` ``[sum(sizes)]``."""
+    ends = accumulate(sizes, initial=0)
+    return [flat[start:end] for start, end in pairwise(ends)]
 
 
 def buckets(

@@ -48,8 +48,9 @@ NAMES: Final = 2**17
 """What is gone and remembered by name: 10 MB at the most, for 16 GiB in chunks."""
 
 
-class Left:
-    """Of one generation, for one compression. Lives on one thread."""
+class Residuals:
+    """What one compression has left out of the values of one generation, by call and
+    place (the residuals of error feedback). Lives on one thread."""
 
     __slots__ = ("_gone", "_kept", "_room", "nbytes")
 
@@ -130,7 +131,7 @@ class Compressor:
     """
 
     compression: Compression
-    _left: Left = field(default_factory=Left)
+    _residuals: Residuals = field(default_factory=Residuals)
 
     def codec(self, name: str, reduction: Reduction) -> Codec:
         """How one call makes its values smaller.
@@ -146,10 +147,10 @@ class Compressor:
             )
         match self.compression.kind:
             case "int8":
-                return _Feedback(_Int8(), reduction.accumulator, name, self._left)
+                return _Feedback(_Int8(), reduction.accumulator, name, self._residuals)
             case "topk":
                 top = _TopK(self.compression.fraction)
-                return _Feedback(top, reduction.accumulator, name, self._left)
+                return _Feedback(top, reduction.accumulator, name, self._residuals)
             case kind:
                 return _Half(_HALVES[kind], reduction.accumulator)
 
@@ -230,19 +231,19 @@ class _Feedback:
     codec: _Int8 | _TopK
     accumulator: np.dtype
     name: str
-    left: Left
+    residuals: Residuals
 
     def encode(self, place: int, values: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):  # inf and NaN travel on, as in `Reduction`
             wanted = values.astype(_F32)
-            before = self.left.get((self.name, place))
+            before = self.residuals.get((self.name, place))
             if before is not None and len(before) == len(wanted):
                 wanted += before
             data = self.codec.encode(wanted)
             wanted -= self.codec.decode(data, len(wanted))
         # What is no number any more would stay so for ever.
         np.nan_to_num(wanted, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        self.left.put((self.name, place), wanted)
+        self.residuals.put((self.name, place), wanted)
         return data
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:

@@ -2,13 +2,8 @@
 
 from . import experimental as experimental
 from ._autoshard import Allotment as Allotment
-from ._autoshard import Cut as Cut
-from ._autoshard import Cutter as Cutter
-from ._autoshard import Span as Span
-from ._autoshard import Worker as Worker
 from ._autoshard import allotted as allotted
 from ._autoshard import as_dataset as as_dataset
-from ._autoshard import batch_sizes_for_worker as batch_sizes_for_worker
 from ._autoshard import is_steady as is_steady
 from ._autoshard import not_batched as not_batched
 from ._dataset import AUTOTUNE as AUTOTUNE
@@ -29,6 +24,11 @@ from ._options import InputContext as InputContext
 from ._options import Options as Options
 from ._passes import Recipe as Recipe
 from ._prefetch import Prefetcher as Prefetcher
+from ._replica_rows import Cut as Cut
+from ._replica_rows import Cutter as Cutter
+from ._replica_rows import Span as Span
+from ._replica_rows import Worker as Worker
+from ._replica_rows import batch_sizes_for_worker as batch_sizes_for_worker
 from ._spec import TensorSpec as TensorSpec
 from ._tree import own as own
 

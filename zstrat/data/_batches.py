@@ -17,7 +17,7 @@ import numpy as np
 from ._elements import ending
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
 from ._spec import TensorSpec, first_axis, row_spec, stacked_spec, unknown
-from ._tree import leaves, mapped, stacked
+from ._tree import leaves, mapped, stacked, with_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -145,10 +145,10 @@ def appended(parts: Sequence[Element]) -> Element:
             "Cannot bring batches of different structure together: give all elements "
             "the same components"
         )
-    merged = iter(
-        [_concatenated([found[path] for found in by_path], path) for path in by_path[0]]
-    )
-    return mapped(lambda _: next(merged), parts[0])
+    merged = [
+        _concatenated([found[path] for found in by_path], path) for path in by_path[0]
+    ]
+    return with_leaves(parts[0], merged)
 
 
 def _concatenated(column: list[Any], path: str) -> np.ndarray:
@@ -189,8 +189,7 @@ class PaddedBatches(Batching):
             _padded([each[path] for each in found], path or "0", shape, value)
             for path, shape, value in zip(found[0], shapes, values, strict=True)
         ]
-        merged = iter(padded)
-        return mapped(lambda _: next(merged), elements[0])
+        return with_leaves(elements[0], padded)
 
     def spec(self, look: Look) -> Spec:
         source = self.source.spec(look)

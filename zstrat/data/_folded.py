@@ -15,7 +15,7 @@ from ._elements import ending
 from ._passes import Derived
 from ._shuffle import Shuffled
 from ._spec import spec_of
-from ._tree import as_element, leaves, mapped, owned
+from ._tree import as_element, leaves, owned, with_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,10 +52,8 @@ def _alike(state: Element, first: Element, number: int) -> Element:
         )
     if all(_dtype(leaf) == _dtype(wanted[path]) for path, leaf in found.items()):
         return state
-    cast = iter(
-        [_cast(leaf, _dtype(wanted[p]), p, number) for p, leaf in found.items()]
-    )
-    return mapped(lambda _: next(cast), state)
+    cast = [_cast(leaf, _dtype(wanted[p]), p, number) for p, leaf in found.items()]
+    return with_leaves(state, cast)
 
 
 def _cast(leaf: Any, dtype: Any, path: str, number: int) -> Any:

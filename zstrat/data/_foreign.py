@@ -19,6 +19,7 @@ from ._elements import ending
 from ._leaves import SCALARS, Array, require_data
 from ._options import AutoShardPolicy
 from ._passes import INFINITE, UNKNOWN, Recipe
+from ._spec import common_first_axis
 from ._tree import as_element, leaves
 
 if TYPE_CHECKING:
@@ -157,12 +158,9 @@ def _common_rows(batches: list[list[Shape]]) -> int | None:
     """The rows of each batch but the last, if they are alike; of one, its rows."""
     if len({tuple(shape[1:] for shape in shapes) for shapes in batches}) != 1:
         return None
-    found = {shape[:1] for shapes in batches[:-1] or batches for shape in shapes}
-    if len(found) != 1:
-        return None
-    (rows,) = found
+    whole = [shape for shapes in batches[:-1] or batches for shape in shapes]
     # Of batches without rows the others may have any number.
-    return rows[0] or None if rows else None
+    return common_first_axis(whole) or None
 
 
 def _of_grain(dataset: Any, grain: Any) -> Foreign:
@@ -180,7 +178,7 @@ def _of_grain(dataset: Any, grain: Any) -> Foreign:
     return Foreign(
         dataset.__iter__,
         is_steady=True,
-        batch_size=None if shapes is None else _first_axis(shapes),
+        batch_size=None if shapes is None else common_first_axis(shapes),
         ranks=None if shapes is None else tuple(map(len, shapes)),
         count=count,
     )
@@ -194,20 +192,11 @@ def _of_tensorflow(dataset: TensorFlowDataset) -> Foreign:
     return Foreign(
         dataset.as_numpy_iterator,
         is_steady=True,
-        batch_size=_first_axis(shapes),
+        batch_size=common_first_axis(shapes),
         ranks=tuple(map(len, ranked)) if len(ranked) == len(shapes) else None,
         count=int(dataset.cardinality()),
         policy=AutoShardPolicy(int(policy)),
     )
-
-
-def _first_axis(shapes: list[Dimensions] | list[Dimensions | None]) -> int | None:
-    """The one first axis of all shapes, if all say one."""
-    sizes = {None if shape is None else shape[:1] for shape in shapes}
-    if len(sizes) != 1:
-        return None
-    (size,) = sizes
-    return size[0] if size else None
 
 
 def _dimensions(spec: Any) -> Dimensions | None:

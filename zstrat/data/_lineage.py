@@ -33,7 +33,7 @@ from ._passes import (
 )
 from ._several import Concatenated, Several
 from ._shuffle import Shuffled
-from ._spec import unknown
+from ._spec import common_first_axis, unknown
 from ._tree import leaves
 from .files import Files
 
@@ -87,8 +87,9 @@ def batch_size_of(recipe: Recipe) -> int | None:
             found = {batch_size_of(source) for source in recipe.sources}
             return found.pop() if len(found) == 1 else None
         case Rows():
-            sizes = {np.shape(leaf)[1:2] for _, leaf in leaves(recipe.arrays)}
-            return _only(sizes)
+            return common_first_axis(
+                np.shape(leaf)[1:] for _, leaf in leaves(recipe.arrays)
+            )
         case Foreign():
             return recipe.batch_size
         case Reordered() | Prefetched() | Cached():
@@ -276,14 +277,6 @@ def _rewritten(
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
     changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
     return changed.shared(*place) if isinstance(changed, Cached) else changed
-
-
-def _only(sizes: set[tuple[int, ...]]) -> int | None:
-    """The one first axis of all leaves, if they agree and have one."""
-    if len(sizes) != 1:
-        return None
-    (size,) = sizes
-    return size[0] if size else None
 
 
 def _refuse_hint() -> NoReturn:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Passes:
+class PassCounter:
     """Numbers the passes over one `Shuffled`, so that each has an order of its own.
 
     A copy begins at the first pass again: what a dataset yields where it was shipped to
@@ -44,12 +44,12 @@ class Passes:
         """The number of the first pass, whether it was begun or not."""
         return (*self._first, 1)
 
-    def branch(self) -> Passes:
+    def branch(self) -> PassCounter:
         """A count of its own, of which the passes here know nothing."""
-        return Passes((*self._first, next(self._branches)))
+        return PassCounter((*self._first, next(self._branches)))
 
-    def __reduce__(self) -> tuple[type[Passes], tuple[tuple[int, ...]]]:
-        return Passes, (self._first,)
+    def __reduce__(self) -> tuple[type[PassCounter], tuple[tuple[int, ...]]]:
+        return PassCounter, (self._first,)
 
 
 @final
@@ -69,7 +69,7 @@ class Shuffled(Reordered):
     buffer_size: int
     seed: int | None
     reshuffle: bool
-    passes: Passes = field(default_factory=Passes)
+    passes: PassCounter = field(default_factory=PassCounter)
     order: tuple[int, ...] = ()
     is_drawn: bool = False
 

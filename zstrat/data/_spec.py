@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from ._tree import leaves, mapped, rebuilt
+from ._tree import leaves, mapped, rebuilt, with_leaves
 
 if TYPE_CHECKING:
     from ._leaves import Element
@@ -112,7 +112,13 @@ def row_spec(spec: Spec) -> Spec:
 
 def first_axis(spec: Spec) -> int | None:
     """The one first axis of all leaves, if it is known."""
-    sizes = {leaf.shape[:1] for _, leaf in leaves(spec)}
+    return common_first_axis(leaf.shape for _, leaf in leaves(spec))
+
+
+def common_first_axis(shapes: Iterable[tuple[int | None, ...] | None]) -> int | None:
+    """The first axis of all shapes. None if they differ in it, or one has none, or is
+    not known itself (None), or there are no shapes."""
+    sizes = {None if shape is None else shape[:1] for shape in shapes}
     if len(sizes) != 1:
         return None
     (size,) = sizes
@@ -134,8 +140,7 @@ def common_spec(first: Spec, second: Spec) -> Spec:
         merged.append(TensorSpec(map(_common, ours.shape, other.shape), ours.dtype))
     if theirs:
         raise _incompatible(first, second)
-    found = iter(merged)
-    return mapped(lambda _: next(found), first)
+    return with_leaves(first, merged)
 
 
 def _incompatible(first: Spec, second: Spec) -> TypeError:

@@ -18,7 +18,7 @@ from zstrat.rows import aligned
 from ._leaves import Element, require_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 def as_element(value: object, path: str = "") -> Element:
@@ -110,6 +110,12 @@ def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
     if isinstance(tree, tuple):
         return rebuilt(tree, [mapped(leaf, item) for item in tree])
     return None if tree is None else leaf(tree)
+
+
+def with_leaves(tree: Element, new: Iterable[Any]) -> Element:
+    """A tree of the same structure with these leaves, in order."""
+    values = iter(new)
+    return mapped(lambda _: next(values), tree)
 
 
 def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:

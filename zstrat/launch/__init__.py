@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ._fork_server import LENGTH as LENGTH
     from ._fork_server import STOPPED as STOPPED
     from ._fork_server import WORD as WORD
-    from ._fork_server import ForkedProcess as ForkedProcess
     from ._fork_server import ForkServer as ForkServer
     from ._fork_server import kept_fork_server as kept_fork_server
     from ._imports import choose_devices as choose_devices
@@ -63,8 +62,7 @@ else:
                 "._copies": "Copies run_copies",
                 "._doctor": "Finding RunFindings examine examine_run",
                 "._fork_server": (
-                    "CONTINUED LENGTH STOPPED WORD ForkServer ForkedProcess "
-                    "kept_fork_server"
+                    "CONTINUED LENGTH STOPPED WORD ForkServer kept_fork_server"
                 ),
                 "._imports": "choose_devices kept_for_good",
                 "._local": "LocalCluster",

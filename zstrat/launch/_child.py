@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from zstrat.config import environment
+from zstrat.config import TRY_AGAIN, environment
 from zstrat.errors import DeadlineExceededError, UnavailableError
 
 from ._fork_server import DaemonProcess, fork_server, started
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 TAIL: Final = 20
 """Lines of a log that an error quotes: a traceback's end and what came before it."""
-
-TRY_AGAIN: Final = 75
-"""Exit code of a daemon that had to end before all was done (`zstrat.daemons`)."""
 
 _OF_THIS_PROCESS: Final = (
     "TF_CONFIG",

@@ -36,11 +36,17 @@ _READ_LATER: Final = (
     "JAX_PLATFORMS",
     "NPROC",
     "TF_CONFIG",
+    # Where there is no TPU jax sets it when it is imported; who looks for one reads it.
+    "TPU_SKIP_MDS_QUERY",
     GPUS_VARIABLE,
     # No library reads it, and pytest sets it for each test: they would share no server.
     "PYTEST_CURRENT_TEST",
 )
 """With those of zstrat: what a daemon reads when it begins, or tells jax then."""
+
+_SET_BY_JAX: Final = {"TF_CPP_MIN_LOG_LEVEL": "1"}
+"""What jax sets when it is imported, where nobody has: a program that has imported it
+since its last cluster finds the same as the fork server, which imports it, too."""
 
 LENGTH: Final = struct.Struct("!I")
 """How long an order is that follows; the descriptors come with it."""
@@ -293,7 +299,9 @@ def _identity(environment: Mapping[str, str]) -> tuple[object, ...]:
     early = {
         name: value
         for name, value in environment.items()
-        if name not in _READ_LATER and not name.startswith("ZSTRAT_")
+        if name not in _READ_LATER
+        and not name.startswith("ZSTRAT_")
+        and _SET_BY_JAX.get(name) != value
     }
     return os.getpid(), sys.executable, early
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
-from zstrat.config import LANES
+from zstrat.config import checked_lane, daemon_variables
 
 from ._child import inherited
 
@@ -44,8 +44,7 @@ class RuntimeDir:
             ValueError: There is no such lane, or the path is too long for its sockets;
                 a new folder is gone again.
         """
-        if lane not in LANES:
-            raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
+        checked_lane(lane)
         folder = made_folder(directory)
         try:
             return cls(folder, _sockets(lane, folder))
@@ -94,23 +93,10 @@ def daemon_environment(
 ) -> dict[str, str]:
     """What the daemons find: our environment, our settings, then the caller's words;
     and our own modules, as the processes of `multiprocessing` do."""
-    timeouts = dataclasses.asdict(settings.timeouts)
-    ours = {
-        "ZSTRAT_PATIENCE": str(timeouts["patience"]),
-        "ZSTRAT_CONNECT_TIMEOUT": str(timeouts["connect"]),
-        "ZSTRAT_DRAIN": str(timeouts["drain"]),
-        "ZSTRAT_HANDOVER": str(timeouts["handover"]),
-        "ZSTRAT_LANE": lane,
-        # Several jax processes share this machine's accelerator if there is one.
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    if settings.state is not None:
-        ours["ZSTRAT_STATE"] = str(settings.state)
-    found = inherited()
-    preallocate = found.get("XLA_PYTHON_CLIENT_PREALLOCATE")
-    if preallocate is not None:
-        ours["XLA_PYTHON_CLIENT_PREALLOCATE"] = preallocate
-    told = {**found, **ours, **extra}
+    # Several jax processes share this machine's accelerator if there is one.
+    usual = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    ours = {**daemon_variables(settings), "ZSTRAT_LANE": lane}
+    told = {**usual, **inherited(), **ours, **extra}
     if folder := own_folder():
         path = told.get("PYTHONPATH")
         told["PYTHONPATH"] = os.pathsep.join([folder, path] if path else [folder])

@@ -24,12 +24,14 @@ alike.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jax.extend.core import Literal
+from jax.tree_util import keystr
 
-from ._jaxprs import ProgramPart, mask_of, operands_of
+from ._jaxprs import ProgramPart, mask_of, mask_of_all, operands_of
 from ._state import leaves_in
 
 if TYPE_CHECKING:
@@ -122,9 +124,8 @@ class TreeCut:
     def gradients_for(self, moved: Iterable[int]) -> set[int]:
         """The leaves whose gradients the operands of these leaves depend on."""
         used = {number for leaf in moved for number in self.uses[leaf]}
-        union = 0
-        for number in used:
-            union |= mask_of(self.program.mask, self.operands[number])
+        operands = [self.operands[number] for number in used]
+        union = mask_of_all(self.program.mask, operands)
         leaves = self.program.counts[0]
         return {n for n in range(leaves) if union >> n & 1}
 
@@ -192,7 +193,7 @@ def _adopted(
     used = {n for each in slots for n in each.shared}
     for number in [n for n in shared if n not in used]:
         frontier, needs = common[number]
-        is_small = _count(state[number].kind.shape) <= _SMALL
+        is_small = math.prod(state[number].kind.shape) <= _SMALL
         for leaf in range(len(slots) if is_small else 1):
             kept = tuple(sorted({*slots[leaf].shared, *needs}))
             slots[leaf] = LeafSlots(slots[leaf].own, kept)
@@ -270,7 +271,7 @@ class _Search:
         for number in own:
             allowed |= 1 << (2 * leaves + number)
         kind = self._tree.kinds[leaf]
-        size = max(_SMALL, _count(kind.shape))
+        size = max(_SMALL, math.prod(kind.shape))
         return self._cut(wanted, allowed, size, None, leaf)
 
     def _cut(
@@ -286,9 +287,7 @@ class _Search:
         ``size``: the most elements of an operand that is no scalar.
         """
         mask = self._program.mask
-        union = 0
-        for var in wanted:
-            union |= mask_of(mask, var)
+        union = mask_of_all(mask, wanted)
         # The usual case (Adam, SGD), told without a look at any equation.
         if not union & ~allowed and not self._tree.early:
             return set(), self._shared_in(union)
@@ -355,7 +354,7 @@ class _Search:
     def _way(self, var: Any, size: int) -> Any:
         """How one is had that cannot be computed here."""
         bits = mask_of(self._program.mask, var)
-        fits = not bits & ~self._known_mask and _count(var.aval.shape) <= size
+        fits = not bits & ~self._known_mask and math.prod(var.aval.shape) <= size
         return _OPERAND if fits else _FAILS
 
     def _before(self, var: Any) -> list[Any]:
@@ -381,7 +380,7 @@ class _Search:
         ]
         others = list(dict.fromkeys([*others, *owned]))
         if state is not None:
-            path = _words(self._about[state].path)
+            path = keystr(self._about[state].path)
             first = others[0] if others else 0
             second = others[1] if len(others) > 1 else None
             return Coupling(first, second, path)
@@ -415,14 +414,3 @@ def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[
 
 def _has_branches(program: TreeProgram) -> bool:
     return any(eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns)
-
-
-def _count(shape: Sequence[int]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
-
-
-def _words(path: Sequence[Any]) -> str:
-    return "".join(str(key) for key in path)

@@ -12,6 +12,7 @@ Law of the file: a set of inputs is the bits of one integer.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -105,6 +106,16 @@ def mask_of(found: Mapping[Any, int], var: Any) -> int:
     return 0 if isinstance(var, Literal) else found.get(var, 0)
 
 
+def mask_of_all(found: Mapping[Any, int], variables: Iterable[Any]) -> int:
+    """The inputs that any of the variables depends on."""
+    return union_of(mask_of(found, var) for var in variables)
+
+
+def union_of(sets: Iterable[int]) -> int:
+    """The inputs that are in any of the sets."""
+    return functools.reduce(operator.or_, sets, 0)
+
+
 def operands_of(eqn: Any, output: int) -> list[Any]:
     """The operands of an equation that one of its outputs depends on."""
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
@@ -179,11 +190,6 @@ class ProgramPart:
         made = {var for eqn, _ in self._eqns for var in eqn.outvars}
         self.missing = needed - made
         """Variables that nothing here gives: inputs that are not available."""
-
-    @property
-    def equations(self) -> int:
-        """How many equations the part has."""
-        return len(self._eqns)
 
     def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
         """The part as a program of these variables, without tracing it; None if only
@@ -309,9 +315,7 @@ def _run_part(
         return list(_bound(jaxpr, eqn, operands))
     wanted = [n for n, is_needed in enumerate(needs) if is_needed]
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])
-    used = 0
-    for number in wanted:
-        used |= bits[number]
+    used = union_of(bits[number] for number in wanted)
     places = [n for n in range(1, len(eqn.invars)) if used >> n & 1]
     branches = [_branch(each, wanted, places) for each in eqn.params["branches"]]
     given = [_value(env, eqn.invars[n]) for n in places]
@@ -351,10 +355,7 @@ def _through(eqn: Any, given: Sequence[int]) -> list[int]:
             return _through_scan(eqn, given)
         case "while":
             return _through_while(eqn, given)
-    union = 0
-    for mask in given:
-        union |= mask
-    return [union] * len(eqn.outvars)
+    return [union_of(given)] * len(eqn.outvars)
 
 
 def _outputs(jaxpr: Any, given: Sequence[int]) -> list[int]:

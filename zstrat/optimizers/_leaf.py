@@ -218,7 +218,7 @@ class LeafRule:
         if key not in self._steps:
             sizes = self._sizes(size)
             cut = self.tree.cut(sizes, self._state_dtypes(dtypes))
-            self._steps[key] = _Step(self, cut, dtypes)
+            self._steps[key] = _Step(self, cut)
         return self._steps[key]
 
     def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -307,14 +307,14 @@ def _operands(tree: TreeRule, leaf: int) -> set[Any]:
 class _Step:
     """The part of one program that moves one leaf."""
 
-    def __init__(self, rule: LeafRule, cut: TreeCut, dtypes: tuple[Any, ...]) -> None:
+    def __init__(self, rule: LeafRule, cut: TreeCut) -> None:
         leaf, program = rule.leaf, cut.program
         assert cut.coupling is None, "a leaf of a coupled tree has no program"
-        self._rule, self._cut, self._dtypes = rule, cut, dtypes
+        self._rule = rule
         gradients, values, states, _ = program.inputs
-        self._operands = [cut.operands[n] for n in cut.uses[leaf]]
+        operands = [cut.operands[n] for n in cut.uses[leaf]]
         mine = [states[slot.state] for slot in rule.slots]
-        self._inputs = [values[leaf], *mine, gradients[leaf], *self._operands]
+        self._inputs = [values[leaf], *mine, gradients[leaf], *operands]
         leaves = program.counts[0]
         after = [program.outputs[leaves + slot.state] for slot in rule.slots]
         wanted = [program.outputs[leaf], *after]

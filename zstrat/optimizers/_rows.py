@@ -108,10 +108,7 @@ def _floats(literal: Any) -> bool:
 def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
     """Whether parameters are equal, but for the number of rows."""
     if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
-        return _same(one.jaxpr, two.jaxpr, rows, other) and all(
-            np.array_equal(constant(a), constant(b))
-            for a, b in zip(one.consts, two.consts, strict=True)
-        )
+        return same_but_for(one, two, rows, other)
     if isinstance(one, bool | np.bool_) or isinstance(two, bool | np.bool_):
         return bool(one == two)
     if isinstance(one, int) and isinstance(two, int):

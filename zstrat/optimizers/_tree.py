@@ -18,7 +18,7 @@ import jax
 from jax.tree_util import keystr
 
 from ._cut import TreeCut
-from ._jaxprs import TreeProgram, flat, mask_of, who_wrote
+from ._jaxprs import TreeProgram, flat, mask_of, mask_of_all, who_wrote
 from ._state import (
     StateGrowsError,
     initial_of,
@@ -60,12 +60,12 @@ class TreeRule(TreeTransformation):
 
     def state_of(self, sizes: Sizes | None = None) -> StateOfTree:
         """A new state, for a tree of these sizes."""
-        key = ("state", sizes)
-        if key not in self._programs:
+
+        def made() -> StateOfTree:
             with self.precision():
-                self._programs[key] = new_state(self, sizes)
-        found: StateOfTree = self._programs[key]
-        return found
+                return new_state(self, sizes)
+
+        return self.remembered(("state", sizes), made)
 
     def unflattened(self, leaves: Sequence[Any]) -> Any:
         """The state in optax's own structure, from its leaves."""
@@ -83,9 +83,8 @@ class TreeRule(TreeTransformation):
         return self.remembered(("read",), self._read_state)
 
     def _read_state(self) -> frozenset[int]:
-        program, union = self.update(), 0
-        for var in program.outputs:
-            union |= mask_of(program.mask, var)
+        program = self.update()
+        union = mask_of_all(program.mask, program.outputs)
         first = 2 * len(self.kinds)
         return frozenset(
             n for n in range(len(self.state())) if union >> (first + n) & 1
@@ -121,17 +120,16 @@ class TreeRule(TreeTransformation):
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
     ) -> TreeCut:
         """How the program of such a tree is cut."""
-        key = ("cut", sizes, dtypes)
-        if key not in self._programs:
-            self._programs[key] = TreeCut(
+        return self.remembered(
+            ("cut", sizes, dtypes),
+            lambda: TreeCut(
                 self,
                 self.state(),
                 self.owners(),
                 functools.partial(self.update, sizes, dtypes),
                 self._brought_together,
-            )
-        found: TreeCut = self._programs[key]
-        return found
+            ),
+        )
 
     def steady(self, generation: int) -> tuple[Any, ...] | None:
         """The dtypes of the leaves of the state after so many updates: gradients of
@@ -164,15 +162,14 @@ class TreeRule(TreeTransformation):
 
     def init(self, sizes: Sizes | None = None) -> TreeProgram:
         """``values -> state``."""
-        key = ("init", sizes)
-        if key not in self._programs:
+
+        def made() -> TreeProgram:
             with self.precision():
                 initial = initial_of(self, self.state(sizes))
                 closed = flat(initial, self.values_at(sizes), selects=False)
-            counts = (0, len(self.kinds), 0, 0)
-            self._programs[key] = TreeProgram.of(closed, counts)
-        found: TreeProgram = self._programs[key]
-        return found
+            return TreeProgram.of(closed, (0, len(self.kinds), 0, 0))
+
+        return self.remembered(("init", sizes), made)
 
     def update(
         self,
@@ -186,11 +183,10 @@ class TreeRule(TreeTransformation):
         Args:
             dtypes: Of the leaves of the state, None for those of a new one.
         """
-        key = ("update", sizes, dtypes, selects)
-        if key not in self._programs:
-            self._programs[key] = self._update(sizes, dtypes, selects)
-        found: TreeProgram = self._programs[key]
-        return found
+        return self.remembered(
+            ("update", sizes, dtypes, selects),
+            lambda: self._update(sizes, dtypes, selects),
+        )
 
     def whole(
         self,

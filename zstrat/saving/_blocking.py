@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
@@ -47,21 +46,11 @@ def _is_looping() -> bool:
 def _beside(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine on a thread: in a notebook the caller's own thread has its loop
     already."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def live() -> None:
-        try:
-            results.append(asyncio.run(work))
-        except BaseException as error:  # goes to the caller, whatever it is
-            errors.append(error)
-
-    thread = threading.Thread(target=live, name="zstrat saving")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    pool = ThreadPoolExecutor(1, "zstrat saving")
+    try:
+        return pool.submit(asyncio.run, work).result()
+    finally:
+        pool.shutdown(wait=False)  # a Ctrl-C here goes to the user at once
 
 
 class FileThread:

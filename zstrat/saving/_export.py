@@ -7,7 +7,6 @@ program reaches it. Slots of optimizers stay out: nobody else could read them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import secrets
@@ -26,7 +25,7 @@ from zstrat.checkpoint import (
 from ._blocking import FileThread, ProgressBar, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
 from ._save import saved_components
-from ._servers import cluster_of, steadily
+from ._servers import at_rest, clusters_of, steadily
 from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph
 
@@ -176,10 +175,7 @@ async def _read(
     graph: Graph, components: Sequence[Variable]
 ) -> list[tuple[str, np.ndarray]]:
     """All values, as they are between two steps."""
-    clusters = {id(at): at for each in components if (at := cluster_of(each))}
-    async with contextlib.AsyncExitStack() as resting:
-        for cluster in clusters.values():
-            await resting.enter_async_context(cluster.at_rest())
+    async with at_rest(clusters_of(components)):
         return [
             (node.path or node.value.name, await asyncio.to_thread(node.value.numpy))
             for node in graph.variables

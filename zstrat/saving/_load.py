@@ -12,7 +12,6 @@ outlives them: it names no handle, and what it was made of may be dropped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -30,7 +29,7 @@ from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._blocking import FileThread, ProgressBar
 from ._match import Matching
-from ._servers import ClusterMoment, cluster_of
+from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from zstrat.variables import AbstractVariable, OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
-    from ._servers import AskedCluster, ServerConnection, T
+    from ._servers import AskedCluster, ClusterMoment, ServerConnection, T
     from ._tensors import StoredNode
 
 
@@ -90,15 +89,11 @@ async def load(
     """
     local, servers = sorted_loads(folder, loads)
     files = CheckpointFiles(folder)
-    moments = []
+    clusters = {id(cluster): cluster for cluster, _ in servers}.values()
     try:
-        async with contextlib.AsyncExitStack() as resting:
-            for cluster in {id(cluster): cluster for cluster, _ in servers}.values():
-                restores = cluster.restores
-                # Each rests until all is loaded: no step meets some values of before,
-                # and some of the checkpoint.
-                cut = await resting.enter_async_context(cluster.at_rest())
-                moments.append(ClusterMoment(cluster, cut, restores))
+        # Each rests until all is loaded: no step meets some values of before, and some
+        # of the checkpoint.
+        async with at_rest(clusters) as moments:
             await disk(_load_local, local, files)
             await _all(load_server(*each, files, disk) for each in servers)
             for moment in moments:

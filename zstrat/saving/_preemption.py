@@ -27,16 +27,17 @@ import numpy as np
 
 from zstrat.cluster import cluster_spec_of, id_in_cluster
 from zstrat.collectives import Group
+from zstrat.config import TRY_AGAIN
 from zstrat.coordinator import ClusterSession
 from zstrat.errors import InvalidArgumentError, NotFoundError
 
 from ._checkpoint import Checkpoint, local_counter
 from ._graph import graph_of
 from ._rotation import CheckpointManager
-from ._servers import cluster_of
+from ._servers import clusters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from zstrat.cluster import ClusterResolver
@@ -126,9 +127,6 @@ class Countdown:
 
 
 T = TypeVar("T")
-
-TRY_AGAIN: Final = 75
-"""EX_TEMPFAIL: not done, and nothing is wrong."""
 
 _RUNS: Final = "checkpointed_runs"
 """TensorFlow's name of the count in checkpoints."""
@@ -369,10 +367,9 @@ def _part(resolver: ClusterResolver | None) -> tuple[int, bool]:
 def _sessions(checkpoint: Checkpoint) -> list[ClusterSession]:
     """The sessions of coordinators to which the saved variables belong."""
     variables = [node.value for node in graph_of(checkpoint).variables]
-    clusters: list[object]
-    clusters = [cluster_of(part) for each in variables for part in each.components]
-    found = [each for each in clusters if isinstance(each, ClusterSession)]
-    return list({id(session): session for session in found}.values())
+    parts = [part for each in variables for part in each.components]
+    clusters: Sequence[object] = clusters_of(parts)
+    return [each for each in clusters if isinstance(each, ClusterSession)]
 
 
 def _counter(checkpoint: Checkpoint) -> Any:

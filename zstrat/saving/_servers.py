@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from zstrat.errors import ZstratError
@@ -9,7 +10,14 @@ from zstrat.strategy import ServerVariables
 from zstrat.variables import HomeWithSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Coroutine,
+        Iterable,
+        Sequence,
+    )
     from contextlib import AbstractAsyncContextManager
 
     from zstrat.coordinator import RestorePoint
@@ -111,6 +119,29 @@ def cluster_of(variable: VariableHandle) -> ServerConnection | None:
     )
 
 
+def clusters_of(variables: Iterable[VariableHandle]) -> list[ServerConnection]:
+    """The clusters that some of the variables live on, each once.
+
+    Raises: As `cluster_of`.
+    """
+    found = {id(at): at for each in variables if (at := cluster_of(each)) is not None}
+    return list(found.values())
+
+
+@contextlib.asynccontextmanager
+async def at_rest(
+    clusters: Iterable[ServerConnection],
+) -> AsyncIterator[list[ClusterMoment]]:
+    """Holds all of the clusters between two steps; when that is, of each."""
+    async with contextlib.AsyncExitStack() as resting:
+        moments = []
+        for cluster in clusters:
+            restores = cluster.restores
+            cut = await resting.enter_async_context(cluster.at_rest())
+            moments.append(ClusterMoment(cluster, cut, restores))
+        yield moments
+
+
 async def steadily(
     variables: Iterable[VariableHandle], work: Callable[[], Awaitable[T]]
 ) -> T:
@@ -120,9 +151,9 @@ async def steadily(
     Raises:
         PSUnavailableError: One did not come back, or could not be filled.
     """
-    found = {id(at): at for each in variables if (at := cluster_of(each)) is not None}
+    clusters = clusters_of(variables)
     while True:
-        since = [(cluster, cluster.outages) for cluster in found.values()]
+        since = [(cluster, cluster.outages) for cluster in clusters]
         try:
             return await work()
         except ZstratError:

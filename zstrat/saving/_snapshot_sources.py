@@ -20,7 +20,7 @@ from zstrat.strategy import SyncOnReadVariable
 from zstrat.variables import HomeWithSlots
 from zstrat.wire import TensorEntry, raw
 
-from ._servers import ClusterMoment, cluster_of
+from ._servers import at_rest, cluster_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._blocking import FileThread
-    from ._servers import ServerConnection
+    from ._servers import ClusterMoment, ServerConnection
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""
@@ -195,11 +195,7 @@ class PinnedSnapshot:
             ref = Ref(variable.spec.ps, variable.spec.key)
             refs.setdefault(id(cluster), []).append(ref)
         try:
-            async with contextlib.AsyncExitStack() as resting:
-                for cluster in clusters.values():
-                    restores = cluster.restores
-                    cut = await resting.enter_async_context(cluster.at_rest())
-                    self.moments.append(ClusterMoment(cluster, cut, restores))
+            async with at_rest(clusters.values()) as self.moments:
                 pinned = LocalSnapshotSource().pin(local, self._optimizers)
                 for number, cluster in clusters.items():
                     pinned += await self._pin(cluster, refs[number])

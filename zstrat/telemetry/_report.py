@@ -85,6 +85,7 @@ def _task(
     stale: HistogramTable[Window],
 ) -> dict[str, Plain]:
     told, job = task.told, _job(name)
+    gauges = _part(told, "gauges")
     made: dict[str, Plain] = {
         "state": task.state,
         "address": task.address,
@@ -92,11 +93,10 @@ def _task(
         "bytes_in_per_s": _rate(told, "bytes_in"),
         "bytes_out_per_s": _rate(told, "bytes_out"),
         "lanes": _part(told, "lanes"),
-        "memory": int(_number(_part(told, "gauges").get("memory"))),
-        "waiting": int(_number(_part(told, "gauges").get("waiting"))),
+        "memory": int(_number(gauges.get("memory"))),
+        "waiting": int(_number(gauges.get("waiting"))),
     }
     if job == WORKER:
-        gauges = _part(told, "gauges")
         examples = _rate(told, "examples")
         made |= {
             "steps_per_s": _rate(told, "steps"),
@@ -104,17 +104,13 @@ def _task(
             "pulls_per_s": _rate(told, "pulls"),
             "pushes_per_s": _rate(told, "pushes"),
             "phases": _summaries(name, WORKER_PHASES, phases),
-            "time": {
-                name: _number(share) for name, share in _part(told, "time").items()
-            },
+            "time": _shares(told, "time"),
             "now": _now(_part(told, "now")),
             "staleness": {
                 store: stale.summary((name, store))
                 for store in _part(told, "staleness")
             },
-            "slow_pulls": {
-                name: _number(share) for name, share in _part(told, "stalls").items()
-            },
+            "slow_pulls": _shares(told, "stalls"),
             "compilations": int(_number(gauges.get("compilations"))),
             "cached_programs": int(_number(gauges.get("cached_programs"))),
             "retries": int(_number(gauges.get("retries"))),
@@ -161,6 +157,10 @@ def _number(value: Plain) -> float:
     return float(value) if known else 0.0
 
 
+def _shares(told: Mapping[str, Plain], name: str) -> dict[str, float]:
+    return {what: _number(share) for what, share in _part(told, name).items()}
+
+
 def _rate(told: Mapping[str, Plain], name: str) -> float:
     return _number(_part(told, "rates").get(name))
 
@@ -205,19 +205,14 @@ def over(looks: Sequence[TaskTold]) -> TaskTold:
         }
     for part in _AVERAGED:
         made[part] = {
-            name: sum(_numbers(told, part, name)) / len(told)
+            name: sum(_number(_part(each, part).get(name)) for each in told) / len(told)
             for name in _names(told, part)
         }
     return TaskTold(last.state, last.address, last.last_error, made)
 
 
 def _names(told: Iterable[Mapping[str, Plain]], part: str) -> list[str]:
-    return list(dict.fromkeys(name for each in told for name in _of(each, part)))
-
-
-def _of(told: Mapping[str, Plain], part: str) -> Mapping[str, Plain]:
-    found = told.get(part)
-    return found if isinstance(found, dict) else {}
+    return list(dict.fromkeys(name for each in told for name in _part(each, part)))
 
 
 def _recent(
@@ -225,16 +220,8 @@ def _recent(
 ) -> Iterable[Histogram]:
     for each in told:
         try:
-            histogram = Histogram.from_plain(_of(each, part)[name]["recent"])
+            histogram = Histogram.from_plain(_part(each, part)[name]["recent"])
         except (KeyError, TypeError, ValueError):  # of another version, or none
             continue
         if histogram.unit is unit:
             yield histogram
-
-
-def _numbers(
-    told: Iterable[Mapping[str, Plain]], part: str, name: str
-) -> Iterable[float]:
-    for each in told:
-        value = _of(each, part).get(name)
-        yield float(value) if isinstance(value, int | float) else 0.0

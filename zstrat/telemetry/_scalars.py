@@ -9,8 +9,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ._histogram import Plain
 
 KEPT: Final = 1000
@@ -23,10 +21,9 @@ NAMES: Final = 256
 class Scalars:
     """The last `KEPT` points of each of at most `NAMES` scalars. From any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._points: Final[dict[str, deque[tuple[int, float, float]]]] = {}
         self._lock: Final = threading.Lock()
-        self._clock: Final = clock
 
     def add(self, name: str, value: float, step: int | None = None) -> None:
         """A point; without a step it is one more than the last one's.
@@ -45,11 +42,11 @@ class Scalars:
                 points = self._points[name] = deque(maxlen=KEPT)
             if step is None:
                 step = points[-1][0] + 1 if points else 0
-            points.append((step, self._clock(), value))
+            points.append((step, time.monotonic(), value))
 
     def plain(self, since: float) -> dict[str, Plain]:
         """``[step, seconds since then, value]`` of each point that came since a time of
-        the clock, by name. JSON has no word for what is not finite: None."""
+        `time.monotonic`, by name. JSON has no word for what is not finite: None."""
         with self._lock:
             found = {
                 name: [

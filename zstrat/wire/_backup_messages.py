@@ -164,3 +164,19 @@ class RaiseWriterMark:
     kind: ClassVar = 95
     writer: int
     low_water: int
+
+
+BackupMessage = (
+    OpenLog
+    | LogMade
+    | LogTaken
+    | BeginAnew
+    | CopyVariables
+    | CopySlots
+    | CopyParts
+    | CopyLedger
+    | CopyKept
+    | CopyTree
+    | CopyWhole
+    | RaiseWriterMark
+)

@@ -24,11 +24,11 @@ import numpy as np
 from zstrat.config import Limits
 from zstrat.errors import ProtocolError
 
-from . import _messages
 from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
-from ._messages import Arrays, Message
+from ._messages import Message
 from ._schema import (
     FEW,
+    Arrays,
     Check,
     Mismatch,
     Row,
@@ -347,4 +347,4 @@ _KINDS: Final = {cls.kind: cls for cls in _CLASSES}
 _BY_CLASS: Final = _FormsByClass()
 _BY_KIND: Final = _FormsByKind()
 if len(_KINDS) != len(_CLASSES):
-    raise TypeError(f"{_messages.__name__}: two messages have the same kind")
+    raise TypeError("zstrat.wire: two messages have the same kind")

@@ -112,3 +112,8 @@ class LeaveGroup:
     ticket: int
     calls: int
     reason: str
+
+
+GroupMessage = (
+    JoinGroup | GroupFormed | Hop | AbortCall | AskCall | CallState | LeaveGroup
+)

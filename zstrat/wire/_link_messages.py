@@ -128,3 +128,8 @@ class Again:
     """
 
     kind: ClassVar = 64
+
+
+LinkMessage = (
+    Hello | Beat | Chunk | Credit | Goodbye | Offer | Mapped | Placed | Released | Again
+)

@@ -154,3 +154,17 @@ class MoveServer:
     index: int
     view: int
     address: str
+
+
+ReplicationMessage = (
+    AskCopies
+    | AttachBackup
+    | BackupLost
+    | CopiesTold
+    | DetachBackup
+    | DropStore
+    | HostStore
+    | MoveServer
+    | PromoteBackup
+    | StoreHosted
+)

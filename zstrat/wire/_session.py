@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, final
 from zstrat.errors import BusyError, HeldError, PeerLostError, StaleSessionError
 
 if TYPE_CHECKING:
-    from zstrat.wire._messages import Hello
+    from zstrat.wire._link_messages import Hello
 
 
 class OwnerPeer(Protocol):

@@ -148,3 +148,16 @@ class StoreTensors:
     session: int
     entries: list[StoreEntry]
     arrays: Arrays
+
+
+SnapshotMessage = (
+    PinSnapshot
+    | SnapshotPinned
+    | WriteSnapshot
+    | SnapshotWritten
+    | ReadSnapshot
+    | SnapshotPart
+    | ReleaseSnapshot
+    | LoadTensors
+    | StoreTensors
+)

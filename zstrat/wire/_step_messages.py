@@ -199,3 +199,20 @@ class DropResources:
     kind: ClassVar = 59
     session: int
     resources: list[int]
+
+
+StepMessage = (
+    PutCode
+    | PutArguments
+    | DropArguments
+    | Dispatch
+    | Completions
+    | Printed
+    | CancelSteps
+    | Fetch
+    | Fetched
+    | DropResults
+    | BuildResource
+    | ResourceBuilt
+    | DropResources
+)

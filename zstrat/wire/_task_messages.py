@@ -239,3 +239,24 @@ class Captured:
     profile: str
     problem: str
     arrays: Arrays
+
+
+TaskMessage = (
+    Failure
+    | Done
+    | Inspect
+    | Statistics
+    | Telemetry
+    | OpenSession
+    | SessionOpened
+    | JoinSession
+    | CloseSession
+    | ReportWorker
+    | WorkerReported
+    | AnswerReport
+    | AskClock
+    | ClockTold
+    | BeginCapture
+    | EndCapture
+    | Captured
+)

@@ -337,3 +337,26 @@ class Exchanged:
     versions: list[int]
     arrays: Arrays
     clock: int = field(default=0, compare=False)
+
+
+VariableMessage = (
+    CreateVariables
+    | InitializeVariables
+    | DeleteVariables
+    | CreateOptimizer
+    | BindOptimizer
+    | Withdraw
+    | Pull
+    | PullRows
+    | Pulled
+    | Push
+    | Pushed
+    | PushPart
+    | AskParts
+    | AppliedParts
+    | Fence
+    | Fenced
+    | RaiseMark
+    | Exchange
+    | Exchanged
+)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
 
-from ._calls import GroupCalls
+from ._calls import GroupCalls, parameters_of
 from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
 from ._operations import CallOptions
 from ._runtime import awaited
-from ._signatures import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

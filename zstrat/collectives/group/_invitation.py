@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from zstrat.cluster import TFConfigClusterResolver, detect
 from zstrat.collectives.schedules._choice import Choices, read_choices
-from zstrat.config import LANES, environment, settings_from
+from zstrat.config import checked_lane, environment, settings_from
 
 from ._forming import FormingRequest, own_seat, seats_of
 from ._runtime import only_daemon, runtime_for
@@ -135,7 +135,7 @@ def invitation_of(
         seat,
         positive("timeout", timeout, times.request),
         positive("rendezvous_timeout", rendezvous_timeout, times.connect),
-        _lane_named(lane or settings.lane),
+        checked_lane(lane or settings.lane),
         bytes_per_pack,
         seat.address if bind is None else bind,
         settings,
@@ -168,9 +168,3 @@ def not_negative(name: str, given: int) -> int:
     if given < 0:
         raise ValueError(f"{name}={given}: expected 0 or more")
     return given
-
-
-def _lane_named(lane: str) -> str:
-    if lane not in LANES:
-        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-    return lane

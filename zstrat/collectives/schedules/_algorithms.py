@@ -35,22 +35,14 @@ Make = Callable[[int, int], Schedule]
 class Algorithm(NamedTuple):
     """One way to carry out a call.
 
-    ``has_root``: its schedules take a root after rank and size. ``is_even``: all ranks
-    do the same at the same time; with "p2", if the size is a power of two.
-    ``is_compressible``: a block is finished by one rank, so that all others have what
-    it has made of values that were rounded for the wire.
+    ``has_root``: its schedules take a root after rank and size. ``is_compressible``: a
+    block is finished by one rank, so that all others have what it has made of values
+    that were rounded for the wire.
     """
 
     make: Callable[..., Schedule]
     has_root: bool = False
-    is_even: bool | str = True
     is_compressible: bool = True
-
-    def even_for(self, size: int) -> bool:
-        """Whether among so many all ranks do the same at the same time."""
-        if self.is_even == "p2":
-            return size & (size - 1) == 0
-        return bool(self.is_even)
 
     def rooted(self, root: int) -> Make:
         """With the root, if it has one."""
@@ -61,12 +53,10 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
     {
         "all_reduce": {
             "ring": Algorithm(ring_all_reduce),
-            "halving_doubling": Algorithm(halving_doubling_all_reduce, is_even="p2"),
-            "doubling": Algorithm(
-                doubling_all_reduce, is_even="p2", is_compressible=False
-            ),
-            "tree": Algorithm(tree_all_reduce, is_even=False),
-            "double_tree": Algorithm(double_tree_all_reduce, is_even=False),
+            "halving_doubling": Algorithm(halving_doubling_all_reduce),
+            "doubling": Algorithm(doubling_all_reduce, is_compressible=False),
+            "tree": Algorithm(tree_all_reduce),
+            "double_tree": Algorithm(double_tree_all_reduce),
             "direct": Algorithm(direct_all_reduce),
         },
         "reduce_scatter": {
@@ -79,9 +69,9 @@ ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
             "direct": Algorithm(direct_all_gather),
         },
         "broadcast": {
-            "tree": Algorithm(tree_broadcast, has_root=True, is_even=False),
-            "scatter": Algorithm(scatter_broadcast, has_root=True, is_even=False),
-            "chain": Algorithm(chain_broadcast, has_root=True, is_even=False),
+            "tree": Algorithm(tree_broadcast, has_root=True),
+            "scatter": Algorithm(scatter_broadcast, has_root=True),
+            "chain": Algorithm(chain_broadcast, has_root=True),
         },
         "all_to_all": {"pairwise": Algorithm(pairwise_all_to_all)},
         "barrier": {"dissemination": Algorithm(dissemination_barrier)},

@@ -82,7 +82,7 @@ class Choices:
 # arrays, because a hop costs its ranks some 20 µs of work; for large ones the ring,
 # because every line carries one stream only, and a rank holds no more than a few
 # chunks. Beyond 64 ranks its steps are too many. Where the lines lie between was read
-# from `cost` with 20 µs of overhead.
+# from `benchmarks.line_cost.cost` with 20 µs of overhead.
 DEFAULT_RULES: Final = (
     # Two ranks that give each other all they have are through after one step.
     Rule("all_reduce", "doubling", ranks=2, nbytes=MiB),

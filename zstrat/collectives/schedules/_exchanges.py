@@ -59,22 +59,6 @@ def direct_all_gather(rank: int, size: int) -> Schedule:
     return Schedule(tuple(map(actions, range(size))), size, tuple(range(size)))
 
 
-def direct_gather(rank: int, size: int, root: int = 0) -> Schedule:
-    """Block b is what rank b gives, to ``root`` alone; blocks may differ in size.
-
-    Cost: 1 step; each rank but the root sends its block.
-    """
-
-    def actions(block: int) -> tuple[Action, ...]:
-        if block == rank:
-            give = Action(Act.SEND, root, block)
-            return (Action(Act.FINISH), give) if rank != root else (Action(Act.FINISH),)
-        return (Action(Act.TAKE, block, block),) if rank == root else ()
-
-    result = tuple(range(size)) if rank == root else ()
-    return Schedule(tuple(map(actions, range(size))), size, result)
-
-
 def pairwise_all_to_all(rank: int, size: int) -> Schedule:
     """Block ``i * size + j`` goes from rank i to rank j; blocks may differ in size.
 
@@ -92,7 +76,7 @@ def pairwise_all_to_all(rank: int, size: int) -> Schedule:
     return Schedule(tuple(blocks), size, result)
 
 
-def scatter_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
+def scatter_broadcast(rank: int, size: int, root: int) -> Schedule:
     """The root gives every other rank a part; these pass the parts around a ring.
 
     ``size - 1`` blocks (one, for a group of one). The root sends the array once only,
@@ -123,7 +107,7 @@ def scatter_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
     return Schedule(tuple(map(actions, range(others))), others, tuple(range(others)))
 
 
-def chain_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
+def chain_broadcast(rank: int, size: int, root: int) -> Schedule:
     """One block, from each rank to the next one, chunk by chunk.
 
     Cost: size - 1 steps; each rank but the last sends the array once.

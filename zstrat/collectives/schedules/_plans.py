@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
+from zstrat.collectives._buckets import split
 from zstrat.collectives._engine import CallKind, CollectiveCall
 from zstrat.collectives._reduction import Reduction, reduction_of
 from zstrat.config import MiB
@@ -143,12 +143,6 @@ def chunk_of(block: int) -> int:
     """Bytes per chunk for blocks of at most so many: enough chunks to keep lines and
     ranks busy, none so small that its price matters."""
     return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
-
-
-def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Neighbouring views of ``flat`` ``[sum(sizes)]``."""
-    ends = accumulate(sizes, initial=0)
-    return [flat[start:end] for start, end in pairwise(ends)]
 
 
 @cache

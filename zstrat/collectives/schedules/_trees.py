@@ -21,22 +21,11 @@ def tree_all_reduce(rank: int, size: int) -> Schedule:
     once up, and once down to each of its up to ceil(log2(size)) children.
     """
     depth = (size - 1).bit_length()
-    up, down = _reduces(rank, rank, size), _copies(rank, rank, size, depth)
+    up, down = _reduces(rank, size), _copies(rank, rank, size, depth)
     return Schedule(((*up, *down),), 2 * depth, (0,))
 
 
-def tree_reduce(rank: int, size: int, root: int = 0) -> Schedule:
-    """One block, reduced up a binomial tree: the result of ``root`` alone.
-
-    Cost: ceil(log2(size)) steps; each rank but the root sends the array once.
-    """
-    number = (rank - root) % size
-    actions = tuple(_reduces(number, rank, size))
-    result = () if number else (0,)
-    return Schedule((actions,), (size - 1).bit_length(), result)
-
-
-def tree_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
+def tree_broadcast(rank: int, size: int, root: int) -> Schedule:
     """One block, down a binomial tree from ``root``.
 
     Cost: ceil(log2(size)) steps; the root sends the array ceil(log2(size)) times.
@@ -65,19 +54,20 @@ def double_tree_all_reduce(rank: int, size: int) -> Schedule:
     return Schedule((first, second), 6, (0, 1))
 
 
-def _reduces(number: int, rank: int, size: int) -> Iterator[Action]:
-    """Up the binomial tree; ``number`` is the rank counted from the root."""
+def _reduces(rank: int, size: int) -> Iterator[Action]:
+    """Up the binomial tree, to rank 0."""
     for step in range((size - 1).bit_length()):
-        if number & (1 << step):
-            yield Action(Act.SEND, (rank - (1 << step)) % size, step)
+        if rank & (1 << step):
+            yield Action(Act.SEND, rank - (1 << step), step)
             return
-        if number + (1 << step) < size:
-            yield Action(Act.REDUCE, (rank + (1 << step)) % size, step)
+        if rank + (1 << step) < size:
+            yield Action(Act.REDUCE, rank + (1 << step), step)
     yield Action(Act.FINISH)
 
 
 def _copies(number: int, rank: int, size: int, places: int) -> Iterator[Action]:
-    """Down the binomial tree, the largest part of it first."""
+    """Down the binomial tree, the largest part of it first; ``number`` is the rank
+    counted from the root."""
     low = (number & -number).bit_length() - 1 if number else (size - 1).bit_length()
     if number:
         yield Action(Act.TAKE, (rank - (1 << low)) % size, places + low)

@@ -39,8 +39,6 @@ from ._dask import dask as dask
 from ._engine import End as End
 from ._engine import Engine as Engine
 from ._engine import FleetTask as FleetTask
-from ._engine import RunningTask as RunningTask
-from ._engine import TaskEvents as TaskEvents
 from ._engine import TaskLaunch as TaskLaunch
 from ._fleet import Fleet as Fleet
 from ._keys import write_keys as write_keys
@@ -52,5 +50,4 @@ from ._slurm import requeue as requeue
 from ._slurm import slurm as slurm
 from ._slurm import slurm_program as slurm_program
 from ._ssh import ssh as ssh
-from .hosts import SshHost as SshHost
 from .state import FleetState as FleetState

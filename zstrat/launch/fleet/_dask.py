@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import UnavailableError
 
-from ._engine import End, FleetTask
+from ._engine import End, dealt
 from ._fleet import Fleet
 from ._piped import TaskHost
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Settings
 
-    from ._engine import RunningTask, TaskEvents, TaskLaunch
+    from ._engine import FleetTask, RunningTask, TaskEvents, TaskLaunch
 
 ARRIVAL: Final = 60.0
 """Seconds for Dask to have a worker again: its nanny starts one within some."""
@@ -223,8 +224,4 @@ def _dealt(workers: Iterable[str], num_ps: int, num_workers: int) -> list[FleetT
             "the cluster of Dask has no worker: start one (dask worker ADDRESS), or "
             "scale the cluster and wait for it (client.wait_for_workers(1))"
         )
-    asked = [("ps", n) for n in range(num_ps)]
-    asked += [("worker", n) for n in range(num_workers)]
-    return [
-        FleetTask(job, n, hosts[at % len(hosts)]) for at, (job, n) in enumerate(asked)
-    ]
+    return dealt(num_ps, num_workers, itertools.cycle(hosts))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from zstrat.config import Timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from zstrat.errors import ZstratError
@@ -34,16 +34,24 @@ class FleetTask:
         return f"{self.job}:{self.index}"
 
 
+def dealt(num_ps: int, num_workers: int, places: Iterable[str]) -> list[FleetTask]:
+    """The tasks, each at the next of the places, parameter servers first."""
+    names = [("ps", n) for n in range(num_ps)]
+    names += [("worker", n) for n in range(num_workers)]
+    pairs = zip(names, places, strict=False)
+    return [FleetTask(job, index, where) for (job, index), where in pairs]
+
+
 @dataclass(frozen=True, slots=True)
 class TaskLaunch:
     """All that an engine is told to start a task.
 
     ``bind`` is the address that the task had before, "" the first time. ``keys`` are
     the files of its key folder, name -> text: the secret of its role and all public
-    halves. ``env`` are variables for it, and ``arguments`` those of its daemon beside
-    index and address. ``beside`` is the number of tasks of its job on the same host,
-    which share its cores and GPUs, ``place`` its own number among them. ``log`` is the
-    file that takes what it prints; None: it goes where this process's own errors go.
+    halves. ``env`` are variables for it. ``beside`` is how many tasks of its job are on
+    the same host, which share its cores and GPUs, ``place`` its own number among them.
+    ``log`` is the file that takes what it prints; None: it goes where this process's
+    own errors go.
     ``logged`` is the size of that file, in bytes, when this attempt began: what is in
     it is of others. ``leash``: the task ends if it has not heard of this program for so
     many seconds, as it may be cut off.
@@ -53,7 +61,6 @@ class TaskLaunch:
     bind: str
     keys: Mapping[str, str]
     env: Mapping[str, str]
-    arguments: tuple[str, ...]
     beside: int
     place: int
     log: Path | None

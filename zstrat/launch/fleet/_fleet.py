@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
-from zstrat.config import GRACE, environment, settings_from
+from zstrat.config import GRACE, daemon_variables, environment, settings_from
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -84,7 +84,6 @@ class FleetPlan:
     tasks: Mapping[str, FleetTask]
     keys: RunKeys
     env: Mapping[str, str]
-    arguments: Mapping[str, tuple[str, ...]]
     logs: Path | None
     leash: float
 
@@ -100,7 +99,6 @@ class FleetPlan:
             bind,
             self.keys.of(task.job),
             self.env,
-            self.arguments.get(task.job, ()),
             len(beside),
             beside.index(task),
             log,
@@ -239,7 +237,6 @@ class Fleet:
         engine: What starts processes. The fleet closes it.
         tasks: Which tasks there are, and where each is to run.
         env: Variables for the tasks.
-        arguments: Job -> arguments for its daemons.
         logs: "files" in the folder of the fleet, or "terminal".
         directory: Folder for keys and logs, kept afterwards without the keys; default:
             a new one of mode 0700 that is removed at the end. The log of a task that
@@ -261,7 +258,6 @@ class Fleet:
         restarts: int = 5,
         window: float = 600.0,
         env: Mapping[str, str] | None = None,
-        arguments: Mapping[str, tuple[str, ...]] | None = None,
         logs: Literal["files", "terminal"] = "files",
         directory: str | os.PathLike[str] | None = None,
         settings: Settings | None = None,
@@ -270,7 +266,11 @@ class Fleet:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         settings = settings or settings_from(environment())
         times = settings.timeouts
-        told = {**_told(settings), **(env or {})}
+        told = {
+            **daemon_variables(settings),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            **(env or {}),
+        }
         drain = times.drain + 2 * GRACE
         if told.get("ZSTRAT_STATE"):  # and then it writes what it holds
             drain += float(told["ZSTRAT_HANDOVER"])
@@ -287,7 +287,6 @@ class Fleet:
             self._tasks,
             keys,
             told,
-            arguments or {},
             self.directory if logs == "files" else None,
             times.leash,
         )
@@ -425,17 +424,3 @@ def _end(thread: FleetThread, remove: Path) -> None:
             if file is not None and file.exists():
                 log.warning("%s: its log is kept: %s", task, thread.kept.take(file))
         shutil.rmtree(remove, ignore_errors=True)
-
-
-def _told(settings: Settings) -> dict[str, str]:
-    """Our settings, as daemons are told them."""
-    times = settings.timeouts
-    state = {} if settings.state is None else {"ZSTRAT_STATE": str(settings.state)}
-    return {
-        **state,
-        "ZSTRAT_PATIENCE": str(times.patience),
-        "ZSTRAT_CONNECT_TIMEOUT": str(times.connect),
-        "ZSTRAT_DRAIN": str(times.drain),
-        "ZSTRAT_HANDOVER": str(times.handover),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }

@@ -31,6 +31,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.cluster import host_and_port
+from zstrat.config import MISTAKEN
 from zstrat.errors import UnavailableError, VersionMismatchError
 from zstrat.launch._child import inherited, signal_name
 from zstrat.launch._copies import WATCHING_PARENT
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-MISTAKEN: Final = 2
-"""Exit code of a daemon that was told what cannot be (`zstrat.daemons`)."""
 
 LONGEST_LINE: Final = 2**16
 """Bytes of one line of the conversation; what a shell prints before it is cut there."""
@@ -99,8 +97,7 @@ class Piped(ABC):
         daemon = [self.python(launch.task), "-P", "-m", "zstrat.daemons.launched"]
         daemon += [launch.task.job, "--index", str(launch.task.index), "--bind", bind]
         daemon += ["--leash", str(launch.leash)]
-        words = self.command(launch, [*daemon, *launch.arguments])
-        return _Conversation(self, launch, hear, words)
+        return _Conversation(self, launch, hear, self.command(launch, daemon))
 
     @final
     def close(self) -> None:

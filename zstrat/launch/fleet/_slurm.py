@@ -19,7 +19,7 @@ from zstrat.config import environment
 from zstrat.errors import UnavailableError
 from zstrat.launch._runtime_dir import own_folder
 
-from ._engine import FleetTask
+from ._engine import FleetTask, dealt
 from ._fleet import Fleet
 from ._piped import Piped
 
@@ -90,8 +90,7 @@ class Allocation:
                 f"num_ps={num_ps!r}, num_workers={num_workers!r}: expected 1 or more, "
                 "and 0 or more"
             )
-        wanted = [("ps", n) for n in range(num_ps)]
-        wanted += [("worker", n) for n in range(num_workers)]
+        wanted = num_ps + num_workers
         turns = max(self.room.values(), default=0)
         places = [
             node
@@ -99,15 +98,14 @@ class Allocation:
             for node, count in self.room.items()
             if turn < count
         ]
-        if len(places) < len(wanted):
+        if len(places) < wanted:
             rooms = ", ".join(f"{node}: {n}" for node, n in self.room.items())
             raise ValueError(
                 f"job {self.job} has room for {len(places)} tasks ({rooms}), and "
-                f"{num_ps} ps and {num_workers} workers are {len(wanted)}: ask Slurm "
-                f"for --ntasks={len(wanted)}"
+                f"{num_ps} ps and {num_workers} workers are {wanted}: ask Slurm "
+                f"for --ntasks={wanted}"
             )
-        pairs = zip(wanted, places, strict=False)
-        return [FleetTask(job, index, node) for (job, index), node in pairs]
+        return dealt(num_ps, num_workers, places)
 
 
 @final

@@ -20,6 +20,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Final
 
+from zstrat.config import MISTAKEN, TRY_AGAIN
 from zstrat.transport import key_names
 
 from ._pods import JOBS, PROGRAM, ROLES, Object, PodCluster, pod
@@ -35,12 +36,7 @@ _JOB_INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-in
 
 def kubernetes(cluster: PodCluster) -> list[Object]:
     """A cluster made of what every Kubernetes from 1.28 on has."""
-
-    def named(job: str) -> list[str]:
-        name, port = cluster.name, cluster.port
-        return [f"{name}-{job}-{n}.{name}:{port}" for n in range(cluster.count(job))]
-
-    addresses = {ROLES[job]: named(job) for job in JOBS}
+    addresses = _addresses(cluster)
     ps = {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -67,12 +63,8 @@ def kubernetes(cluster: PodCluster) -> list[Object]:
 
 def jobset(cluster: PodCluster) -> list[Object]:
     """One JobSet (jobset.sigs.k8s.io), which names the pods and makes the service."""
-
-    def named(job: str) -> list[str]:
-        name, port = cluster.name, cluster.port
-        return [f"{name}-{job}-0-{n}.{name}:{port}" for n in range(cluster.count(job))]
-
-    addresses = {ROLES[job]: named(job) for job in JOBS}
+    # The pods of a JobSet have the number of their replicated job, too: there is one.
+    addresses = _addresses(cluster, "-0")
     replicated = [
         {
             "name": job,
@@ -221,6 +213,17 @@ def _steps(cluster: PodCluster, keys: str) -> list[str]:
     ]
 
 
+def _addresses(cluster: PodCluster, middle: str = "") -> dict[str, list[str]]:
+    """Where the pods of each role are, by the names that the service gives them."""
+    name, port = cluster.name, cluster.port
+    return {
+        ROLES[job]: [
+            f"{name}-{job}{middle}-{n}.{name}:{port}" for n in range(cluster.count(job))
+        ]
+        for job in JOBS
+    }
+
+
 def _job(
     cluster: PodCluster,
     job: str,
@@ -236,8 +239,8 @@ def _job(
         "backoffLimit": cluster.restarts,
         "podFailurePolicy": {
             "rules": [
-                _at_exit(job, 2, "FailJob"),
-                _at_exit(job, 75, "Ignore"),
+                _at_exit(job, MISTAKEN, "FailJob"),
+                _at_exit(job, TRY_AGAIN, "Ignore"),
                 {
                     "action": "Ignore",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],

@@ -31,11 +31,11 @@ class CommunicationImplementation(enum.Enum):
     AUTO = "AUTO"
     """Chosen by the size of the array and the number of hosts."""
     RING = "RING"
-    """Around a ring of the hosts (`zstrat.collectives.ring_all_reduce`): for large
+    """Around a ring of the hosts ("ring" of `zstrat.collectives.ALGORITHMS`): for large
     arrays and not too many hosts."""
     TREE = "TREE"
-    """Up and down two binary trees of the hosts
-    (`zstrat.collectives.double_tree_all_reduce`): few steps among many hosts."""
+    """Up and down two binary trees of the hosts ("double_tree" there): few steps among
+    many hosts."""
     XLA = "XLA"
     """XLA itself, in one program over the devices of all processes (gloo on CPU, NCCL
     on GPU, the interconnect of a TPU)."""

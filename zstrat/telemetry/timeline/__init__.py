@@ -3,12 +3,10 @@
 from typing import TYPE_CHECKING
 
 from ._assembly import assemble as assemble
-from ._clock import OWN_CLOCK as OWN_CLOCK
 from ._clock import ClockLine as ClockLine
 from ._clock import ClockReading as ClockReading
 from ._clock import RoundTrip as RoundTrip
 from ._clock import read_clock as read_clock
-from ._file import SUFFIXES as SUFFIXES
 from ._file import check_place as check_place
 from ._file import write_timeline as write_timeline
 from ._notes import JaxEvent as JaxEvent

@@ -90,7 +90,3 @@ class ClockLine:
         """The moment of the other clock, by ours."""
         offset = self.first.offset + self.drift * (theirs - self.first.at)
         return theirs - offset
-
-
-OWN_CLOCK = ClockLine(ClockReading(0.0, 0.0, 0.0))
-"""That of the process which asks."""

@@ -69,18 +69,22 @@ def write_otlp(timeline: Timeline, file: TextIO, day: float) -> None:
     scope = {"name": "zstrat", "attributes": _attributes(timeline.about)}
     file.write('{"resourceSpans": [')
     for number, task in enumerate(timeline.tasks):
-        about = {
-            "service.name": "zstrat",
-            "service.instance.id": task.name,
-            "zstrat.clock": task.label,
-        }
         spans = list(_spans(task, start, day, names))
         resource = {
-            "resource": {"attributes": _attributes(about)},
+            "resource": {"attributes": _attributes(_about(task))},
             "scopeSpans": [{"scope": scope, "spans": spans}],
         }
         file.write(", " * (number > 0) + json.dumps(resource))
     file.write("]}\n")
+
+
+def _about(task: TimelineTask) -> dict[str, str]:
+    """The task as a resource, by OpenTelemetry's names."""
+    return {
+        "service.name": "zstrat",
+        "service.instance.id": task.name,
+        "zstrat.clock": task.label,
+    }
 
 
 def named(timeline: Timeline) -> Names:
@@ -200,13 +204,7 @@ def sdk_spans(timeline: Timeline, day: float) -> list[ReadableSpan]:
     began, scope = round((day + start) * 1e9), InstrumentationScope("zstrat")
     made = []
     for task in timeline.tasks:
-        resource = Resource(
-            {
-                "service.name": "zstrat",
-                "service.instance.id": task.name,
-                "zstrat.clock": task.label,
-            }
-        )
+        resource = Resource(_about(task))
         for row in task.rows:
             for span, begin, end in placed(row, start):
                 name = names[id(span)]

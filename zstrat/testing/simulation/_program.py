@@ -17,7 +17,7 @@ from zstrat.errors import (
 )
 
 from ._contract import Training
-from ._training_session import LIVES, TrainingSession
+from ._training_session import LIVES, SessionContext, TrainingSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,11 +52,20 @@ class TrainingProgram:
         over: Callable[[], object],
         healed_at: Callable[[], float],
     ) -> None:
-        self._around, self._scenario = around, scenario
-        self._scripts, self._readers = scripts, readers
+        self._around, self._scenario, self._readers = around, scenario, readers
         self._ps, self._workers = addresses
-        self._over, self.healed_at = over, healed_at
-        self.kill, self.is_calm = kill, is_calm
+        self._over = over
+        self._context = SessionContext(
+            scenario,
+            scripts,
+            self._ps,
+            around.world.random.random,
+            around.draw,
+            kill,
+            is_calm,
+            healed_at,
+            self._go_on,
+        )
         self.trainings: list[Training] = []
         self._coordinator: LoopCoordinator | None = None
         self._session: TrainingSession | None = None
@@ -91,7 +100,9 @@ class TrainingProgram:
             self._coordinator = coordinator
             training = self._training()
             self._readers.training = training
-            self._session = session = TrainingSession(self, coordinator, training)
+            self._session = session = TrainingSession(
+                self._context, coordinator, training
+            )
             try:
                 await session.run()
             except (UnavailableError, DeadlineExceededError, BusyError) as error:
@@ -133,7 +144,7 @@ class TrainingProgram:
             self._chain.append(training)
         return training
 
-    def go_on(self, training: Training, resumed: bool) -> int:
+    def _go_on(self, training: Training, resumed: bool) -> int:
         """The session is open; returns how many there were before it of its name."""
         *before, _ = self._chain or [training]
         if resumed and not before:
@@ -182,28 +193,6 @@ class TrainingProgram:
         at = {address: f"ps{index}" for index, address in enumerate(self._ps)}
         names = [at[process.address] for process in replication.processes]
         return [names[copy.process] for pair in copies for copy in pair if copy]
-
-    @property
-    def scenario(self) -> Scenario:
-        return self._scenario
-
-    @property
-    def servers(self) -> Sequence[str]:
-        """Addresses of all that there are."""
-        return self._ps
-
-    @property
-    def scripts(self) -> Scripts:
-        return self._scripts
-
-    @property
-    def draw(self) -> Callable[[], float]:
-        """A number below 1."""
-        return self._around.world.random.random
-
-    @property
-    def new_number(self) -> int:
-        return self._around.draw()
 
 
 def is_lost(error: Exception) -> bool:

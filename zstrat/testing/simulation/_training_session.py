@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -51,46 +52,28 @@ PATIENCE: Final = 10.0
 _PLACE: Final = np.int64
 
 
-class SessionProgram(Protocol):
-    """Opens the session (`TrainingProgram`)."""
+@final
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What a session has of its program and of its run."""
 
-    @property
-    def scenario(self) -> Scenario: ...
-
-    @property
-    def scripts(self) -> Scripts: ...
-
-    @property
-    def draw(self) -> Callable[[], float]:
-        """A number below 1."""
-        ...
-
-    @property
-    def new_number(self) -> int: ...
-
-    @property
-    def servers(self) -> Sequence[str]:
-        """Addresses of all that there are."""
-        ...
-
-    @property
-    def kill(self) -> Callable[[str, float], object]:
-        """Kills the server at an address, and starts it again so many seconds later."""
-        ...
-
-    @property
-    def is_calm(self) -> Callable[[], bool]:
-        """Whether no server has trouble that somebody may not know of yet."""
-        ...
-
-    @property
-    def healed_at(self) -> Callable[[], float]:
-        """When no fault will be left, as far as is known."""
-        ...
-
-    def go_on(self, training: Training, resumed: bool) -> int:
-        """The session is open; returns how many there were before it of its name."""
-        ...
+    scenario: Scenario
+    scripts: Scripts
+    servers: Sequence[str]
+    """Addresses of all that there are."""
+    draw: Callable[[], float]
+    """A number below 1."""
+    new_number: Callable[[], int]
+    """A number that no other start, session or snapshot has."""
+    kill: Callable[[str, float], object]
+    """Kills the server at an address, and starts it again so many seconds later."""
+    is_calm: Callable[[], bool]
+    """Whether no server has trouble that somebody may not know of yet."""
+    healed_at: Callable[[], float]
+    """When no fault will be left, as far as is known."""
+    go_on: Callable[[Training, bool], int]
+    """Told that the session is open, and whether it goes on with what another one has
+    left; returns how many there were before it of its name."""
 
 
 @final
@@ -133,9 +116,9 @@ class TrainingSession:
     """
 
     def __init__(
-        self, program: SessionProgram, coordinator: LoopCoordinator, training: Training
+        self, context: SessionContext, coordinator: LoopCoordinator, training: Training
     ) -> None:
-        self._program, self._scenario = program, program.scenario
+        self._context, self._scenario = context, context.scenario
         self._coordinator, self._training = coordinator, training
         self._first = 0
         """How many programs have gone before: each has places of its own."""
@@ -153,7 +136,7 @@ class TrainingSession:
         """Trains, reads and saves as the scenario says, to the session's end."""
         await self._coordinator.open()
         cluster = self._coordinator.cluster
-        before = self._program.go_on(self._training, cluster.renewal.resumed)
+        before = self._context.go_on(self._training, cluster.renewal.resumed)
         self._first = before * self._scenario.steps
         if self._scenario.restores:
             self._coordinator.cluster.recover(PS_WAIT)
@@ -183,11 +166,11 @@ class TrainingSession:
             self._scenario.reads_ahead,
         )
         code = Code(b"%s of session %d" % (DENSE, self._training.number))
-        self._program.scripts.add(code.code, function)
+        self._context.scripts.add(code.code, function)
         self._call = self._coordinator.call("mark", code, _PLACE(0))
 
     async def _train(self) -> None:
-        draw = self._program.draw
+        draw = self._context.draw
         for place in range(self._first, self._first + self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
@@ -340,15 +323,15 @@ class TrainingSession:
             if chance > 0.98:
                 self._change.cancel()
         elif chance < 0.2 and (
-            not self._scenario.is_guarded or self._program.is_calm()
+            not self._scenario.is_guarded or self._context.is_calm()
         ):
             loop = asyncio.get_running_loop()
             self._change = loop.create_task(self._changed(), name="change of servers")
 
     async def _changed(self) -> None:
-        moves, draw = self._coordinator.cluster.moves, self._program.draw
+        moves, draw = self._coordinator.cluster.moves, self._context.draw
         present = list(moves.addresses.values())
-        away = [each for each in self._program.servers if each not in present]
+        away = [each for each in self._context.servers if each not in present]
         try:
             if away and draw() < 0.6:
                 await moves.add(away[int(draw() * len(away))], None, PS_WAIT)
@@ -374,15 +357,15 @@ class TrainingSession:
                 process = replication.processes[copy.process]
                 if process.address == address and process.is_closed:
                     self._training.broken(f"store {store.number} is in a drained ps")
-        if self._program.draw() < 0.5:
-            self._program.kill(address, 2.0 * self._program.draw())
+        if self._context.draw() < 0.5:
+            self._context.kill(address, 2.0 * self._context.draw())
 
     async def _save(self) -> None:
         """Saves a checkpoint; one that fails is none."""
         coordinator, training = self._coordinator, self._training
         if coordinator.cluster.outage_error is not None:
             return
-        client, number = coordinator.cluster.client, self._program.new_number
+        client, number = coordinator.cluster.client, self._context.new_number()
         holder, fills = object(), training.fills
         specs = (*self._marks, *self._own, *self._tables)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
@@ -435,7 +418,7 @@ class TrainingSession:
         await self._settle()
         loop = asyncio.get_running_loop()
         now = loop.time()
-        while (healed := self._program.healed_at()) > now:
+        while (healed := self._context.healed_at()) > now:
             await asyncio.sleep(healed - now)
             now = loop.time()
         await asyncio.sleep(QUIET)

@@ -109,23 +109,19 @@ class VirtualTask(asyncio.Task[Any]):
 
 @final
 class Meter:
-    """What each process computes, in real time: of the parts that are real.
+    """What each process computes, in seconds of the processor: of the parts that are
+    real."""
 
-    Args:
-        clock: Seconds of the processor.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """By the name of the process."""
         self.events: dict[str, int] = {}
 
     def measure(self, loop: VirtualLoop, call: Call | None) -> None:
         """Lets a process do what is due."""
-        began = self._clock()
+        began = time.thread_time()
         loop.step(call)
-        spent = self._clock() - began
+        spent = time.thread_time() - began
         self.seconds[loop.name] = self.seconds.get(loop.name, 0.0) + spent
         self.events[loop.name] = self.events.get(loop.name, 0) + 1
 

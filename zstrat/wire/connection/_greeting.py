@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from zstrat.errors import ProtocolError, VersionMismatchError, ZstratError
-from zstrat.wire._messages import PROTOCOL, Hello, Job
+from zstrat.wire._link_messages import PROTOCOL, Hello, Job
 
 _SHIPS_CODE: Final = frozenset({Job.CHIEF})
 _TAKES_CODE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})

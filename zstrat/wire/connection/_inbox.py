@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zstrat.errors import ProtocolError
 from zstrat.wire._arrays import array_from
 from zstrat.wire._codec import decode_header
-from zstrat.wire._messages import Message, Placed
+from zstrat.wire._link_messages import Placed
 
 from ._body import Allocate, Assembly, Frame
 from ._lane import PLACE, is_placeable
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from zstrat.config import Limits
     from zstrat.wire._codec import Announced
-    from zstrat.wire._messages import Chunk
+    from zstrat.wire._link_messages import Chunk
+    from zstrat.wire._messages import Message
 
     from ._body import Absorb, Sink
     from ._lane import SharedMemoryLane

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.wire._arrays import ArraySpec
-    from zstrat.wire._messages import Hello, Offer
+    from zstrat.wire._link_messages import Hello, Offer
 
 MIN_LANE_BYTES: Final = 64 * 1024
 """A smaller body costs less to copy twice than to place and release."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zstrat.errors import ProtocolError
-from zstrat.wire._messages import Hello, Mapped, Offer, Released
+from zstrat.wire._link_messages import Hello, Mapped, Offer, Released
 
 if TYPE_CHECKING:
     from collections.abc import Sized

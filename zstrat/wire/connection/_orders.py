@@ -6,7 +6,8 @@ import enum
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from zstrat.wire._messages import Hello, Message
+    from zstrat.wire._link_messages import Hello
+    from zstrat.wire._messages import Message
 
     from ._body import Sink
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from zstrat.wire._codec import encode
-from zstrat.wire._messages import Chunk, Message, Placed
+from zstrat.wire._link_messages import Chunk, Placed
 
 from ._body import Frame, aligned, cut
 from ._lane import MAX_LANE_BYTES, MIN_LANE_BYTES
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Limits
+    from zstrat.wire._messages import Message
 
     from ._lane import SharedMemoryLane
 

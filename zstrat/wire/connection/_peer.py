@@ -40,21 +40,19 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.wire._codec import Announced, decode_header
-from zstrat.wire._messages import (
+from zstrat.wire._link_messages import (
     Again,
     Beat,
     Chunk,
     Credit,
-    Failure,
     Goodbye,
     Hello,
     Mapped,
-    Message,
     Offer,
     Placed,
-    PlainTree,
     Released,
 )
+from zstrat.wire._task_messages import Failure
 
 from ._body import Allocate, Frame, allocate
 from ._deadlines import Liveness, Requests
@@ -79,6 +77,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.config import Limits, Timeouts
+    from zstrat.wire._messages import Message
+    from zstrat.wire._schema import PlainTree
 
     from ._body import Absorb
     from ._deadlines import Waiting

@@ -15,15 +15,13 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from zstrat.collectives import Act, algorithm_named, first_place
 from zstrat.config import MiB
-
-from ._algorithms import algorithm_named
-from ._schedule import Act, first_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ._schedule import Schedule
+    from zstrat.collectives import Schedule
 
 _SEND, _FINISH = Act.SEND, Act.FINISH
 
@@ -46,6 +44,20 @@ class LinkCost:
 ETHERNET: Final = LinkCost()
 """25 Gb/s and 50 µs."""
 
+_UNEQUAL: Final = frozenset({"tree", "double_tree", "scatter", "chain"})
+"""Algorithms in which ranks do different things at the same time."""
+_ALIKE_BY_TWOS: Final = frozenset(
+    {("all_reduce", "halving_doubling"), ("all_reduce", "doubling")}
+)
+"""Calls and algorithms in which they do not, if they are a power of two."""
+
+
+def are_alike(call: str, algorithm: str, ranks: int) -> bool:
+    """Whether all ranks do the same at the same time."""
+    is_power_of_two = ranks & (ranks - 1) == 0
+    by_twos = (call, algorithm) in _ALIKE_BY_TWOS
+    return algorithm not in _UNEQUAL and (is_power_of_two or not by_twos)
+
 
 def cost(
     call: str,
@@ -54,6 +66,8 @@ def cost(
     nbytes: int,
     line: LinkCost = ETHERNET,
     chunk_bytes: int = MiB,
+    *,
+    one_for_all: bool = True,
 ) -> float:
     """Seconds from the start of all ranks to the end of the last.
 
@@ -62,13 +76,13 @@ def cost(
         algorithm: Its name among the algorithms of the call.
         nbytes: Of the whole array: what a rank gives to an all_reduce, reduce_scatter,
             broadcast or all_to_all, what it gets from an all_gather.
+        one_for_all: Where all ranks do the same one of them is looked at; else all.
 
     Raises:
         ValueError: There is no such call or algorithm.
     """
-    found = algorithm_named(call, algorithm)
-    make = found.rooted(0)
-    alike = found.even_for(ranks)
+    make = algorithm_named(call, algorithm).rooted(0)
+    alike = one_for_all and are_alike(call, algorithm, ranks)
     schedules = [make(rank, ranks) for rank in range(1 if alike else ranks)]
     blocks = len(schedules[0].blocks)
     if call == "all_to_all":
