@@ -203,8 +203,12 @@ def test_floats_are_divided_one_after_the_other(dtype, value, divisors):
 @pytest.mark.parametrize("when", ["outside", "in a step"])
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [("bool", "scatter_div"), ("bool", "scatter_sub")]
-    + [("complex64", "scatter_min"), ("complex64", "scatter_max")],
+    [
+        ("bool", "scatter_div"),
+        ("bool", "scatter_sub"),
+        ("complex64", "scatter_min"),
+        ("complex64", "scatter_max"),
+    ],
 )
 def test_what_has_no_meaning_for_a_dtype_is_refused(where, when, dtype, name):
     with one_device().scope() if where == "on a device" else contextlib.nullcontext():

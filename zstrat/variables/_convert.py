@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError
+from zstrat.initializers import exactly
 from zstrat.wire import DTYPES, UpdateOp
 
 from ._operators import ArrayOperators, value_of
@@ -67,7 +68,7 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         own = given.dtype if is_array else _plain_dtype(given.dtype)
         wanted = as_dtype(own, name)
     _check_integers(given, wanted, what)
-    array: np.ndarray = np.array(given, wanted, order="C")
+    array: np.ndarray = np.array(exactly(given, wanted, what), order="C")
     if shape is not None and array.shape != tuple(shape):
         raise ValueError(
             f"the initial value of variable {name!r} has shape {array.shape}; "
@@ -274,7 +275,8 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
     try:
-        return np.asarray(value, wanted)
+        found = np.asarray(value)
+        return found if found.dtype.kind in "fc" else np.asarray(value, wanted)
     except OverflowError as error:
         raise ValueError(f"{what} does not fit its dtype {wanted}: {error}") from None
 
