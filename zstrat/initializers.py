@@ -45,17 +45,58 @@ class Initializer(abc.ABC):
         ``partition_offset`` on.
 
         Raises:
-            ValueError: The part is not inside of the shape.
+            ValueError: The part is not inside of the shape, or the dtype does not hold
+                what the initializer makes.
         """
+        self.require_fitting(np.dtype(dtype))
         whole = tuple(int(n) for n in shape)
         window = _window(whole, partition_shape, partition_offset)
         return self._make(whole, np.dtype(dtype), window)
+
+    def require_fitting(self, dtype: np.dtype) -> None:
+        """Refuses a dtype that does not hold what is made, if that is known before.
+
+        Raises:
+            ValueError: It does not.
+        """
+        del dtype  # any will do
 
     @abc.abstractmethod
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
         """What ``window`` cuts out of the array; nobody else has it."""
+
+
+def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
+    """Numbers of one kind as those of another one, where that changes none: 2.0 is an
+    integer, 2.5 is none. Floats are rounded to other floats.
+
+    Raises:
+        ValueError: One would be another number.
+    """
+    given = np.asarray(value)
+    ranks = [_RANKS.get(each.kind, 0) for each in (given.dtype, dtype)]
+    is_same = given.dtype == dtype or ranks in ([2, 2], [3, 3])
+    if is_same or ranks[0] < ranks[1] or not given.size:
+        return np.asarray(given, dtype)
+    with np.errstate(all="ignore"):
+        real = given.real if ranks[0] == 3 else given
+        made: np.ndarray = real.astype(dtype)
+        other = made.astype(given.dtype) != given
+        # -1 and 255 are the same bits, and back again.
+        other |= (made < 0) != (real < 0) if ranks == [1, 1] else False
+    if other.any():
+        raise ValueError(
+            f"{what} contains {given[other].flat[0]}, which dtype {dtype} does not "
+            "have: give another dtype, or round the value"
+        )
+    return made
+
+
+_RANKS: Final = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
+"""Kinds of dtypes: each has the numbers of those before. bfloat16 and its like are of
+numpy's kind V."""
 
 
 @final
@@ -65,10 +106,13 @@ class Constant(Initializer):
 
     value: Any
 
+    def require_fitting(self, dtype: np.dtype) -> None:
+        exactly(self.value, dtype, "the constant")
+
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
-        value = np.asarray(self.value, dtype)
+        value = exactly(self.value, dtype, "the constant")
         if not value.ndim and not value:
             # Pages that the system zeroes when they are first touched.
             return np.zeros([cut.stop - cut.start for cut in window], dtype)
@@ -81,6 +125,13 @@ class Drawn(Initializer):
     __slots__ = ()
 
     seed: int | None
+
+    def require_fitting(self, dtype: np.dtype) -> None:
+        if dtype.kind not in "fV":
+            raise ValueError(
+                f"{type(self).__name__} draws floating-point numbers, and was asked "
+                f"for dtype {dtype}"
+            )
 
     @abc.abstractmethod
     def _fill(
@@ -96,7 +147,9 @@ class Drawn(Initializer):
         out = np.empty([cut.stop - cut.start for cut in window], dtype)
         if not out.size:
             return out
-        drawn = np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
+        is_integer = dtype.kind in "iu"  # of 32 bits, which float32 does not have
+        is_wide = dtype.itemsize >= 8 or is_integer
+        drawn = np.dtype(np.float64 if is_wide else np.float32)
         in_place = dtype == drawn and out.shape[1:] == shape[1:]
         seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
         start, stop = window[0].start, window[0].stop
@@ -112,6 +165,8 @@ class Drawn(Initializer):
                 continue
             rows = np.empty((last - first, *shape[1:]), drawn)
             self._fill(generator, rows, shape)
+            if is_integer:
+                np.floor(rows, out=rows)
             wanted = rows[max(0, start - first) :][(slice(None), *window[1:])]
             out[max(0, first - start) : last - start] = wanted
         return out
@@ -143,6 +198,14 @@ class Uniform(Drawn):
     minval: float = -0.05
     maxval: float = 0.05
     seed: int | None = None
+
+    def require_fitting(self, dtype: np.dtype) -> None:
+        if dtype.kind in "iu":
+            # The least and the largest that are drawn.
+            bounds = [self.minval, self.maxval - 1]
+            exactly(np.array(bounds, np.float64), dtype, "the range")
+        else:
+            Drawn.require_fitting(self, dtype)
 
     def _fill(
         self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
@@ -216,7 +279,8 @@ class Sliced(Initializer):
                 f"the initializer {self.function!r} was asked for {wanted} of an array "
                 f"of shape {shape} and returned one of shape {value.shape}"
             )
-        return np.array(value, dtype, order="C")
+        what = f"what the initializer {self.function!r} returned"
+        return np.array(exactly(value, dtype, what), order="C")
 
 
 zeros: Final[Initializer] = Constant(0)
@@ -240,7 +304,8 @@ def normal(
 def uniform(
     minval: float = -0.05, maxval: float = 0.05, seed: int | None = None
 ) -> Initializer:
-    """Uniform in ``[minval, maxval)``, but for what rounding to the dtype does."""
+    """Uniform in ``[minval, maxval)``, but for what rounding to the dtype does; of
+    integers, if the bounds are integers, each one alike."""
     return Uniform(minval, maxval, seed)
 
 

@@ -125,6 +125,21 @@ def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
     return total.astype(rows.dtype, copy=False)
 
 
+def divided(values: np.ndarray, found: Runs, rows: np.ndarray) -> np.ndarray:
+    """Integers ``[unique, ...]`` divided by the rows of their index, one after the
+    other, and cut off towards zero each time, as XLA and TensorFlow divide integers."""
+    new = values.copy()
+    for turn in range(int(found.counts.max(initial=0))):
+        some = np.flatnonzero(found.counts > turn)
+        divisor = rows[found.order[found.starts[some] + turn]]
+        dividend = new[some]
+        quotient = dividend // divisor
+        inexact = quotient * divisor != dividend
+        quotient += (inexact & ((dividend < 0) != (divisor < 0))).astype(new.dtype)
+        new[some] = quotient
+    return new
+
+
 def _rows(rows: np.ndarray, at: np.ndarray) -> np.ndarray:
     # Ten times as fast as an index, and clipped because numpy need not look then.
     taken: np.ndarray = rows.take(at, 0, mode="clip")

@@ -69,6 +69,23 @@ def test_slices_are_pytree_nodes_that_add_up():
         zv.IndexedSlices(jnp.ones(1), jnp.zeros(1, int)).to_dense()
 
 
+@pytest.mark.parametrize("made", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("rows", [3, 200])
+def test_slices_of_no_row_count_nowhere_in_the_dense_array(made, rows):
+    indices = made(np.array([-1, 2, -128, 2], np.int8))
+    slices = zv.IndexedSlices(jnp.arange(1.0, 5.0), indices, (rows,))
+    expected = np.zeros(rows, np.float32)
+    expected[2] = 2 + 4
+    np.testing.assert_array_equal(slices.to_dense(), expected)
+    np.testing.assert_array_equal(jax.jit(lambda s: s.to_dense())(slices), expected)
+
+
+@pytest.mark.parametrize("indices", [[2**32 + 1, 1], [-(2**32), 1]])
+def test_slices_of_rows_that_jax_would_take_for_others(indices):
+    slices = zv.IndexedSlices(jnp.ones(2), np.array(indices, np.int64), (3,))
+    np.testing.assert_array_equal(slices.to_dense(), [0, 1, 0])
+
+
 DRAWN = [
     lambda seed: initializers.normal(0.1, seed),
     lambda seed: initializers.uniform(-1, 1, seed),

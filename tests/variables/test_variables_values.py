@@ -177,6 +177,22 @@ def test_integers_that_fit_are_converted_and_python_ones_are_int32():
         variable.scatter_add(rows)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1.5, "int32"),
+        (np.array([0.0, np.nan], np.float32), "int32"),
+        (np.array([2.0**40]), "int32"),
+        (2.5, "bool"),
+        (3 + 2j, "float32"),
+    ],
+)
+def test_a_first_value_that_its_dtype_does_not_have_is_refused(value, dtype):
+    with pytest.raises(ValueError, match=rf"'v'.*which dtype {dtype} does not have"):
+        zv.Variable(value, dtype=dtype, name="v")
+    assert zv.Variable(np.array([2.0, -3.0]), dtype=np.int8).numpy().tolist() == [2, -3]
+
+
 _SCATTERS = {
     "scatter_add": np.add,
     "scatter_sub": np.subtract,

@@ -40,7 +40,6 @@ from ._narrowing import outside as outside
 from ._narrowing import what_is_lost as what_is_lost
 from ._rows import Gathering as Gathering
 from ._rows import present as present
-from ._rows import reaching as reaching
 from ._rows import read_rows as read_rows
 from ._rows import read_rows_async as read_rows_async
 from ._rows import row_updates as row_updates
@@ -59,6 +58,7 @@ from ._table import Table as Table
 from ._table import TableLayout as TableLayout
 from ._table import TablePiece as TablePiece
 from ._table import absent as absent
+from ._table import reaching as reaching
 from ._tracing import KeepsCopies as KeepsCopies
 from ._tracing import TraceRecorder as TraceRecorder
 from ._tracing import asked_hash as asked_hash

@@ -336,7 +336,13 @@ class AbstractVariable(ArrayOperators):
         use_locking: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Divides rows; duplicates accumulate. Raises as `scatter_add`."""
+        """Divides rows, one after the other where an index is there twice; integers
+        are cut off towards zero. A step whose variables are in this process divides an
+        integer by zero as XLA does. Raises as `scatter_add`, and
+
+        Raises:
+            InvalidArgumentError: Integers would be divided by zero.
+        """
         return self._sparse(UpdateOp.SCATTER_DIV, sparse_delta)
 
     def scatter_min(
@@ -390,6 +396,7 @@ class AbstractVariable(ArrayOperators):
         return value
 
     def _dense(self, op: UpdateOp, value: Any) -> Self:
+        _convert.require_defined(self._spec, op)
         recording = recorder.get()
         if recording is None:
             update_all(self._planned(op, value))
@@ -400,10 +407,12 @@ class AbstractVariable(ArrayOperators):
         return self
 
     async def _dense_async(self, op: UpdateOp, value: Any) -> Self:
+        _convert.require_defined(self._spec, op)
         await update_all_async(self._planned(op, value))
         return self
 
     def _sparse(self, op: UpdateOp, delta: IndexedSlices) -> Self:
+        _convert.require_defined(self._spec, op)
         recording = recorder.get()
         if recording is None:
             update_all(self._planned_rows(op, delta))
@@ -424,6 +433,7 @@ class AbstractVariable(ArrayOperators):
     def _planned_rows(self, op: UpdateOp, delta: IndexedSlices) -> list[HomeUpdate]:
         refuse_update(self._spec, WORDS[op])
         rows = _convert.plain_rows(self._spec, delta.indices, delta.values, WORDS[op])
+        _convert.require_divisors(self._spec, op, rows[1])
         return self._row_updates(op, rows)
 
     def _record(

@@ -18,13 +18,15 @@ The rules of dtypes, in one place:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.wire import DTYPES
+from zstrat.errors import InvalidArgumentError
+from zstrat.initializers import exactly
+from zstrat.wire import DTYPES, UpdateOp
 
 from ._operators import ArrayOperators, value_of
 from ._rows import integers
@@ -33,6 +35,14 @@ from ._table import ABSENT
 if TYPE_CHECKING:
     from ._spec import VariableSpec
     from ._table import Table
+
+
+_UNDEFINED: Final = {
+    "b": (UpdateOp.SUB, UpdateOp.SCATTER_SUB, UpdateOp.SCATTER_DIV),
+    "c": (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX),
+}
+"""By the kind of the dtype. numpy orders complex numbers by their parts, XLA in another
+way, and nobody else at all."""
 
 
 def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
@@ -58,7 +68,7 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         own = given.dtype if is_array else _plain_dtype(given.dtype)
         wanted = as_dtype(own, name)
     _check_integers(given, wanted, what)
-    array: np.ndarray = np.array(given, wanted, order="C")
+    array: np.ndarray = np.array(exactly(given, wanted, what), order="C")
     if shape is not None and array.shape != tuple(shape):
         raise ValueError(
             f"the initial value of variable {name!r} has shape {array.shape}; "
@@ -109,6 +119,32 @@ def plain_operand(
     array = _plain(spec, value, what)
     _check_shape(spec, array.shape[examples:], spec.shape, what)
     return array
+
+
+def require_defined(spec: VariableSpec, op: UpdateOp) -> None:
+    """Refuses an update that has no meaning for the dtype of the variable.
+
+    Raises:
+        InvalidArgumentError: Says so.
+    """
+    if op in _UNDEFINED.get(spec.numpy_dtype.kind, ()):
+        raise InvalidArgumentError(
+            f"variable {spec.name!r}: {op.name} is not defined for its dtype "
+            f"{spec.dtype}"
+        )
+
+
+def require_divisors(spec: VariableSpec, op: UpdateOp, rows: np.ndarray) -> None:
+    """Refuses to divide integers by zero, outside of steps.
+
+    Raises:
+        InvalidArgumentError: There is a zero.
+    """
+    if op is UpdateOp.SCATTER_DIV and rows.dtype.kind in "iu" and not rows.all():
+        raise InvalidArgumentError(
+            f"variable {spec.name!r}: SCATTER_DIV expects integer divisors other than "
+            "0, got a 0"
+        )
 
 
 def require_own_dtype(spec: VariableSpec, gradient: Any, what: str) -> None:
@@ -239,7 +275,8 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
     try:
-        return np.asarray(value, wanted)
+        found = np.asarray(value)
+        return found if found.dtype.kind in "fc" else np.asarray(value, wanted)
     except OverflowError as error:
         raise ValueError(f"{what} does not fit its dtype {wanted}: {error}") from None
 

@@ -281,6 +281,7 @@ def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
     # is quicker made here, and the same.
     if initializer is None or (small and initializer is value):
         return initialize(request)
+    initializer.require_fitting(dtype)
     return DeferredValue(request.shape, dtype, initializer)
 
 

@@ -21,7 +21,7 @@ from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 
 from ._home import read_parts, read_parts_async
-from ._table import TableLayout, absent
+from ._table import TableLayout, absent, reaching
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -178,11 +178,6 @@ def integers(ids: Any, what: str) -> np.ndarray:
     if index.dtype.kind not in "iu":
         raise ValueError(f"{what} must be integers, not {index.dtype}")
     return index
-
-
-def reaching(indices: jax.Array) -> jax.Array:
-    """Indices of a dtype that reaches beyond the last row."""
-    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
 def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class IndexedSlices:
         return self.values.dtype
 
     def to_dense(self) -> jax.Array:
-        """The whole array, zero where there is no row.
+        """The whole array, zero where there is no row; without what is of no row.
 
         Raises:
             ValueError: ``dense_shape`` is not known.
@@ -67,7 +67,17 @@ class IndexedSlices:
             raise ValueError("these IndexedSlices do not say their dense_shape")
         values = jnp.asarray(self.values)
         zeros = jnp.zeros(self.dense_shape, values.dtype)
-        return zeros.at[jnp.asarray(self.indices)].add(values)
+        height, indices = self.dense_shape[0], self.indices
+        if isinstance(indices, np.ndarray):  # before jax narrows them to 32 bits
+            outside = (indices < 0) | (indices >= height)
+            indices = np.where(outside, height, indices).astype(np.int32)
+        indices = reaching(jnp.asarray(indices))
+        return zeros.at[jnp.where(indices < 0, height, indices)].add(values)
+
+
+def reaching(indices: jax.Array) -> jax.Array:
+    """Indices of a dtype that reaches beyond the last row."""
+    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
 def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:

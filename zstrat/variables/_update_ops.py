@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from zstrat.rows import divided, runs
 from zstrat.wire import UpdateOp
 
 from ._spec import VariableAggregation
@@ -40,10 +41,19 @@ def apply(
     """The array after a dense or a scatter update. Duplicate indices accumulate; of
     duplicates in SCATTER_UPDATE the last one wins.
 
+    A floating-point exception is a value (inf, NaN), and integers go around.
+
     Raises:
         IndexError: An index is outside the first axis.
         TypeError: The update needs an optimizer.
     """
+    with np.errstate(all="ignore"):
+        return _applied(op, value, operands)
+
+
+def _applied(
+    op: UpdateOp, value: np.ndarray, operands: tuple[np.ndarray, ...]
+) -> np.ndarray:
     match op:
         case UpdateOp.ASSIGN:
             return np.array(operands[0], value.dtype, order="C")
@@ -54,6 +64,10 @@ def apply(
         case UpdateOp.SCATTER_UPDATE:
             changed = value.copy()
             changed[operands[0]] = operands[1]
+            return changed
+        case UpdateOp.SCATTER_DIV if value.dtype.kind in "iu":
+            changed, found = value.copy(), runs(operands[0])
+            changed[found.unique] = divided(value[found.unique], found, operands[1])
             return changed
         case _ if op in _AT:
             changed = value.copy()

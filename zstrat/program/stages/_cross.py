@@ -41,6 +41,10 @@ within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=
 """Whether what is traced is mapped over `PROCESS`. Law of the file: whoever sets it
 resets it."""
 
+one_by_one: Final[ContextVar[bool]] = ContextVar("zstrat_one_by_one", default=False)
+"""Whether the collectives of what is traced are carried out in the order of the
+program, one at a time: as where nothing is compiled, which other processes may do."""
+
 
 class Collective(Protocol):
     """What processes are brought together by; a `zstrat.collectives.Group` is one.
@@ -232,13 +236,24 @@ def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
             summed: list[jax.Array] = _psum(list(arrays), PROCESS)
             return summed
         case CrossKind.GATHER:
-            return [jax.lax.all_gather(x, PROCESS, tiled=True) for x in arrays]
+            return [gathered(x, PROCESS) for x in arrays]
         case CrossKind.FIRST:
             # A select, because 0 * nan of another rank is nan.
             is_mine = jax.lax.axis_index(PROCESS) == 0
             mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
             found: list[jax.Array] = _psum(mine, PROCESS)
             return [x.astype(y.dtype) for x, y in zip(found, arrays, strict=True)]
+
+
+def gathered(array: jax.Array, axis: str) -> jax.Array:
+    """The arrays of a mapped axis, one after the other along the first of their own."""
+    if array.size:
+        whole: jax.Array = jax.lax.all_gather(array, axis, tiled=True)
+        return whole
+    # Which XLA refuses.
+    return jnp.zeros(
+        (jax.lax.axis_size(axis) * array.shape[0], *array.shape[1:]), array.dtype
+    )
 
 
 def _differentiable(channel: Channel, where: str) -> Any:

@@ -165,6 +165,13 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
                 f"{place} is an array of dtype {leaf.dtype}, which jax cannot compute "
                 "with: a step takes arrays of numbers or booleans"
             )
+        if isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.isnative:
+            native = leaf.dtype.newbyteorder("=")
+            raise TypeError(
+                f"{place} is an array of dtype {leaf.dtype.str}, whose bytes are in "
+                "another order than this machine's, which jax does not take: write "
+                f".astype({native.name!r})"
+            )
 
 
 def describe(

@@ -22,7 +22,7 @@ of them updates its own.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +190,12 @@ def after_writes(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     return value
 
 
+_OF_BOOLEANS: Final = {
+    UpdateOp.SCATTER_ADD: UpdateOp.SCATTER_MAX,
+    UpdateOp.SCATTER_MUL: UpdateOp.SCATTER_MIN,
+}
+
+
 def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
     """A value after one update."""
     match op:
@@ -200,6 +206,8 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
         case UpdateOp.SUB:
             return value - operands[0]
     indices, rows = reaching(operands[0]), operands[1]
+    if value.dtype == jnp.bool_:  # sums and products of booleans, as numpy has them
+        op = _OF_BOOLEANS.get(op, op)
     match op:
         case UpdateOp.SCATTER_ADD:
             return value.at[indices].add(rows)
@@ -208,9 +216,7 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
         case UpdateOp.SCATTER_MUL:
             return value.at[indices].multiply(rows)
         case UpdateOp.SCATTER_DIV:
-            if jnp.issubdtype(value.dtype, jnp.integer):
-                return _divided(value, indices, rows)
-            return value.at[indices].divide(rows)
+            return _divided(value, indices, rows)
         case UpdateOp.SCATTER_MIN:
             return value.at[indices].min(rows)
         case UpdateOp.SCATTER_MAX:
@@ -221,8 +227,9 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
 
 
 def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Integers divided and cut off towards zero. Round k divides by the k-th row of
-    every index: the product of the divisors of one row may not fit their dtype."""
+    """Rows divided, of integers cut off towards zero. Round k divides by the k-th row
+    of every index: the product of the divisors of one row may not fit their dtype, nor
+    the reciprocal of one of them."""
     order = jnp.argsort(indices, stable=True)
     indices, rows = indices[order], rows[order]
     firsts = jnp.searchsorted(indices, indices, side="left")

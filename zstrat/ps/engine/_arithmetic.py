@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.rows import Runs, runs, sums
+from zstrat.rows import divided, runs, sums
 from zstrat.wire import UpdateOp
 
 CALL_BYTES: Final = 512 * 1024
@@ -272,7 +272,10 @@ def _scatter(
         table[indices] = as_rows(np.ascontiguousarray(rows))
         return
     if op is UpdateOp.SCATTER_DIV and is_integer(out.dtype):
-        _divide_integers(out, runs(indices), rows)
+        # In memory of its own: a division that fails must not leave a part of it.
+        found = runs(indices)
+        quotients = divided(gather(out, found.unique), found, rows)
+        table[found.unique] = as_rows(quotients)
         return
     if not are_increasing(indices):
         found = runs(indices)
@@ -283,24 +286,6 @@ def _scatter(
     new = gather(out, indices)
     ufunc(new, rows, out=new)
     table[indices] = as_rows(new)
-
-
-def _divide_integers(out: np.ndarray, found: Runs, rows: np.ndarray) -> None:
-    """Division that truncates towards zero, as XLA and TensorFlow divide integers.
-
-    Round k divides by the k-th row of every index, in memory of its own: a round that
-    finds no more of it must not leave those before it.
-    """
-    new = gather(out, found.unique)
-    for turn in range(int(found.counts.max())):
-        some = np.flatnonzero(found.counts > turn)
-        divisor = rows[found.order[found.starts[some] + turn]]
-        dividend = new[some]
-        quotient = dividend // divisor
-        inexact = quotient * divisor != dividend
-        quotient += (inexact & ((dividend < 0) != (divisor < 0))).astype(out.dtype)
-        new[some] = quotient
-    as_rows(out)[found.unique] = as_rows(new)
 
 
 @lru_cache(maxsize=256)

@@ -24,6 +24,7 @@ from zstrat.program.stages import (
     Channel,
     first_of,
     gather_from,
+    gathered,
     sum_over,
     within_mesh,
 )
@@ -290,8 +291,7 @@ class MappedReduction(TeamReduction):
         if self._team.local == 1:
             return arrays
         fronts = [_moved(x, axis, 0) for x in arrays]
-        found = [jax.lax.all_gather(x, AXIS, tiled=True) for x in fronts]
-        return [_moved(x, 0, axis) for x in found]
+        return [_moved(gathered(x, AXIS), 0, axis) for x in fronts]
 
     def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
         arrays = [jnp.asarray(array) for (array,) in columns]

@@ -1,4 +1,7 @@
-"""Integers that a step divides row by row: cut off towards zero, and still integers."""
+"""Rows that are divided: integers are cut off towards zero, and are integers still;
+what updates of rows mean for other dtypes."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -155,3 +158,78 @@ def test_floats_for_integers_are_refused_in_a_step_as_outside(op):
     with pytest.raises(ValueError, match="float32"):
         zs.function(lambda: getattr(v, op)(jnp.float32([1.5, 1.5])))()
     assert v.numpy().dtype == np.int32
+
+
+def test_large_integers_outside_of_a_step_lose_no_digit():
+    big = 2**62 + 1
+    for scope in (contextlib.nullcontext(), one_device().scope()):
+        with scope:
+            v = zs.Variable(np.array([[big], [-big], [9]]), dtype="int64")
+        v.scatter_div(slices([0, 1, 1], [[1], [3], [-1]], v))
+        expected = divided(np.array([[big], [-big]]), [0, 1, 1], [[1], [3], [-1]])
+        np.testing.assert_array_equal(v.numpy()[:2], expected)
+
+
+def test_zero_divides_no_integer():
+    v = zs.Variable(np.array([[9]], np.int32), name="v")
+    with one_device().scope():
+        w = zs.Variable(np.array([[9]], np.int32), name="w")
+    divide = zs.function(lambda: v.scatter_div(slices([0], [[0]], v)))
+    for division in (divide, lambda: w.scatter_div(slices([0], [[0]], w))):
+        with pytest.raises(zs.InvalidArgumentError, match="divisors other than 0"):
+            division()
+    assert v.numpy() == w.numpy() == 9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "divisors"),
+    [("float16", 60000, [300, 300]), ("float32", 1e38, [1e30, 1e30])],
+)
+def test_floats_are_divided_one_after_the_other(dtype, value, divisors):
+    with one_device().scope():
+        v = zs.Variable(np.array([[value], [1]], dtype))
+
+    @zs.function
+    def step(rows):
+        v.scatter_div(zs.IndexedSlices(rows, [0, 0]))
+
+    step(np.array(divisors, dtype).reshape(2, 1))
+    first, second = np.array(divisors, dtype)
+    # The product of the divisors is infinite in the dtype.
+    assert v.numpy()[0, 0] == np.array(value, dtype) / first / second != 0
+
+
+@pytest.mark.parametrize("where", ["here", "on a device"])
+@pytest.mark.parametrize("when", ["outside", "in a step"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("bool", "scatter_div"),
+        ("bool", "scatter_sub"),
+        ("complex64", "scatter_min"),
+        ("complex64", "scatter_max"),
+    ],
+)
+def test_what_has_no_meaning_for_a_dtype_is_refused(where, when, dtype, name):
+    with one_device().scope() if where == "on a device" else contextlib.nullcontext():
+        v = zs.Variable(np.ones((2, 1), dtype), name="v")
+
+    def update():
+        getattr(v, name)(slices([0], [[1]], v))
+
+    with pytest.raises(zs.InvalidArgumentError, match=rf"'v'.*not defined.*{dtype}"):
+        (update if when == "outside" else zs.function(update))()
+    np.testing.assert_array_equal(v.numpy(), np.ones((2, 1), dtype))
+
+
+def test_booleans_are_added_and_multiplied_as_numpy_does():
+    before, rows = np.array([[False], [True]]), np.array([[True], [False]])
+    for name, expected in (
+        ("scatter_add", before | rows),
+        ("scatter_mul", before & rows),
+    ):
+        with one_device().scope():
+            v = zs.Variable(before)
+        update = getattr(v, name)
+        zs.function(lambda update=update: update(zs.IndexedSlices(rows, [0, 1])))()
+        np.testing.assert_array_equal(v.numpy(), expected)
