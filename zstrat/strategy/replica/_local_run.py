@@ -181,7 +181,7 @@ class LocalMesh:
         if kept.why_not is None:
             try:
                 values, named = self._given((tuple(args), dict(kwargs)))
-                with self._there(), _one_by_one():
+                with self._there(), self._met():
                     return run_as(kept.step, fn, values, named)
             except NeedsTurns as found:
                 if self._is_compiled:
@@ -206,6 +206,10 @@ class LocalMesh:
             return nullcontext()
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
         return on
+
+    def _met(self) -> AbstractContextManager[Any]:
+        """Inside, a step meets other processes, if there are any, as turns do."""
+        return nullcontext() if self.team.channel is None else _one_by_one()
 
     def _in_turns(self, call: ReplicaCall) -> Any:
         require_all_one_each(call.tree, self.replicas)
