@@ -320,13 +320,13 @@ def _work_of_optimizer(
 ) -> int:
     """The work of an update by an optimizer, as `PushPlan.work`. An addition reads two
     arrays and writes one; XLA reads and writes the slots besides, twice the value for
-    Adam, and has two threads at least for what is large. Rows are gathered and
-    scattered, a program each, which goes through fresh memory. What looks at more than
-    one row may multiply matrices for every step."""
+    Adam, and has two threads at least for what is large. On rows it is half a scatter,
+    which goes through fresh memory. What looks at more than one row may multiply
+    matrices for every step."""
     nbytes = held.cell.nbytes
     if op is UpdateOp.OPTIMIZE_ROWS:
         rows = 16 * operands[0].size + 4 * operands[-1].nbytes
-        return 2 * _START + rows + _copied(held)
+        return rows + _copied(held)
     if checked.bound.leaf.rule.row_dependence:
         return 16 * nbytes
     slots = held.slots.get(checked.optimizer.optimizer)
