@@ -52,7 +52,7 @@ def expected(op: UpdateOp, value: np.ndarray, indices, rows) -> np.ndarray:
 def scatters(draw):
     op = draw(st.sampled_from(sorted(SCATTERS)))
     dtype = draw(st.sampled_from(DTYPES))
-    rows, width = draw(st.integers(1, 6)), draw(st.integers(0, 3))
+    rows, width = draw(st.integers(1, 6)), draw(st.integers(0, 5))
     shape = (rows, width) if draw(st.booleans()) else (rows,)
     count = draw(st.integers(0, 60))
     indices = draw(

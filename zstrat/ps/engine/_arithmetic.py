@@ -68,6 +68,17 @@ def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return out
 
 
+def put_rows(table: np.ndarray, indices: np.ndarray, rows: np.ndarray) -> None:
+    """Writes opaque rows ``[n]`` (`as_rows`) where ``indices`` ([n] of intp, distinct,
+    all inside) say."""
+    # A subscript copies elements of up to 16 bytes in a loop made for their size, and
+    # of others by a call for each: `put` takes three quarters of that.
+    if table.dtype.itemsize > 16:
+        table.put(indices, rows, mode="clip")
+    else:
+        table[indices] = rows
+
+
 def are_increasing(indices: np.ndarray) -> bool:
     """Whether each one is larger than the one before: sorted and distinct."""
     # Counted, as `all` takes four times as long for the indices of one table.
@@ -285,7 +296,7 @@ def _scatter(
         indices, rows = found.unique, sums(found, rows)
     new = gather(out, indices)
     ufunc(new, rows, out=new)
-    table[indices] = as_rows(new)
+    put_rows(table, indices, as_rows(new))
 
 
 @lru_cache(maxsize=256)

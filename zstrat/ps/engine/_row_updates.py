@@ -22,7 +22,7 @@ from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ps.store._cell import Cell, Write
 from zstrat.rows import lasting
 
-from ._arithmetic import as_rows, pack
+from ._arithmetic import as_rows, pack, put_rows
 from ._row_programs import RowKind, RowKinds
 from ._slot_layouts import precision
 from ._slots import RowStep, Slots, lose
@@ -382,5 +382,5 @@ def _scatter(
     for update, start, stop in pieces:
         indices, end = steps[update].indices[start:stop], at + stop - start
         for table, rows in zip(tables[update], fresh, strict=True):
-            table[indices] = rows[at:end]
+            put_rows(table, indices, rows[at:end])
         at = end
