@@ -168,7 +168,9 @@ def settings_from(env: Mapping[str, str]) -> Settings:
     default = Timeouts()
     return Settings(
         timeouts=Timeouts(
-            patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
+            patience=_seconds(
+                env, "ZSTRAT_PATIENCE", default.patience, least=2 * default.beat
+            ),
             connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
             turn=_seconds(env, "ZSTRAT_TURN", default.turn),
             resolve=_seconds(env, "ZSTRAT_RESOLVE", default.resolve),
@@ -235,7 +237,9 @@ def _prefetch(env: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+def _seconds(
+    env: Mapping[str, str], name: str, default: float, least: float = 0.0
+) -> float:
     text = env.get(name)
     if text is None:
         return default
@@ -245,4 +249,9 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
         value = -1.0
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
+    if value < least:
+        raise ValueError(
+            f"{name}={text!r}: expected {least:g} seconds or more: peers that are well "
+            f"say so every {least / 2:g} s at most"
+        )
     return value
