@@ -71,13 +71,11 @@ def test_a_fetch_says_which_step_it_was_and_says_it_once(world):
     coordinator = world.coordinator()
     value = coordinator.schedule(bad, args=("boom",))
     line = inspect.currentframe().f_lineno - 1
-    for _ in range(2):
+    for call in (value.fetch, value.fetch, coordinator.join):
         with pytest.raises(ValueError, match="boom") as raised:
-            value.fetch()
-    with pytest.raises(ValueError, match="boom"):
-        coordinator.join()
-    note = " ".join(raised.value.__notes__)
-    assert note.count(f"step 1 (bad, scheduled at {__file__}:{line})") == 1
+            call()
+        note = " ".join(raised.value.__notes__)
+        assert note.count(f"step 1 (bad, scheduled at {__file__}:{line})") == 1
 
 
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
