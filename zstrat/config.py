@@ -218,6 +218,12 @@ def _seconds(name: str, text: str) -> float:
         value = -1.0
     if not 0 < value < 86400:
         raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
+    least = 2 * _BEAT if name == "ZSTRAT_PATIENCE" else 0.0
+    if value < least:
+        raise ValueError(
+            f"{name}={text!r}: expected {least:g} seconds or more: peers that are well "
+            f"say so every {_BEAT:g} s at most"
+        )
     return value
 
 
@@ -256,6 +262,8 @@ def _is(word: str, *others: str) -> Read:
     read = _one_of(*others, word)
     return lambda name, text: read(name, text) == word
 
+
+_BEAT: Final = Timeouts().beat
 
 _DURATIONS: Final = {
     "ZSTRAT_CONNECT_TIMEOUT": "connect",

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 def test_who_falls_silent_is_hung_up_without_its_help(folder):
     with (
-        target(Job.PS, folder, ZSTRAT_PATIENCE="0.6") as ps,
+        target(Job.PS, folder, ZSTRAT_PATIENCE="1") as ps,
         raw(ps.address, claim(Job.OBSERVER)) as peer,
     ):
         peer.hung_up()  # else its connection would stay for as long as TCP lets it

@@ -185,6 +185,17 @@ def test_tf_config_arguments_and_setters_go_first(
     assert resolver.task_id == 1
 
 
+def test_tf_config_keys_of_others_and_the_address_of_an_evaluator_mean_nothing(
+    tf_config: Callable[[Any], None],
+) -> None:
+    cluster = {"worker": ["a:1"], "evaluator": ["a:1"]}
+    task = {"type": "worker", "index": 0, "trial": "1", "cloud": "x"}
+    tf_config({"cluster": cluster, "task": task, "job": {}, "model_dir": "gs://a"})
+    resolver = TFConfigClusterResolver()
+    assert resolver.cluster_spec().as_dict() == cluster
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+
+
 def test_tf_config_session_master_goes_before_all(
     tf_config: Callable[[Any], None],
 ) -> None:
@@ -264,6 +275,12 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
             {"cluster": {"ps": {"1": "a:1", "01": "b:1"}}},
             r"cluster\.ps: expected each task index once, got \['1', '01'\]",
         ),
+        (
+            {"cluster": {"ps": ["a:1"], "worker": ["a:2", "tcp://a:1"]}},
+            r"an address of its own .*, got 'tcp://a:1' for ps:0 and for worker:1",
+        ),
+        ({"cluster": {"worker": ["a:1", "a:1"]}}, r"for worker:0 and for worker:1"),
+        ({"clusters": {"ps": ["a:1"]}}, r"no key 'clusters': is 'cluster' meant"),
     ],
 )
 def test_tf_config_mistakes_in_the_cluster(
@@ -283,6 +300,8 @@ def test_tf_config_mistakes_in_the_cluster(
         ({"task": {"index": "x"}}, r"^TF_CONFIG: task\.index: .* integer, got 'x'"),
         ({"task": {"index": None}}, r"^TF_CONFIG: task\.index: .* integer, got None"),
         ('{"task": {"index": Infinity}}', r"^TF_CONFIG: task\.index: .* got inf"),
+        ({"tasks": {}}, r"^TF_CONFIG: there is no key 'tasks': is 'task' meant"),
+        ({"task": {"idex": 1}}, r"^TF_CONFIG: task: there .* 'idex': is 'index' meant"),
     ],
 )
 def test_tf_config_mistakes_in_the_task(
@@ -375,6 +394,10 @@ def test_toml_sparse_job(file: Callable[[str], Path]) -> None:
             r"cluster: there is no job 'workers': .* chief",
         ),
         ("[cluster]\nps = 'a:1'", r"cluster\.ps: expected a list of addresses"),
+        (
+            "[cluster]\nps = ['a:1']\nworker = ['a:1']",
+            r"cluster\.toml: cluster: .* of its own .* 'a:1' for ps:0 and for worker:0",
+        ),
         ("[cluster]\nps = ['a']", r"cluster\.ps\[0\]: .* got 'a': the port is missing"),
         ("[cluster]\n[task]\nid = 1", r"task: there is no key 'id': .* type, index"),
         ("task = 3\n[cluster]", r"task: expected a table \[task\], got 3"),

@@ -129,6 +129,13 @@ def test_seconds(name: str, text: str) -> None:
         settings_from({name: text})
 
 
+def test_a_patience_in_which_nobody_need_have_spoken_is_refused() -> None:
+    assert settings_from({"ZSTRAT_PATIENCE": "1"}).timeouts.patience == 1
+    words = "ZSTRAT_PATIENCE='0.9': expected 1 seconds or more: .* every 0.5 s"
+    with pytest.raises(ValueError, match=words):
+        settings_from({"ZSTRAT_PATIENCE": "0.9"})
+
+
 def test_toml_files(tmp_path: Path) -> None:
     path = tmp_path / "file.toml"
     path.write_text("[a]\nb = 1\n")

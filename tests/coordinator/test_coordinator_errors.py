@@ -1,5 +1,6 @@
 """First error wins, once, when nothing runs; everything else is cancelled."""
 
+import gc
 import inspect
 import signal
 import threading
@@ -65,6 +66,17 @@ def test_a_note_says_which_step_it_was_and_what_was_not_done(world, call, fetche
     assert ("A fetch has raised it before" in note) == fetched
     assert ("errors_once=True" in note) == fetched
     assert raised.value.args == ("boom",)
+
+
+def test_a_fetch_says_which_step_it_was_and_says_it_once(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(bad, args=("boom",))
+    line = inspect.currentframe().f_lineno - 1
+    for call in (value.fetch, value.fetch, coordinator.join):
+        with pytest.raises(ValueError, match="boom") as raised:
+            call()
+        note = " ".join(raised.value.__notes__)
+        assert note.count(f"step 1 (bad, scheduled at {__file__}:{line})") == 1
 
 
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
@@ -223,6 +235,31 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
     world.on_loop(finish)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
+
+
+def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+    value = coordinator.schedule(good)
+    strikes = iter([signal.SIGINT])
+
+    def collected(phase, info):
+        for each in strikes:
+            signal.raise_signal(each)  # raises here, where Python ignores it
+
+    def collect():
+        gc.collect()
+        value.fetch(timeout=20)
+
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collect()
+    finally:
+        gc.callbacks.remove(collected)
+    world.on_loop(world.release)
+    coordinator.join()
+    assert coordinator.schedule(good).fetch() == 1
 
 
 class CuriousError(Exception):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.config import Limits
 from zstrat.data import Dataset
 from zstrat.program import WorkerContext, dump_code, load, rebuild, worker_context
 from zstrat.strategy import PerReplica
@@ -109,7 +110,7 @@ def test_a_worker_tells_the_layout_of_what_replicas_get(strategy):
         dataset = Dataset.from_tensor_slices(data).batch(4)
         return strategy.experimental_distribute_dataset(dataset)
 
-    resources = Resources("worker:1", load, lambda: None)
+    resources = Resources("worker:1", load, lambda: None, Limits())
     resources.put_code(b"maker", dump_code(dataset_fn))
     layout = resources.build(BuildResource(1, 7, "iterator", b"maker", 0))
     assert layout.dtypes == ["float32"] * 2

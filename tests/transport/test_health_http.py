@@ -11,6 +11,7 @@ import math
 import socket
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -59,6 +60,20 @@ def living(thing, name):
     finally:
         unregister(thing)
         portal.close()
+
+
+def test_what_has_ended_is_not_kept_though_nobody_asks():
+    """As a program does that makes one session after the other, without HTTP."""
+    ended = []
+    for _ in range(4):
+        thing, portal = Thing(), Portal("zstrat thing of a test")
+        register(thing, "gone", portal.loop)
+        portal.close()
+        ended.append(weakref.ref(portal.loop))
+    del thing, portal
+    with living(Thing(), "here"):
+        gc.collect()
+        assert [loop() for loop in ended] == [None] * 4
 
 
 def get(address, path, method="GET", **headers):

@@ -277,7 +277,7 @@ def deep(depth: int) -> list[Any]:
             r"ResourceBuilt\.layout\.shapes\[1\]\[0\]: expected an int, got 'x'",
         ),
         (
-            pack(Failure, deep(33)),
+            pack(Failure, deep(65)),
             r"Failure\.error: expected plain data nested at most",
         ),
         (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from zstrat import errors
+from zstrat.config import Limits
 from zstrat.errors import NotFoundError
 from zstrat.program import ResultLayout, StepResult, trim
 from zstrat.wire import Outcome
@@ -24,7 +25,7 @@ def result(layout, *leaves):
 
 
 def test_layouts_are_numbered_once_by_identity_or_value():
-    layouts = ResultLayouts(inline=100)
+    layouts = ResultLayouts(Limits(inline=100))
     scalar = ResultLayout(("float32",), ((),), 0)
     twin = ResultLayout(("float32",), ((),), 0)
     other = ResultLayout(("float32",), ((2,),), 0)
@@ -39,7 +40,7 @@ def test_layouts_are_numbered_once_by_identity_or_value():
 
 
 def test_small_results_are_bytes_and_large_ones_stay():
-    layouts = ResultLayouts(inline=16)
+    layouts = ResultLayouts(Limits(inline=16))
     pair = ResultLayout(("int32", "int8"), ((2,), ()), ["(", 0, 1])
     ending = layouts.ok(
         1, result(pair, np.array([[1, 9], [2, 9]], np.int32)[:, 0], np.int8(3))
@@ -56,7 +57,7 @@ def test_small_results_are_bytes_and_large_ones_stay():
 
 def test_layouts_of_eager_steps_do_not_pile_up(monkeypatch):
     monkeypatch.setattr("zstrat.worker._closure._REMEMBERED", 3)
-    layouts = ResultLayouts(inline=16)
+    layouts = ResultLayouts(Limits(inline=16))
     numbers = [
         layouts.ok(n, result(ResultLayout((), (), ["=", n]))).completion.layout
         for n in range(10)

@@ -253,12 +253,32 @@ def spec_from(cluster: object, source: str) -> ClusterSpec:
             f"{source}: cluster: expected an object {{job: [address, ...]}}, "
             f"got {cluster!r:.80}"
         )
-    return ClusterSpec(
+    spec = ClusterSpec(
         {
             job: _addresses(tasks, f"{source}: cluster.{job}")
             for job, tasks in cluster.items()
         }
     )
+    _check_distinct(spec, source)
+    return spec
+
+
+def _check_distinct(spec: ClusterSpec, source: str) -> None:
+    """Two tasks cannot listen at one address. An evaluator listens nowhere, and people
+    write any address for it."""
+    first: dict[str, str] = {}
+    for job in spec.jobs:
+        if job == "evaluator":
+            continue
+        for index in spec.task_indices(job):
+            address = spec.task_address(job, index)
+            task = f"{job}:{index}"
+            other = first.setdefault(address.removeprefix("tcp://"), task)
+            if other != task:
+                raise ValueError(
+                    f"{source}: cluster: expected an address of its own for each task, "
+                    f"got {address!r} for {other} and for {task}"
+                )
 
 
 def _addresses(tasks: object, where: str) -> Tasks:

@@ -7,6 +7,7 @@ constructor or a setter says goes before what it says, and 0 is a value.
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat import config
@@ -15,7 +16,7 @@ from ._resolver import SourceResolver
 from ._spec import spec_from
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ._spec import ClusterSpec
 
@@ -110,7 +111,20 @@ def _read() -> Mapping[str, Any]:
             f'{VARIABLE}: expected an object with "cluster" and "task", '
             f"got {text!r:.80}"
         )
+    _check_keys(value, ("cluster", _SPARSE, "task"), VARIABLE)
     return value
+
+
+def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Refuses a slip of the pen, without which a program would train alone. Other keys
+    are somebody else's: engines write some of their own."""
+    for key in given:
+        if key not in known:
+            for meant in get_close_matches(key, known, n=1, cutoff=0.8):
+                if meant not in given:
+                    raise ValueError(
+                        f"{where}: there is no key {key!r}: is {meant!r} meant?"
+                    )
 
 
 def _task() -> Mapping[str, Any]:
@@ -120,6 +134,7 @@ def _task() -> Mapping[str, Any]:
             f'{VARIABLE}: task: expected an object with "type" and "index", '
             f"got {task!r:.80}"
         )
+    _check_keys(task, ("type", "index"), f"{VARIABLE}: task")
     return task
 
 

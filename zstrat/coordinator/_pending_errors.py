@@ -26,6 +26,9 @@ def line_of(site: CallSite) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
+_SIGNED: Final = "It is the error of"
+
+
 @dataclass(frozen=True, slots=True)
 class ClosureSource:
     """A closure as a reader knows it."""
@@ -37,6 +40,13 @@ class ClosureSource:
     def __str__(self) -> str:
         at = "" if self.site is None else f", scheduled at {line_of(self.site)}"
         return f"step {self.step} ({self.name}{at})"
+
+    def sign(self, error: Exception) -> None:
+        """Notes whose error it is, for whoever raises it. Steps may share one, as of
+        code that no worker could load: then it is the first one's."""
+        notes: list[str] = getattr(error, "__notes__", [])
+        if not any(note.startswith(_SIGNED) for note in notes):
+            error.add_note(f"{_SIGNED} {self}.")
 
 
 @dataclass(slots=True, eq=False)
@@ -50,15 +60,13 @@ class PendingError:
     """A fetch has raised it already."""
 
     def raised_by(self, call: str) -> Exception:
-        """The error, for ``call`` to raise, with a note that says where it is from."""
+        """The error, for ``call`` to raise, with a note that says that it did."""
         if self.source is not None:
             self.error.add_note(self._note(call))
         return self.error.with_traceback(None)
 
     def _note(self, call: str) -> str:
-        words = f"It is the error of {self.source}. "
-        if self.was_fetched:
-            words += "A fetch has raised it before. "
+        words = "A fetch has raised it before. " if self.was_fetched else ""
         words += f"{call} raised it, once"
         if call == "coordinator.schedule":
             words += ", and did not schedule what it was called with: call it again"

@@ -354,6 +354,7 @@ class Queue:
         self._stopped(closure)
         self.steps.end(closure.step)
         if error is not None:
+            closure.source.sign(error)
             self.fail(error, closure)
 
     def fail(self, error: Exception, closure: Closure | None = None) -> None:

@@ -380,11 +380,14 @@ def _ignore(_: object) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM, shared pages included."""
+    """Memory of this process that is in RAM, shared pages included; 0 while nobody can
+    look, as all its descriptors are in use."""
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except OSError:  # not Linux
+    except FileNotFoundError:  # not Linux
         import psutil
 
         return int(psutil.Process().memory_info().rss)
+    except OSError:
+        return 0
     return pages * os.sysconf("SC_PAGESIZE")

@@ -14,20 +14,27 @@ the middle of a socket call could otherwise hang or crash the exit.
 A thread or a coroutine of the user waits by a bell. A bell is made only when somebody
 really has to wait, is rung at most once, and is rung with the engine's lock held.
 Waiting on a thread's bell is an acquire of a lock, which Ctrl-C interrupts.
+
+Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
+a callback of the garbage collector, as jax has one, or a finalizer, nobody can catch
+it: Python says that it is ignored, and goes on. A program that schedules steps in a
+loop lost three of four, so they are raised again.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import atexit
 import concurrent.futures
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
 
 # Before `close_portals` is registered, so that it ends after it: then it frees the
 # memory of messages that libzmq has not sent yet, whoever reads it then.
@@ -107,6 +114,23 @@ class LoopBell:
             self.future.set_result(None)
 
 
+@final
+class _KeptInterrupts:
+    """The hook for exceptions that nobody can catch. A Ctrl-C is raised again a moment
+    later; all others go to the hook ``before``."""
+
+    def __init__(self, before: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        self._before: Final = before
+
+    def __call__(self, ignored: sys.UnraisableHookArgs) -> None:
+        if ignored.exc_type is not KeyboardInterrupt:
+            self._before(ignored)
+            return
+        # By another thread, which runs when this one has left the callback; if it is
+        # in the next one by then, this is called again.
+        _thread.start_new_thread(_thread.interrupt_main, ())
+
+
 log = logging.getLogger("zstrat.transport")
 
 T = TypeVar("T")
@@ -128,6 +152,8 @@ class Portal:
         self._leaving: asyncio.Task[None] | None = None
         self._closed = False
         self._why = "the session is closed"
+        if not isinstance(sys.unraisablehook, _KeptInterrupts):
+            sys.unraisablehook = _KeptInterrupts(sys.unraisablehook)
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._thread.start()
         _open.add(self)

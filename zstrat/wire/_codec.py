@@ -135,7 +135,7 @@ def encode(
     if len(header) > limit:
         raise ValueError(
             f"{form.cls.__name__}: the header is {len(header)} bytes, "
-            f"at most {limit} may be sent: split the message"
+            f"at most {limit} may be sent: it has too many parts, or too long texts"
         )
     if len(header) > FEW:  # each item takes a byte at least
         _check_lengths(form, fields)
@@ -239,7 +239,7 @@ def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
         if len(value) > most:
             raise ValueError(
                 f"{form.cls.__name__}.{name} has {len(value)} items, at most {most} "
-                "may be sent: split the message, or use more parameter servers"
+                "may be sent: use fewer and larger arrays, or more parameter servers"
             )
 
 

@@ -37,8 +37,9 @@ T = TypeVar("T")
 Check = Callable[[Any], Any]
 Column = Callable[[Sequence[Any]], bool]
 
-MAX_DEPTH: Final = 32
-"""Nesting of free-form data; statistics and layouts of results stay below ten."""
+MAX_DEPTH: Final = 64
+"""Nesting of free-form data: statistics stay below ten, and a dict in a step's result,
+which takes two, may be thirty deep."""
 
 RECORDS: Final = 2**13
 """Most records of numbers alone in one list. To make so many holds up the loop for four

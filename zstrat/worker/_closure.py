@@ -20,13 +20,21 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 from zstrat import errors
 from zstrat.program import trim
 from zstrat.telemetry import StepTimes
-from zstrat.wire import Completion, LayoutMessage, Outcome
+from zstrat.wire import (
+    Completion,
+    Completions,
+    LayoutMessage,
+    Outcome,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     import numpy as np
 
+    from zstrat.config import Limits
     from zstrat.program import ResultLayout, StepResult
     from zstrat.ps import Clocks
     from zstrat.wire import PlainTree
@@ -174,6 +182,28 @@ def plain(error: BaseException) -> PlainTree:
     return cast("PlainTree", errors.to_wire(trim(error)))
 
 
+_BESIDE: Final = 16 * 1024
+"""Bytes of a header that are left for what is told with a layout."""
+
+
+def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
+    """Whether the coordinator takes this description of ``what``. To be asked before a
+    step has an effect: one whose end cannot be told would have one and fail.
+
+    Raises:
+        ValueError: It does not; says why, and what to return instead.
+    """
+    message = Completions(0, [], [layout], b"")
+    try:
+        decode(encode(message, limit=limits.header - _BESIDE)[0], (), limits)
+    except (TypeError, ValueError, errors.ProtocolError) as error:
+        raise ValueError(
+            f"{what} that cannot be described to the program: return fewer and larger "
+            "arrays, numbers and texts in arrays, too, and nest them less deeply "
+            f"({error})"
+        ) from None
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _KnownLayout:
@@ -190,11 +220,11 @@ class ResultLayouts:
     make a new one each time, found by value.
 
     Args:
-        inline: Results of more bytes stay on the worker.
+        limits: Results of more bytes than ``inline`` stay on the worker.
     """
 
-    def __init__(self, inline: int) -> None:
-        self._inline: Final = inline
+    def __init__(self, limits: Limits) -> None:
+        self._limits: Final = limits
         self._numbered = 0
         self._known: dict[int, _KnownLayout] = {}
         self._by_value: dict[Hashable, _KnownLayout] = {}
@@ -204,11 +234,15 @@ class ResultLayouts:
         return self._numbered
 
     def ok(self, step: int, result: StepResult) -> Ending:
-        """The closure ran to its end."""
+        """The closure ran to its end.
+
+        Raises:
+            ValueError: The coordinator would not take the description of the result.
+        """
         leaves = result.leaves
         known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)
         layout, size = known.layout, known.size
-        if size > self._inline:
+        if size > self._limits.inline:
             completion = Completion(step, int(Outcome.OK), layout.layout, -1, None)
             return Ending(completion, layout, b"", leaves)
         if len(leaves) == 1:
@@ -224,11 +258,12 @@ class ResultLayouts:
         value = (source.dtypes, source.shapes, repr(source.structure))
         known = self._by_value.get(value)
         if known is None:
-            self._numbered += 1
             shapes = [list(shape) for shape in source.shapes]
             layout = LayoutMessage(
-                self._numbered, list(source.dtypes), shapes, source.structure
+                self._numbered + 1, list(source.dtypes), shapes, source.structure
             )
+            check_layout(layout, self._limits, "the step returns a pytree")
+            self._numbered += 1
             known = _KnownLayout(source, layout, sum(leaf.nbytes for leaf in leaves))
             if len(self._by_value) >= _REMEMBERED:
                 self._known.clear()

@@ -30,9 +30,12 @@ from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage
 
+from ._closure import check_layout
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from zstrat.config import Limits
     from zstrat.errors import ZstratError
     from zstrat.wire import Arrays, BuildResource, PlainTree
 
@@ -76,12 +79,18 @@ class Resources:
     Args:
         task: This worker, as errors name it.
         context: Says what dataset functions are told.
+        limits: Of what describes an element or a value.
     """
 
     def __init__(
-        self, task: str, load: Load, context: Callable[[], InputContext]
+        self,
+        task: str,
+        load: Load,
+        context: Callable[[], InputContext],
+        limits: Limits,
     ) -> None:
         self._task, self._load, self._context = task, load, context
+        self._limits: Final = limits
         self._code: dict[bytes, _Shipped] = {}
         self._arguments: dict[int, _Shipped] = {}
         self._made: dict[int, object] = {}
@@ -171,7 +180,8 @@ class Resources:
 
         Raises:
             OutOfRangeError: The dataset has no element at all.
-            TypeError, ValueError: The maker cannot be called, or makes the wrong thing.
+            TypeError, ValueError: The maker cannot be called, or makes the wrong thing,
+                or one that cannot be described.
             Exception: Whatever the maker raised.
         """
         self.drop([order.resource])
@@ -179,8 +189,12 @@ class Resources:
             made = self._make(order)
             if order.purpose == "value":
                 self._made[order.resource] = made
-                return _layout_of_value(made)
-            return self._iterate(order.resource, made)
+                layout, what = _layout_of_value(made), "the value is a pytree"
+            else:
+                layout = self._iterate(order.resource, made)
+                what = "the dataset has elements"
+            check_layout(layout, self._limits, what)
+            return layout
         except BaseException as error:  # goes to the coordinator, and to its closures
             self.drop([order.resource])
             self._made[order.resource] = Broken(trim(error))

@@ -263,7 +263,12 @@ class WorkerService:
             2 * self._settings.timeouts.request,
         )
         return StepRunner(
-            Resources(self._task, self._load, partial(_input_context, index, count)),
+            Resources(
+                self._task,
+                self._load,
+                partial(_input_context, index, count),
+                self._settings.limits,
+            ),
             index=index,
             count=count,
             prepare=self._prepare,
@@ -271,7 +276,7 @@ class WorkerService:
             home=partial(Direct, asking, self._clock),
             bind=partial(bind, asking),
             carry_out=session.carry_out,
-            inline=self._settings.limits.inline,
+            limits=self._settings.limits,
             prefetch=opening.prefetch,
             clock=self._clock,
             end_lines=unbegun if output is None else output.end_lines,

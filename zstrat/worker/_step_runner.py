@@ -35,6 +35,7 @@ from ._pipeline import Pipeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from zstrat.config import Limits
     from zstrat.errors import ZstratError
     from zstrat.program import Prepared, StepIterator, StepResult
     from zstrat.variables import (
@@ -105,7 +106,7 @@ class StepRunner:
         bind: Tells the parameter servers of the tree of an optimizer; blocks.
         carry_out: Does what was posted, on the loop.
         end_lines: Ends the lines that were begun to be printed, on the thread.
-        inline: Bytes of a result that travel with the completion.
+        limits: Of results, and of what travels with the completion.
         prefetch: Optimizer steps whose values are fetched while one computes.
     """
 
@@ -121,7 +122,7 @@ class StepRunner:
         bind: Callable[[GradientCall], None],
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
-        inline: int,
+        limits: Limits,
         prefetch: int = 0,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -134,7 +135,7 @@ class StepRunner:
         self.carry_out: Final = carry_out
         self.end_lines: Final = end_lines
         self._bound: Final = WeakSet[Plan]()
-        self._layouts: Final = ResultLayouts(inline)
+        self._layouts: Final = ResultLayouts(limits)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
 

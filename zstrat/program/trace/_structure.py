@@ -26,6 +26,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from zstrat.variables import AbstractVariable, Variable
+from zstrat.wire import DTYPES, name_of
 
 from . import joined
 
@@ -95,8 +96,9 @@ def split(
 
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
+        ValueError: It is nested too deeply, or contains itself.
     """
-    paths, treedef = joined.flatten_with_path(result)
+    paths, treedef = _flat(result)
     slots: list[int | Static] = []
     arrays: list[Any] = []
     for path, leaf in paths:
@@ -111,6 +113,17 @@ def split(
         slots.append(len(arrays))
         arrays.append(leaf)
     return Structure(treedef, tuple(slots)), arrays
+
+
+def _flat(result: object) -> tuple[list[tuple[Any, Any]], TreeDef]:
+    try:
+        return joined.flatten_with_path(result)
+    except (RecursionError, SystemError) as error:
+        # jax may say either of a tree that is deeper than its recursion goes.
+        raise ValueError(
+            f"the step returns a {type(result).__name__} that contains itself, or is "
+            "nested too deeply: return arrays in a pytree of a few levels"
+        ) from error
 
 
 def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
@@ -218,11 +231,17 @@ def _require_array(leaf: Any, path: Any) -> None:
             f"the step returns a random key at {_place(path)}: return "
             "jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data"
         )
-    plain = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUmM"
-    if not plain and not isinstance(leaf, jax.Array | complex):
+    if isinstance(leaf, complex):
+        return
+    if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
         raise TypeError(
             f"the step returns {type(leaf).__name__} at {_place(path)}: return arrays, "
             "numbers, strings, None, and pytrees of them"
+        )
+    if name_of(leaf.dtype) is None:
+        raise TypeError(
+            f"the step returns an array of dtype {leaf.dtype} at {_place(path)}: "
+            f"return one of {', '.join(DTYPES)}"
         )
 
 

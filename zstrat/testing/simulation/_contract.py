@@ -124,6 +124,8 @@ class Training:
     steps: dict[int, Scheduled] = field(default_factory=dict)
     own: dict[int, str] = field(default_factory=dict)
     """Own updates by place: "open", "done" or "perhaps"."""
+    unsure: set[int] = field(default_factory=set)
+    """Own updates whose call has raised: of these each server has all or nothing."""
     saved: list[Saved] = field(default_factory=list)
     recovery: Recovery | None = None
     """Fills the servers again, if that is wished."""
@@ -292,7 +294,8 @@ class Training:
                 self.broken(f"a checkpoint has {found} of step {place} ({step.fate})")
         for place in range(len(saved.own[0])):
             found = [int(each[place]) for each in saved.own]
-            may_differ = self.past.own.get(place) == "perhaps"
+            before = self.past.own.get(place) == "perhaps"
+            may_differ = before or place in self.unsure
             if len(set(found)) > 1 and not may_differ:
                 self.broken(f"a checkpoint has {found} of own update {place}")
 

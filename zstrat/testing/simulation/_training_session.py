@@ -284,6 +284,7 @@ class TrainingSession:
         except ZstratError as error:  # it may have been applied, and may not
             self._look_at(error)
             training.own[place] = "perhaps"
+            training.unsure.add(place)
         else:
             same = training.fills == fills and not training.is_filling
             training.own[place] = "done" if same else "perhaps"

@@ -131,7 +131,10 @@ class Register:
         self._all: list[RegisterEntry] = []
 
     def add(self, entry: RegisterEntry) -> None:
+        # Those that are over go here, too, each with its loop: in most processes nobody
+        # ever asks, and a program may make a session in each cell of a notebook.
         with self._lock:
+            self._all = [each for each in self._all if not each.is_over]
             self._all.append(entry)
 
     def remove(self, owner: Reporting) -> None:

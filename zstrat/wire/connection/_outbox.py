@@ -136,7 +136,7 @@ class Outbox:
         if total > self._limits.body:
             raise ValueError(
                 f"{type(message).__name__}: {total} bytes of arrays, at most "
-                f"{self._limits.body} may be sent: split the message"
+                f"{self._limits.body} may be sent: send them in several parts"
             )
         if total > MIN_LANE_BYTES and self._lane is not None:
             if self._put_placed(self._lane, header, number, raws, total):
