@@ -12,7 +12,6 @@ from ._cross import crossing as crossing
 from ._cross import first_of as first_of
 from ._cross import gather_from as gather_from
 from ._cross import gathered as gathered
-from ._cross import one_by_one as one_by_one
 from ._cross import sum_over as sum_over
 from ._cross import within_mesh as within_mesh
 from ._stages import Stage as Stage

@@ -41,10 +41,6 @@ within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=
 """Whether what is traced is mapped over `PROCESS`. Law of the file: whoever sets it
 resets it."""
 
-one_by_one: Final[ContextVar[bool]] = ContextVar("zstrat_one_by_one", default=False)
-"""Whether the collectives of what is traced are carried out in the order of the
-program, one at a time: as where nothing is compiled, which other processes may do."""
-
 
 class Collective(Protocol):
     """What processes are brought together by; a `zstrat.collectives.Group` is one.

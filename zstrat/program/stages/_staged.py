@@ -22,7 +22,7 @@ from zstrat.program._compile import is_waited_for, own, settled
 from zstrat.program._device_state import Outdated, cut_at
 from zstrat.program.trace import _refusals
 
-from ._cross import CrossKind, one_by_one
+from ._cross import CrossKind
 from ._stages import stages
 
 if TYPE_CHECKING:
@@ -58,8 +58,6 @@ def compiled(
     moved: Sequence[int],
     inputs: int,
     out_shardings: list[Any] | None,
-    *,
-    is_one_by_one: bool,
 ) -> list[Compiled]:
     found = []
     for number, stage in enumerate(cut):
@@ -83,7 +81,7 @@ def compiled(
                 tuple(given_up),
                 tuple(kept),
                 tuple(sorted(n for n in dead if n >= inputs)),
-                _calls(stage.crossings, is_one_by_one),
+                _calls(stage.crossings),
             )
         )
     return found
@@ -110,11 +108,9 @@ def _jitted(
 
 
 def _calls(
-    crossings: Sequence[Crossing], is_one_by_one: bool
+    crossings: Sequence[Crossing],
 ) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
     """The crossings that can be done as one, together, in the order of the program."""
-    if is_one_by_one:
-        return tuple([(each.channel, each.kind, (each,)) for each in crossings])
     groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
     for each in crossings:
         groups.setdefault((each.channel, each.kind), []).append(each)
@@ -142,8 +138,7 @@ class StagedProgram:
         self._slots = staged.slots_like
         closed, shape = self._traced_body(staged)
         self._shape: list[Any] = list(shape)
-        in_order = one_by_one.get()
-        cut, self._constants = stages(closed, in_order=in_order)
+        cut, self._constants = stages(closed)
         channels = {x.channel for stage in cut for x in stage.crossings}
         self._channels = {channel: channel.mark for channel in channels}
         given = len(staged.inputs) + len(staged.leaves)
@@ -156,9 +151,7 @@ class StagedProgram:
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
         self._given_there: Sharding | None = None
-        self._stages = compiled(
-            cut, name, moved, inputs, self._out_shardings(), is_one_by_one=in_order
-        )
+        self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = shared_inputs(cut, given)
         results, values, beside, operands = self._shape
         self._results = len(results)

@@ -8,7 +8,7 @@ that applies it (`zstrat.program.stages._stages`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 import numpy as np
@@ -29,8 +29,9 @@ from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
-from zstrat.strategy.replica._local_run import LocalMesh
-from zstrat.variables import is_staging, recorder
+from zstrat.strategy.replica._collective import Team
+from zstrat.strategy.replica._layout import MeshLayout
+from zstrat.strategy.replica._spread import mesh_over
 
 from ._distributed import is_in_job, join_job, resolver_of_jax
 from ._mirrored_store import MirroredVariables
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program.stages import Collective
     from zstrat.strategy.input._inputs import ProcessInputs
-    from zstrat.strategy.replica._collective import Team
     from zstrat.variables import Creator
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
@@ -140,7 +140,6 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
-        self._mesh = LocalMesh(self, self._local, channel=self._channel)
         late = self._channel is not None and self._channel.collective.generation > 0
         names = task_names(self._local, *task)
         self._variables = MirroredVariables(
@@ -219,7 +218,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         return self._local
 
     def _team(self) -> Team:
-        return self._mesh.team
+        return Team(len(self._local), self._channel)
 
     def _inputs(self) -> ProcessInputs:
         inputs, channel = super()._inputs(), self._channel
@@ -227,16 +226,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
             inputs = replace(inputs, accord=_Accord(channel))
         if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
             return inputs  # a program of all processes takes rows of its own
-        return replace(inputs, place=self._mesh.layout.place_share)
-
-    def _run_replicas(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        is_by_itself = recorder.get() is None and not is_staging()
-        is_of_xla = self._channel is not None and self._channel.mesh is not None
-        if is_by_itself and len(self._local) > 1 and not is_of_xla:
-            return self._mesh.run(fn, args, kwargs)
-        return super()._run_replicas(fn, args, kwargs)
+        layout = MeshLayout(mesh_over(self._local))
+        return replace(inputs, place=layout.place_share)
 
     def __repr__(self) -> str:
         team = self._team()

@@ -15,7 +15,7 @@ Law of the file: which way it is, is found out by tracing, never by running twic
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -24,7 +24,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.program.gradients import is_live
-from zstrat.program.stages import one_by_one
 from zstrat.program.trace import Plain, fits, joined
 from zstrat.variables import AbstractVariable, is_staging, is_weak, recorder
 
@@ -51,13 +50,11 @@ from ._per_replica import (
 )
 from ._regroup import regroup
 from ._turns import NeedsTurns
-from ._turns_region import as_of_a_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zstrat.program.stages import Channel
     from zstrat.strategy._abstract import AbstractStrategy
 
 
@@ -112,17 +109,6 @@ _log: Final = logging.getLogger(__name__)
 _spec: Final[Any] = PartitionSpec
 
 
-@contextmanager
-def _one_by_one() -> Iterator[None]:
-    """Inside, collectives of several processes are traced as they are carried out where
-    replicas run in turns, as those of another process may: it has an uneven batch."""
-    token = one_by_one.set(True)
-    try:
-        yield
-    finally:
-        one_by_one.reset(token)
-
-
 class LocalMesh:
     """The devices of this process that the replicas of one strategy run on.
 
@@ -133,7 +119,6 @@ class LocalMesh:
         axes: Names of the axes behind the first one.
         is_compiled: Whether nothing runs but programs: turns are traced, and what
             cannot be is refused.
-        channel: The other processes, where these are replicas of one among several.
     """
 
     def __init__(
@@ -143,13 +128,12 @@ class LocalMesh:
         axes: Sequence[str] = (),
         *,
         is_compiled: bool = False,
-        channel: Channel | None = None,
     ) -> None:
         grid = np.array(devices, dtype=object)
         self.mesh = Mesh(grid, (AXIS, *axes))
         self.layout = MeshLayout(self.mesh)
         self.devices: tuple[jax.Device, ...] = self.layout.devices
-        self.team = Team(len(grid), channel)
+        self.team = Team(len(grid))
         self._strategy = strategy
         self._is_compiled = is_compiled
         self._kept = FunctionCache(self._as_step)
@@ -181,7 +165,7 @@ class LocalMesh:
         if kept.why_not is None:
             try:
                 values, named = self._given((tuple(args), dict(kwargs)))
-                with self._there(), self._met():
+                with self._there():
                     return run_as(kept.step, fn, values, named)
             except NeedsTurns as found:
                 if self._is_compiled:
@@ -207,18 +191,11 @@ class LocalMesh:
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
         return on
 
-    def _met(self) -> AbstractContextManager[Any]:
-        """Inside, a step meets other processes, if there are any, as turns do."""
-        return nullcontext() if self.team.channel is None else _one_by_one()
-
     def _in_turns(self, call: ReplicaCall) -> Any:
         require_all_one_each(call.tree, self.replicas)
         near = call.given(joined.mapped(self._near, call.tree))
         results = in_turns(near, self.devices)
-        if self.replicas == 1:
-            return results[0]
-        found = regroup(results, self._merged)
-        return found if self.team.channel is None else as_of_a_program(found)
+        return results[0] if self.replicas == 1 else regroup(results, self._merged)
 
     def _merged(self, parts: Sequence[Any]) -> PerReplica:
         """What the replicas made in turns: one array, if each part is on the device of

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.program.gradients import is_live
-from zstrat.program.stages import one_by_one, within_mesh
+from zstrat.program.stages import within_mesh
 from zstrat.program.trace import (
     LOOKS,
     Capture,
@@ -179,7 +179,7 @@ def replicate(
         arrays, operands = mapped(one, rows)
     else:
         # Other processes may run their replicas in turns, by the same order.
-        now = recording is None or is_live(recording) or one_by_one.get()
+        now = recording is None or is_live(recording)
         arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
     (region,) = traced
     results = len(region.arrays)

@@ -60,7 +60,10 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     require_all_one_each(call.tree, team.local)
     outside = recorder.get()
     if team.channel is None or outside is None or is_live(outside):
-        return as_of_a_program(regroup(in_turns(call, devices)))
+        found = regroup(in_turns(call, devices))
+        # With the members of a dict in the order that a program gives them: who reduces
+        # one after the other does so with other processes.
+        return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
     if team.channel.mesh is not None:
         raise UnevenParts(
             "strategy.run in a step was given parts of different shapes: with "
@@ -71,12 +74,6 @@ def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     if needs_turns(dealt_out):  # in the other processes, too
         return regroup(in_turns(call, devices))
     return _in_one_region(_Region(dealt_out), outside)
-
-
-def as_of_a_program(results: Any) -> Any:
-    """With the members of a dict in the order that a program gives them: who reduces
-    one after the other does so with other processes."""
-    return jax.tree.map(lambda leaf: leaf, results, is_leaf=is_whole)
 
 
 def _in_one_region(region: _Region, outside: TraceRecorder) -> Any:
