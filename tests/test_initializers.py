@@ -221,6 +221,8 @@ def test_integers_are_drawn_alike(dtype):
         (initializers.uniform(), "int32"),
         (initializers.uniform(-1, 3), "uint8"),
         (initializers.uniform(0, 257), "uint8"),
+        (initializers.uniform(3, 3), "uint8"),
+        (initializers.constant(2**70), "int32"),
         (initializers.constant(1.5), "int32"),
         (initializers.constant(np.nan), "int32"),
         (initializers.constant(1e20), "int64"),
@@ -237,6 +239,16 @@ def test_integers_are_drawn_alike(dtype):
 def test_a_dtype_without_these_numbers_is_refused(make, dtype):
     with pytest.raises(ValueError, match=dtype):
         make((2,), np.dtype(dtype))
+
+
+def test_integers_that_no_float_has_are_drawn():
+    low, high = 2**63 + 1, 2**63 + 4
+    drawn = initializers.uniform(low, high, seed=0)((3000,), np.uint64)
+    found, counts = np.unique(drawn, return_counts=True)
+    assert found.tolist() == [low, low + 1, low + 2]
+    assert counts.min() > 900
+    full = initializers.uniform(0, 2**64, seed=0)((100,), np.uint64)
+    assert len(set(full.tolist())) == 100
 
 
 def test_numbers_that_another_kind_has_are_the_same_there():

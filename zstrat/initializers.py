@@ -48,7 +48,6 @@ class Initializer(abc.ABC):
             ValueError: The part is not inside of the shape, or the dtype does not hold
                 what the initializer makes.
         """
-        self.require_fitting(np.dtype(dtype))
         whole = tuple(int(n) for n in shape)
         window = _window(whole, partition_shape, partition_offset)
         return self._make(whole, np.dtype(dtype), window)
@@ -75,6 +74,8 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     Raises:
         ValueError: One would be another number.
     """
+    if isinstance(value, int | float | list | tuple) and dtype.kind in "biu":
+        return _exact_integers(value, dtype, what)
     given = np.asarray(value)
     ranks = [_RANKS.get(each.kind, 0) for each in (given.dtype, dtype)]
     is_same = given.dtype == dtype or ranks in ([2, 2], [3, 3])
@@ -87,11 +88,32 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
         # -1 and 255 are the same bits, and back again.
         other |= (made < 0) != (real < 0) if ranks == [1, 1] else False
     if other.any():
-        raise ValueError(
-            f"{what} contains {given[other].flat[0]}, which dtype {dtype} does not "
-            "have: give another dtype, or round the value"
-        )
+        raise _other_number(given[other].flat[0], dtype, what)
     return made
+
+
+def _exact_integers(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
+    """`exactly` of numbers of Python, and lists of them. Those of more than 53 bits are
+    floats to numpy, if it is not told what they are."""
+    try:
+        with np.errstate(all="ignore"):
+            made = np.asarray(value, dtype)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"{what} does not fit its dtype {dtype}: {error}") from None
+    given = np.asarray(value)
+    if _RANKS.get(given.dtype.kind, 0) <= _RANKS[dtype.kind]:
+        return made
+    other = made.astype(given.dtype) != given
+    if other.any():
+        raise _other_number(given[other].flat[0], dtype, what)
+    return made
+
+
+def _other_number(number: Any, dtype: np.dtype, what: str) -> ValueError:
+    return ValueError(
+        f"{what} contains {number}, which dtype {dtype} does not have: give another "
+        "dtype, or round the value"
+    )
 
 
 _RANKS: Final = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
@@ -142,14 +164,14 @@ class Drawn(Initializer):
     def _make(
         self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
     ) -> np.ndarray:
+        self.require_fitting(dtype)
         if not shape:
             return self._make((1,), dtype, (slice(0, 1),)).reshape(())
         out = np.empty([cut.stop - cut.start for cut in window], dtype)
         if not out.size:
             return out
-        is_integer = dtype.kind in "iu"  # of 32 bits, which float32 does not have
-        is_wide = dtype.itemsize >= 8 or is_integer
-        drawn = np.dtype(np.float64 if is_wide else np.float32)
+        drawn = np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
+        drawn = dtype if dtype.kind in "iu" else drawn
         in_place = dtype == drawn and out.shape[1:] == shape[1:]
         seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
         start, stop = window[0].start, window[0].stop
@@ -165,8 +187,6 @@ class Drawn(Initializer):
                 continue
             rows = np.empty((last - first, *shape[1:]), drawn)
             self._fill(generator, rows, shape)
-            if is_integer:
-                np.floor(rows, out=rows)
             wanted = rows[max(0, start - first) :][(slice(None), *window[1:])]
             out[max(0, first - start) : last - start] = wanted
         return out
@@ -200,18 +220,29 @@ class Uniform(Drawn):
     seed: int | None = None
 
     def require_fitting(self, dtype: np.dtype) -> None:
-        if dtype.kind in "iu":
-            # The least and the largest that are drawn.
-            bounds = [self.minval, self.maxval - 1]
-            exactly(np.array(bounds, np.float64), dtype, "the range")
-        else:
+        if dtype.kind not in "iu":
             Drawn.require_fitting(self, dtype)
+            return
+        limits, first, end = np.iinfo(dtype), *self._integers()
+        is_exact = (first, end) == (self.minval, self.maxval)
+        if not (is_exact and limits.min <= first < end <= int(limits.max) + 1):
+            raise ValueError(
+                f"uniform({self.minval}, {self.maxval}) of dtype {dtype}: expected "
+                f"integers, a smaller and a larger one, from {limits.min} to "
+                f"{int(limits.max) + 1}"
+            )
+
+    def _integers(self) -> tuple[int, int]:
+        return int(self.minval), int(self.maxval)
 
     def _fill(
         self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
     ) -> None:
         del shape
-        _uniform(generator, out, self.minval, self.maxval)
+        if out.dtype.kind in "iu":
+            out[...] = generator.integers(*self._integers(), out.shape, out.dtype)
+        else:
+            _uniform(generator, out, self.minval, self.maxval)
 
 
 @final

@@ -199,6 +199,34 @@ def test_floats_are_divided_one_after_the_other(dtype, value, divisors):
     assert v.numpy()[0, 0] == np.array(value, dtype) / first / second != 0
 
 
+def test_a_step_that_would_divide_by_zero_has_no_effect():
+    v, w = zs.Variable(1.0), zs.Variable(1.0)
+    divided = zs.Variable([[4], [5]], dtype="int32")
+
+    @zs.function
+    def step(rows):
+        v.assign_add(1.0)
+        divided.scatter_div(zs.IndexedSlices(rows, np.array([0])))
+        w.assign_add(1.0)
+
+    with pytest.raises(zs.InvalidArgumentError, match="divisors other than 0"):
+        step(np.array([[0]], np.int32))
+    assert (v.numpy(), w.numpy()) == (1, 1)
+    step(np.array([[2]], np.int32))
+    assert (v.numpy(), w.numpy()) == (2, 2)
+    assert divided.numpy().tolist() == [[2], [5]]
+
+
+def test_many_rows_of_one_index():
+    indices = jnp.array([1] * 100 + [0, 1, 7])  # 7 is not there
+    rows = np.full((103, 1), 1.5, np.float32)
+    with one_device().scope():
+        v = zs.Variable(np.full((2, 1), 1e9, np.float32))
+    zs.function(lambda at: v.scatter_div(zs.IndexedSlices(rows, at)))(indices)
+    expected = [[1e9 / 1.5], [1e9 / 1.5**101]]
+    np.testing.assert_allclose(v.numpy(), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("where", ["here", "on a device"])
 @pytest.mark.parametrize("when", ["outside", "in a step"])
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
+from zstrat import initializers
 from zstrat.wire import DTYPES, UpdateOp
 
 
@@ -185,12 +186,30 @@ def test_integers_that_fit_are_converted_and_python_ones_are_int32():
         (np.array([2.0**40]), "int32"),
         (2.5, "bool"),
         (3 + 2j, "float32"),
+        ([1, 2.5], "int64"),
+        ([0, 2], "bool"),
     ],
 )
 def test_a_first_value_that_its_dtype_does_not_have_is_refused(value, dtype):
     with pytest.raises(ValueError, match=rf"'v'.*which dtype {dtype} does not have"):
         zv.Variable(value, dtype=dtype, name="v")
     assert zv.Variable(np.array([2.0, -3.0]), dtype=np.int8).numpy().tolist() == [2, -3]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        ([2**63 + 1, 1], "uint64"),
+        ([2**64 - 1, 1], "uint64"),
+        ([np.uint64(2**63 + 1), 1], "uint64"),
+        ([2**53 + 1, 1.0], "int64"),
+        (-(2**63), "int64"),
+    ],
+)
+def test_integers_that_no_float_has_stay_what_they_are(value, dtype):
+    assert zv.Variable(value, dtype=dtype).numpy().tolist() == value
+    made = initializers.constant(value)(np.shape(value), dtype)
+    assert made.tolist() == value
 
 
 _SCATTERS = {

@@ -21,8 +21,10 @@ from zstrat.variables import (
     apply_now,
     read_all,
     read_parts,
+    require_divisors,
     update_all,
 )
+from zstrat.wire import UpdateOp
 
 from ._compile import CompiledProgram
 from ._device_state import Outdated
@@ -317,6 +319,9 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     handles = {v.spec.key: v for variables, _ in plan.targets for v in variables}
     rules = {rule.id: rule for _, rule in plan.targets if rule is not None}
     waiting: dict[int, Any] = {}
+    for update in updates:  # before any of them is made
+        if update.op is UpdateOp.SCATTER_DIV:
+            require_divisors(update.spec, update.op, update.arrays[-1])
     for update in updates:
         key = update.spec.key
         if update.call is not None:

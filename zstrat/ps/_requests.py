@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .store._store import Store
 
 INLINE: Final = 4 * 2**20
-"""Bytes of arithmetic that the loop does by itself, as the plans count them: 0.1
-to 0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
+"""Bytes of arithmetic that the loop does by itself, as `work_of` counts them: 0.1 to
+0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
 
 Plain = (
     Push

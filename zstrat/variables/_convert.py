@@ -68,7 +68,8 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         own = given.dtype if is_array else _plain_dtype(given.dtype)
         wanted = as_dtype(own, name)
     _check_integers(given, wanted, what)
-    array: np.ndarray = np.array(exactly(given, wanted, what), order="C")
+    made = exactly(given, wanted, what)
+    array = np.array(made, order="C") if made is given else np.asarray(made, order="C")
     if shape is not None and array.shape != tuple(shape):
         raise ValueError(
             f"the initial value of variable {name!r} has shape {array.shape}; "
@@ -274,9 +275,15 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 
 def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
+    if wanted is not None and wanted.kind in "biu":
+        return exactly(value, wanted, what)
     try:
+        return np.asarray(value, wanted)
+    except TypeError:
         found = np.asarray(value)
-        return found if found.dtype.kind in "fc" else np.asarray(value, wanted)
+        if found.dtype.kind != "c":
+            raise
+        return found
     except OverflowError as error:
         raise ValueError(f"{what} does not fit its dtype {wanted}: {error}") from None
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._convert import require_divisors
 from ._update_ops import apply
 
 if TYPE_CHECKING:
@@ -197,7 +196,6 @@ class LocalHome(HomeWithSlots):
         optimizer: OptimizerHandle | None,
     ) -> None:
         assert optimizer is None, "gradients are applied by `put_moved`"
-        require_divisors(variable.spec, op, operands[-1])  # those of a step, too
         with self._lock:
             value = apply(op, self._value, operands)
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))

@@ -230,6 +230,8 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     """Rows divided, of integers cut off towards zero. Round k divides by the k-th row
     of every index: the product of the divisors of one row may not fit their dtype, nor
     the reciprocal of one of them."""
+    if not indices.shape[0]:
+        return value
     order = jnp.argsort(indices, stable=True)
     indices, rows = indices[order], rows[order]
     firsts = jnp.searchsorted(indices, indices, side="left")
@@ -241,7 +243,19 @@ def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
         mine = jnp.where(turns == turn, indices, value.shape[0])
         return value.at[mine].set(quotients, mode="drop")
 
-    divided: jax.Array = jax.lax.fori_loop(0, rounds, one, value)
+    def each(row: jax.Array, value: jax.Array) -> jax.Array:
+        at = indices[row]
+        quotient = jax.lax.div(value.at[at].get(mode="clip"), rows[row])
+        return value.at[at].set(quotient, mode="drop")
+
+    def in_rounds(value: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, rounds, one, value)
+
+    def row_by_row(value: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, indices.shape[0], each, value)
+
+    # A round looks at all rows.
+    divided: jax.Array = jax.lax.cond(rounds > 32, row_by_row, in_rounds, value)
     return divided
 
 

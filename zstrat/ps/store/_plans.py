@@ -146,7 +146,6 @@ class PushPlan:
     push: Push
     updates: Sequence[ServerUpdate]
     work: int
-    """Bytes that numpy adds to others in the time that it takes, roughly."""
     runs: Sequence[UpdateRun]
 
     def compute(self) -> None:
@@ -221,14 +220,13 @@ def push_plan(
         if op is UpdateOp.OPERANDS:
             shared[engine.get(optimizer).optimizer] = operands
             continue
+        work += work_of(op, held, operands)
         if op in OPTIMIZERS:
             known = engine.check(optimizer, op, held, operands, shared.get(optimizer))
             planned.append(ServerUpdate(held, op, operands, known))
-            work += _work_of_optimizer(op, held, operands, known)
         else:
             _check_plain(optimizer, op, held, operands)
             planned.append(ServerUpdate(held, op, operands))
-            work += _work_of(op, held, operands)
     if at != len(arrays):
         raise InvalidArgumentError(
             f"{task}: a push has {len(arrays)} arrays, its updates take {at}"
@@ -303,39 +301,17 @@ class BindPlan:
 Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan | BindPlan
 
 
-_START: Final = 2**17
-"""What starting a program of XLA's takes, about 10 us, as `PushPlan.work`."""
-
-
-def _work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
-    """The work of an update by numpy, as `PushPlan.work`: a scatter costs its rows, and
-    all if it must copy."""
-    if op in SCATTERS:
-        return 16 * operands[0].size + 8 * operands[-1].nbytes + _copied(held)
+def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
+    """Bytes moved, roughly, by numpy in the same time: a scatter costs its rows, and
+    all if it must copy; Adam with what XLA takes to start is 16 times an addition, and
+    on rows half a scatter, which goes through fresh memory."""
+    if op is UpdateOp.OPTIMIZE:
+        return 16 * held.cell.nbytes
+    if op in SCATTERS or op is UpdateOp.OPTIMIZE_ROWS:
+        factor = 8 if op in SCATTERS else 4
+        rows = 16 * operands[0].size + factor * operands[-1].nbytes
+        return rows + (held.cell.nbytes if held.cell.is_shared else 0)
     return held.cell.nbytes
-
-
-def _work_of_optimizer(
-    op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray], checked: Checked
-) -> int:
-    """The work of an update by an optimizer, as `PushPlan.work`. An addition reads two
-    arrays and writes one; XLA reads and writes the slots besides, twice the value for
-    Adam, and has two threads at least for what is large. On rows it is half a scatter,
-    which goes through fresh memory. What looks at more than one row may multiply
-    matrices for every step."""
-    nbytes = held.cell.nbytes
-    if op is UpdateOp.OPTIMIZE_ROWS:
-        rows = 16 * operands[0].size + 4 * operands[-1].nbytes
-        return rows + _copied(held)
-    if checked.bound.leaf.rule.row_dependence:
-        return 16 * nbytes
-    slots = held.slots.get(checked.optimizer.optimizer)
-    return _START + nbytes // 2 + (0 if slots is None else slots.nbytes // 3)
-
-
-def _copied(held: HeldVariable) -> int:
-    """What is copied before single rows are written, because readers look at it."""
-    return held.cell.nbytes if held.cell.is_shared else 0
 
 
 def _check_plain(
