@@ -172,13 +172,18 @@ def settings_from(env: Mapping[str, str]) -> Settings:
 
 def daemon_variables(settings: Settings) -> dict[str, str]:
     """What a program tells of its settings to the daemons that it starts, as
-    `settings_from` reads it there."""
+    `settings_from` reads it there.
+
+    Raises:
+        ValueError: They would refuse it.
+    """
     told = {
         name: str(getattr(settings.timeouts, _DURATIONS[name]))
         for name in _DURATIONS_OF_DAEMONS
     }
     if settings.state is not None:
         told["ZSTRAT_STATE"] = str(settings.state)
+    settings_from(told)  # what a daemon would refuse is the program's mistake
     return told
 
 

@@ -310,14 +310,8 @@ _MAX_FIELDS: Final = 16
 """Fields of an exception that are sent: none of ours or of Python has over five."""
 
 
-_REFUSALS: Final = (BusyError, PermissionDeniedError, VersionMismatchError)
-"""Their words say who is not let in, and why: where in the other task that was decided
-is of no use to anybody, and hides them."""
-
-
 def to_wire(error: BaseException) -> WireError:
-    """The error as plain values, with the traceback as a note for the other side; of a
-    refusal without.
+    """The error as plain values, with the traceback as a note for the other side.
 
     Long texts lose their middle: what this gives fits into a message.
     """
@@ -343,7 +337,7 @@ def from_wire(wire: object) -> Exception:
 
 def _plainly(error: BaseException) -> WireError:
     notes = _notes(error)
-    if error.__traceback__ is not None and not isinstance(error, _REFUSALS):
+    if error.__traceback__ is not None:
         notes += "".join(traceback.format_exception(error))
     notes = _shortened(notes)
     fields: list[object] = [_plain(field) for field in error.args[:_MAX_FIELDS]]

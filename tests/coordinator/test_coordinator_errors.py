@@ -237,7 +237,8 @@ def test_ctrl_c_while_all_is_cancelled_after_an_error_does_not_lose_the_error(wo
         coordinator.join()
 
 
-def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world):
+@pytest.mark.parametrize("waits", ["for zstrat", "for a lock"])
+def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world, waits):
     coordinator = world.coordinator()
     world.on_loop(world.hold)
     value = coordinator.schedule(good)
@@ -249,7 +250,10 @@ def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world):
 
     def collect():
         gc.collect()
-        value.fetch(timeout=20)
+        if waits == "for zstrat":
+            value.fetch(timeout=20)
+        else:
+            threading.Event().wait(20)
 
     gc.callbacks.append(collected)
     try:

@@ -284,15 +284,6 @@ def test_the_traceback_arrives_as_a_note(cls):
     assert "said on the way" in note
 
 
-@pytest.mark.parametrize(
-    "cls", [errors.HeldError, errors.PermissionDeniedError, errors.VersionMismatchError]
-)
-def test_a_refusal_comes_with_its_words_alone(cls):
-    arrived = from_wire(to_wire(raised(cls("ps:0 serves another program"))))
-    assert type(arrived) is cls
-    assert not getattr(arrived, "__notes__", [])
-
-
 def test_an_error_that_was_never_raised_has_no_note():
     assert not hasattr(across(ValueError("x")), "__notes__")
 

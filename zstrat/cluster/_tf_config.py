@@ -120,7 +120,7 @@ def _check_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> N
     are somebody else's: engines write some of their own."""
     for key in given:
         if key not in known:
-            for meant in get_close_matches(key, known, n=1, cutoff=0.8):
+            for meant in get_close_matches(key, known, n=1, cutoff=0.85):
                 if meant not in given:
                     raise ValueError(
                         f"{where}: there is no key {key!r}: is {meant!r} meant?"

@@ -27,6 +27,7 @@ def line_of(site: CallSite) -> str:
 
 
 _SIGNED: Final = "It is the error of"
+_SHARED: Final = "Other steps failed of it, too."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,16 @@ class ClosureSource:
         return f"step {self.step} ({self.name}{at})"
 
     def sign(self, error: Exception) -> None:
-        """Notes whose error it is, for whoever raises it. Steps may share one, as of
-        code that no worker could load: then it is the first one's."""
+        """Notes whose error it is, for whoever raises it. Steps may share one, as of a
+        dataset that could not be made: then it is the first one's, and says so."""
         notes: list[str] = getattr(error, "__notes__", [])
+        mine = f"{_SIGNED} {self}."
+        if mine in notes:
+            return
         if not any(note.startswith(_SIGNED) for note in notes):
-            error.add_note(f"{_SIGNED} {self}.")
+            error.add_note(mine)
+        elif _SHARED not in notes:
+            error.add_note(_SHARED)
 
 
 @dataclass(slots=True, eq=False)

@@ -30,6 +30,7 @@ import concurrent.futures
 import contextlib
 import logging
 import math
+import signal
 import sys
 import threading
 import time
@@ -117,18 +118,32 @@ class LoopBell:
 @final
 class _KeptInterrupts:
     """The hook for exceptions that nobody can catch. A Ctrl-C is raised again a moment
-    later; all others go to the hook ``before``."""
+    later; all others go to the hook ``before``, also one of a handler that is not
+    Python's: it has run, and may count."""
 
     def __init__(self, before: Callable[[sys.UnraisableHookArgs], object]) -> None:
         self._before: Final = before
 
     def __call__(self, ignored: sys.UnraisableHookArgs) -> None:
-        if ignored.exc_type is not KeyboardInterrupt:
+        is_main = threading.current_thread() is threading.main_thread()
+        is_pressed = ignored.exc_type is KeyboardInterrupt and is_main
+        if not is_pressed or not _raises_interrupts():
             self._before(ignored)
             return
         # By another thread, which runs when this one has left the callback; if it is
         # in the next one by then, this is called again.
-        _thread.start_new_thread(_thread.interrupt_main, ())
+        _thread.start_new_thread(_press_again, ())
+
+
+def _raises_interrupts() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _press_again() -> None:
+    """A signal, because it wakes the main thread where that waits."""
+    main = threading.main_thread().ident
+    if main is not None and _raises_interrupts():
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 log = logging.getLogger("zstrat.transport")

@@ -182,7 +182,7 @@ def plain(error: BaseException) -> PlainTree:
     return cast("PlainTree", errors.to_wire(trim(error)))
 
 
-_BESIDE: Final = 16 * 1024
+_BESIDE: Final = 1024
 """Bytes of a header that are left for what is told with a layout."""
 
 
