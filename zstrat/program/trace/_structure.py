@@ -127,8 +127,18 @@ def _flat(result: object) -> tuple[list[tuple[Any, Any]], TreeDef]:
 
 
 def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
-    """The plain form of a structure."""
-    plain = _encode(treedef, iter(slots))
+    """The plain form of a structure.
+
+    Raises:
+        ValueError: It is nested too deeply.
+    """
+    try:
+        plain = _encode(treedef, iter(slots))
+    except RecursionError as error:  # with Python 3.13 jax goes deeper than this
+        raise ValueError(
+            "the step returns a pytree that is nested too deeply: return arrays in a "
+            "pytree of a few levels"
+        ) from error
     return ["*", *map(_slot, slots)] if isinstance(plain, _Foreign) else plain
 
 
