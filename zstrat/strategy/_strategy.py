@@ -121,10 +121,9 @@ class Strategy(FirstVersion):
         by member.
 
         All replicas run as one program if ``fn`` is a pure function of arrays: it is
-        traced once. In a step (`zs.function`) it is part of the step. Strategies whose
-        variables are here compile it elsewhere, too, where this process has several
-        replicas or is the only one, and find it again by its code and what it has
-        captured. A global or captured name, of its own or of a function or class of
+        traced once. In a step (`zs.function`) it is part of the step. The strategies of
+        one process compile it elsewhere, too, and find it again by its code and what it
+        has captured. A global or captured name, of its own or of a function or class of
         its module that it calls by its name, may be bound anew: it is compiled again,
         then. What changes inside of an object, or lies in a container or another
         module, is not seen, and what Python does in it beside computing (prints, lists
@@ -148,8 +147,8 @@ class Strategy(FirstVersion):
         That is found out by tracing, so that what Python does up to there happens once
         more. In a step each replica is then traced by itself. Outside of a step, one
         replica of a strategy of several processes, or of parameter servers, is a plain
-        call; several of parameter servers, or with implementation=XLA, compute one
-        operation at a time, which is slow, and logging says so.
+        call; several compute one operation at a time, which is slow, and logging says
+        so.
 
         ``options`` change nothing: TF's are for the compiler, and jax compiles for each
         shape as it comes.
