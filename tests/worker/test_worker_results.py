@@ -19,6 +19,7 @@ def nested(levels):
 UNTOLD = {
     "too many parts": lambda: list(range(60_000)),
     "too long a text": lambda: "x" * 300_000,
+    "too many arrays": lambda: [np.zeros(3, np.float32)] * 9000,
     "too deep": lambda: nested(40),
     "deeper than Python goes": lambda: nested(5000),
 }
@@ -41,7 +42,7 @@ async def test_a_result_that_cannot_be_told_is_the_steps_error_and_has_no_effect
     (error,) = await world.run(await world.ship(step), [1])
     assert isinstance(error, ValueError)
     assert "the step returns a" in str(error)
-    assert "return" in str(error).split(": ", 1)[1]  # what to do
+    assert "return" in str(error).split(": ", 1)[1].lower()  # what to do
     assert world.value(v) == 0
     # The session goes on, and layouts are numbered as if there had been none.
     (fine,) = await world.run(await world.ship(function(lambda: nested(25))), [2])

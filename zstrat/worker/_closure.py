@@ -23,6 +23,7 @@ from zstrat.telemetry import StepTimes
 from zstrat.wire import (
     Completion,
     Completions,
+    Fetched,
     LayoutMessage,
     Outcome,
     decode,
@@ -204,6 +205,18 @@ def check_layout(layout: LayoutMessage, limits: Limits, what: str) -> None:
         ) from None
 
 
+def _check_fetched(leaves: Sequence[np.ndarray], limits: Limits) -> None:
+    """Whether these arrays, which stay here until they are asked for, can be sent."""
+    try:
+        encode(Fetched(tuple(leaves)), limit=limits.header - _BESIDE)
+    except ValueError:  # its advice is about another message
+        raise ValueError(
+            f"the step returns a pytree of {len(leaves)} arrays, of more than "
+            f"{limits.inline} bytes together: one message does not carry as many. "
+            "Return fewer and larger arrays: jnp.stack what has one shape"
+        ) from None
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _KnownLayout:
@@ -262,9 +275,12 @@ class ResultLayouts:
             layout = LayoutMessage(
                 self._numbered + 1, list(source.dtypes), shapes, source.structure
             )
+            size = sum(leaf.nbytes for leaf in leaves)
             check_layout(layout, self._limits, "the step returns a pytree")
+            if size > self._limits.inline:
+                _check_fetched(leaves, self._limits)
             self._numbered += 1
-            known = _KnownLayout(source, layout, sum(leaf.nbytes for leaf in leaves))
+            known = _KnownLayout(source, layout, size)
             if len(self._by_value) >= _REMEMBERED:
                 self._known.clear()
                 self._by_value.clear()
