@@ -220,6 +220,16 @@ def test_a_busy_ps_is_given_time(world, monkeypatch):
     coordinator.join()
 
 
+def test_a_step_that_always_raises_that_something_is_busy_fails(world, monkeypatch):
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, -1, BusyError("another writer is at work in the folder"))
+    value = coordinator.schedule(good)
+    with pytest.raises(BusyError, match="another writer"):
+        value.fetch()
+
+
 def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
     monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)

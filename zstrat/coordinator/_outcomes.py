@@ -45,6 +45,9 @@ STRIKES: Final = 6
 our own link needs to notice that the server is gone."""
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 5.0
+BUSY_ATTEMPTS: Final = 60
+"""Attempts of one closure after which a task that is busy is its error: five minutes of
+pauses. A step may raise the error by itself, and would be tried for ever."""
 
 
 @dataclass(slots=True)
@@ -186,7 +189,7 @@ class Outcomes:
         elif (lost := self._lost_server(error)) is not None:
             error = lost
         else:
-            delay = self._again(member.place, closure.step, error, now)
+            delay = self._again(member.place, closure, error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay, begun=True))
             return
@@ -211,7 +214,7 @@ class Outcomes:
             trouble.strikes.clear()
 
     def _again(
-        self, worker: int, step: int, error: Exception, now: float
+        self, worker: int, closure: Closure, error: Exception, now: float
     ) -> float | None:
         """In how many seconds the closure is worth another try; None: never.
 
@@ -228,13 +231,13 @@ class Outcomes:
                 pass
             case StaleSessionError():
                 task = "the session"
-            case BusyError():
+            case BusyError() if closure.attempt < BUSY_ATTEMPTS:
                 return self._trouble(worker, "a busy task").reported(now)
             case _:
                 return None
         trouble = self._trouble(worker, task)
         pause = trouble.reported(now)
-        self._remember(step, worker, trouble)
+        self._remember(closure.step, worker, trouble)
         if trouble.lasts(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
