@@ -137,6 +137,20 @@ def test_the_end_of_data_is_raised_by_join(make_world):
         coordinator.join()
 
 
+def test_a_dataset_of_no_element_is_at_its_end(make_world):
+    coordinator = make_world(workers=1).coordinator()
+
+    def none():
+        raise OutOfRangeError("End of sequence")  # as a worker finds out
+
+    iterator = iter(coordinator.create_per_worker_dataset(none))
+    value = coordinator.schedule(step, args=(iterator,))
+    with pytest.raises(OutOfRangeError, match="no element on /job:worker/task:0"):
+        coordinator.join()
+    with pytest.raises(OutOfRangeError):
+        value.fetch()
+
+
 def test_a_failure_to_build_reaches_those_who_need_it(world):
     coordinator = world.coordinator()
     iterator = iter(coordinator.create_per_worker_dataset(broken))

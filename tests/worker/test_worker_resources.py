@@ -197,7 +197,6 @@ async def test_errors_show_the_users_line(world):
     ("maker", "kind", "words"),
     [
         (lambda: 3, TypeError, "must be iterable"),
-        (list, OutOfRangeError, "exhausted"),
         (lambda: ["text"], TypeError, "numbers or booleans"),
         (lambda: [{1: object()}], TypeError, "numbers or booleans"),
     ],
@@ -208,6 +207,13 @@ async def test_what_is_no_dataset(world, maker, kind, words):
     (error,) = await drawn(world, 50, 1)
     assert isinstance(error, ClosureInputError)
     assert isinstance(error.original_exception, kind)
+
+
+async def test_a_dataset_of_no_element_is_at_its_end(world):
+    with pytest.raises(OutOfRangeError, match="exhausted"):
+        await world.build(list, resource=50)
+    (error,) = await drawn(world, 50, 1)
+    assert isinstance(error, OutOfRangeError)
 
 
 async def test_an_error_can_be_mended_by_building_again(world):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, final
 from zstrat.errors import (
     ClosureAbortedError,
     ClosureInputError,
+    OutOfRangeError,
     PeerLostError,
     StaleSessionError,
 )
@@ -134,10 +135,17 @@ class Record:
         self.layout = self.layout or layout
         self._values[worker]._settle_built()
 
-    def failed(self, worker: int, task: str, error: Exception) -> ClosureInputError:
-        """Building raised; returns what closures get that want to use it there."""
-        wrapped = ClosureInputError(f"{self.name} could not be built on {task}", error)
-        wrapped.__cause__ = wrapped.original_exception
+    def failed(self, worker: int, task: str, error: Exception) -> Exception:
+        """Building raised; returns what closures get that want to use it there. A
+        dataset of no element is at its end, as any that was read to it."""
+        wrapped: Exception
+        if isinstance(error, OutOfRangeError):
+            words = f"End of sequence: {self.name} has no element on {task}"
+            wrapped = OutOfRangeError(words)
+        else:
+            words = f"{self.name} could not be built on {task}"
+            wrapped = ClosureInputError(words, error)
+            wrapped.__cause__ = wrapped.original_exception
         self._values[worker]._settle_error(wrapped)
         return wrapped
 

@@ -25,7 +25,7 @@ from zstrat.data import (
     is_steady,
     parse_no_flags,
 )
-from zstrat.errors import ClosureInputError, NotFoundError
+from zstrat.errors import ClosureInputError, NotFoundError, OutOfRangeError
 from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage
@@ -149,6 +149,7 @@ class Resources:
         Raises:
             NotFoundError: They were not put here.
             ClosureInputError: They contain a resource that could not be built.
+            OutOfRangeError: They contain the iterator of a dataset of no element.
             Exception: Whatever unpickling raised.
         """
         if number == NO_ARGUMENTS:
@@ -222,6 +223,8 @@ class Resources:
     def _resource(self, number: int) -> object:
         made = self._made.get(number)
         if isinstance(made, Broken):
+            if isinstance(made.error, OutOfRangeError):
+                raise made.error.with_traceback(None)  # as at the end of any dataset
             raise ClosureInputError(
                 f"an argument of the closure could not be built on {self._task}",
                 made.error,
@@ -239,7 +242,7 @@ class Resources:
         missed only by who draws from it."""
         try:
             return self._resource(number)
-        except (ClosureInputError, NotFoundError) as error:
+        except (ClosureInputError, NotFoundError, OutOfRangeError) as error:
             absent = StepIterator(_Absent(error))
             absent.is_resource = True
             return absent
