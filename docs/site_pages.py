@@ -14,9 +14,11 @@ import posixpath
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import zstrat
+from zstrat.doors import homes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,9 +121,10 @@ def place(name: str) -> str:
     """Where a public name is found in the source: ``ClusterCoordinator`` is
     ``zstrat.coordinator.ClusterCoordinator``."""
     first, _, rest = name.partition(".")
-    if first in zstrat._MODULES:
-        return f"{zstrat._MODULES[first]}.{rest}"
-    return f"{zstrat._EXPORTS[first]}.{name}"
+    found = getattr(zstrat, first)
+    if isinstance(found, ModuleType):
+        return f"{found.__name__}.{rest}"
+    return f"{homes_of('zstrat')[first][0]}.{name}"
 
 
 def relinked(text: str, uri: str) -> str:

@@ -134,7 +134,17 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    return {name: ast.parse(path.read_text()) for name, path in modules()}
+    return {name: _tree(path) for name, path in modules()}
+
+
+def _tree(path: Path) -> ast.Module:
+    """What a stub beside it says is imported there, for types: it is fetched late."""
+    tree = ast.parse(path.read_text())
+    stub = path.with_suffix(".pyi")
+    if stub.exists():
+        for_types = ast.Name("TYPE_CHECKING")
+        tree.body.append(ast.If(for_types, ast.parse(stub.read_text()).body, []))
+    return tree
 
 
 @cache

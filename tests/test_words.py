@@ -54,8 +54,7 @@ def _is_there(reference: str, module: str) -> bool:
 
 @cache
 def _own_names(module: str) -> set[str]:
-    """All that a module defines, imports, or uses as an attribute or a parameter; of
-    `zstrat` itself, whose names are fetched late, the words of its table, too."""
+    """All that a module defines, imports, or uses as an attribute or a parameter."""
     names = set()
     for node in ast.walk(trees()[module]):
         match node:
@@ -69,6 +68,4 @@ def _own_names(module: str) -> set[str]:
                 names.add(node.arg or "")
             case ast.alias():
                 names.add(node.asname or node.name)
-            case ast.Constant(value=str(word)) if module == "zstrat":
-                names.update(word.split())
     return names

@@ -1,7 +1,10 @@
-"""Doors whose names are fetched when they are first used.
+"""Packages whose names are fetched when they are first used.
 
-A process imports a door for a few of its names: a daemon is one task, and needs neither
-fleets nor doctors. What stands behind the others would be a sixth of its start.
+A process imports a package for a few of its names: a daemon is one task, and needs
+neither fleets nor doctors. What stands behind the others would be a sixth of its start.
+
+The names stand in the stub beside the package, ``__init__.pyi``, one import a line.
+Type checkers and editors read it, as imports that happen, and so does `fetched_late`.
 
 What a name brings with it is imported without collections of garbage: imports leave
 next to none, and there would be hundreds, a tenth of the time that jax takes.
@@ -12,50 +15,62 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import re
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-
-def by_name(behind: Mapping[str, str]) -> dict[str, str]:
-    """The module of each name. ``behind``: the names that a module has, with spaces
-    between them, by the name of the module."""
-    return {name: module for module, names in behind.items() for name in names.split()}
+_LINE: Final = re.compile(
+    r"^from (?P<module>\S+) import \(?\s*(?P<name>\w+) as \w+"
+    r"|^(?P<alias>\w+) = (?P<of>\w+)$",
+    re.MULTILINE,
+)
 
 
 def fetched_late(
-    door: str, names: Mapping[str, str], modules: Mapping[str, str] | None = None
+    package: str,
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package; ``import *`` takes what is fetched
     late.
 
     Args:
-        door: Its ``__name__``.
-        names: The module from which each name is fetched; one that begins with a dot is
-            within the package.
-        modules: Names that stand for modules themselves.
+        package: Its ``__name__``.
     """
-    whole = modules or {}
-    mine = vars(sys.modules[door])
-    mine["__all__"] = [*names, *whole]
+    mine = vars(sys.modules[package])
+    homes = homes_of(package)
+    mine["__all__"] = list(homes)
 
     def fetch(name: str) -> object:
+        if name not in homes:
+            words = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(words, name=name, obj=sys.modules[package])
+        module, inner = homes[name]
         value: object
-        if name in whole:
-            with _no_collections():
-                value = importlib.import_module(whole[name], door)
-        elif name in names:
-            with _no_collections():
-                value = getattr(importlib.import_module(names[name], door), name)
-        else:
-            words = f"module {door!r} has no attribute {name!r}"
-            raise AttributeError(words, name=name, obj=sys.modules[door])
+        with _no_collections():
+            if module == ".":
+                value = importlib.import_module(f".{inner}", package)
+            else:
+                value = getattr(importlib.import_module(module, package), inner)
         mine[name] = value  # the next look at it finds it without us
         return value
 
-    return fetch, lambda: sorted({*mine, *names, *whole})
+    return fetch, lambda: sorted({*mine, *homes})
+
+
+def homes_of(package: str) -> dict[str, tuple[str, str]]:
+    """By name that is fetched late: the module that has it, and its name there. The
+    stub is read by the loader, as the package may lie in an archive."""
+    spec: Any = sys.modules[package].__spec__
+    stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
+    homes: dict[str, tuple[str, str]] = {}
+    for line in _LINE.finditer(stub):
+        if line["alias"]:
+            homes[line["alias"]] = homes.pop(line["of"])
+        else:
+            homes[line["name"]] = (line["module"], line["name"])
+    return homes
 
 
 _OF_PYTHON: Final = 1000

@@ -113,7 +113,7 @@ class Cluster:
         self.turnover: Final = Turnover(
             self.worker_sessions, self.membership, timeouts.drain, timeouts.connect
         )
-        self.ps: Final = [
+        self.ps: Final[list[TaskSession]] = [
             self._make.server(session, store, at, self.membership.size)
             for store, at in enumerate(self.store_directory.addresses)
         ]
@@ -142,7 +142,9 @@ class Cluster:
             self.ensure_replication()
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
-        self.fences: Final = Fences(session, self.ps, self._absent, timeouts.request)
+        self.fences: Final[Fences] = Fences(
+            session, self.ps, self._absent, timeouts.request
+        )
         self.pause: Final = SessionPause(self.fences)
 
     def _worker_session(

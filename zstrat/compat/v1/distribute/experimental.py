@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import zstrat
 from zstrat.cluster import cluster_spec_of, detect
-from zstrat.doors import fetched_late
 from zstrat.strategy import (
     BetweenGraphStrategy,
     CommunicationImplementation,
     CommunicationOptions,
 )
+from zstrat.strategy import CentralStorageStrategy as CentralStorageStrategy
 from zstrat.strategy import (
     MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy,
 )
@@ -70,9 +70,7 @@ def ParameterServerStrategy(  # a class of TF
     resolver = cluster_resolver or detect()
     if cluster_spec_of(resolver):
         return BetweenGraphStrategy(resolver)
-    local: Any = zstrat.CentralStorageStrategy
-    made: Strategy = local()
-    return made
+    return CentralStorageStrategy()
 
 
 @_making("TPUStrategy")
@@ -84,9 +82,4 @@ def TPUStrategy(  # a class of TF
     """`zstrat.TPUStrategy`. ``steps_per_run`` changes nothing, as in TF where a program
     runs its steps by itself: a loop of steps on the device is `jax.lax.scan`."""
     del steps_per_run
-    second: Any = zstrat.TPUStrategy
-    made: Strategy = second(tpu_cluster_resolver, device_assignment)
-    return made
-
-
-__getattr__, __dir__ = fetched_late(__name__, {"CentralStorageStrategy": "zstrat"})
+    return zstrat.TPUStrategy(tpu_cluster_resolver, device_assignment)

@@ -1,0 +1,11 @@
+from zstrat.config import MISTAKEN as MISTAKEN
+
+from ._arguments import index_of as index_of
+from ._arguments import jobs_of as jobs_of
+from ._arguments import order as order
+from ._arguments import parser as parser
+from ._arguments import settings_of as settings_of
+from ._main import leave as leave
+from ._main import run as run
+from ._main import run_program as run_program
+from ._parent_watch import ParentWatch as ParentWatch

@@ -1,0 +1,24 @@
+from zstrat import CrossDeviceOps as CrossDeviceOps
+from zstrat import DistributedValues as DistributedValues
+from zstrat import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from zstrat import InputContext as InputContext
+from zstrat import InputReplicationMode as InputReplicationMode
+from zstrat import MirroredStrategy as MirroredStrategy
+from zstrat import NcclAllReduce as NcclAllReduce
+from zstrat import OneDeviceStrategy as OneDeviceStrategy
+from zstrat import ReduceOp as ReduceOp
+from zstrat import ReductionToOneDevice as ReductionToOneDevice
+from zstrat import ReplicaContext as ReplicaContext
+from zstrat import RunOptions as RunOptions
+from zstrat import Server as Server
+from zstrat import Strategy as Strategy
+from zstrat import StrategyExtended as StrategyExtended
+from zstrat import experimental_set_strategy as experimental_set_strategy
+from zstrat import get_loss_reduction as get_loss_reduction
+from zstrat import get_replica_context as get_replica_context
+from zstrat import get_strategy as get_strategy
+from zstrat import has_strategy as has_strategy
+from zstrat import in_cross_replica_context as in_cross_replica_context
+
+from . import cluster_resolver as cluster_resolver
+from . import experimental as experimental
