@@ -1,5 +1,6 @@
 """A cluster on virtual time: seeds keep the contract, and broken copies do not."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def test_what_the_program_was_told_to_have_failed_may_be_on_some_servers():
     """A server is told to stop while the program hears it with delay; an update of the
     program's own fails on that one alone, and two checkpoints are saved behind it."""
     assert run_seed(144069).failure is None
+
+
+def test_a_request_that_came_as_its_task_ended_was_begun_or_ended():
+    """A coroutine that nobody awaited would be told of when it is collected."""
+    assert run_seed(300229).failure is None
+    gc.collect()
 
 
 def test_a_seed_replays_to_the_same_event():

@@ -229,9 +229,10 @@ class Handling:
                 connection.outlet.peer.reply(number, answer)
         elif isinstance(result, asyncio.Future):
             result.add_done_callback(partial(self._finished, connection, number))
-        elif inspect.isawaitable(result):
+        elif inspect.iscoroutine(result):
+            # By itself: one that is within another is not ended if that never begins.
             task = asyncio.get_running_loop().create_task(
-                _outcome(result), name=f"{type(message).__name__} of {remote.name}"
+                result, name=f"{type(message).__name__} of {remote.name}"
             )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -286,7 +287,3 @@ class Handling:
                 # An error of ours says all; any other is a defect of somebody's.
                 exc_info=None if isinstance(error, ZstratError) else error,
             )
-
-
-async def _outcome(result: Awaitable[Message]) -> Message:
-    return await result
