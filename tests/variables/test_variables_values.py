@@ -55,6 +55,11 @@ def test_a_dtype_that_does_not_travel_is_named():
         zv.Variable(1, dtype="int4")
 
 
+def test_a_random_key_is_kept_as_its_data():
+    with pytest.raises(TypeError, match=r"'w' cannot hold a random key: .*key_data"):
+        zv.Variable(jax.random.key(0), name="w")
+
+
 def test_an_initial_value_is_needed():
     with pytest.raises(ValueError, match="'w' needs an initial_value"):
         zv.Variable(name="w", shape=(2,), dtype="float32")

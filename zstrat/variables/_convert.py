@@ -60,6 +60,14 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
             f"the initial value of variable {name!r} is being traced: create variables "
             "before the step function, not in its body"
         )
+    if isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(
+            f"variable {name!r} cannot hold a random key: give it "
+            "jax.random.key_data(key), and wrap what is read of it again with "
+            "jax.random.wrap_key_data"
+        )
     wanted = None if dtype is None else as_dtype(dtype, name)
     what = f"the initial value of variable {name!r}"
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)

@@ -146,6 +146,10 @@ def _bare(settings: Hashable) -> CutCall:
     return found
 
 
+_UNKNOWN_TO_JAX: Final = (np.void, np.longdouble, np.clongdouble)
+"""Records, and floats of C of more than 64 bits."""
+
+
 def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuses what hashes but cannot be an argument of a step. Once per trace.
 
@@ -160,7 +164,9 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
                 "coordinator.schedule(step, args=(iterator,)); for a step of this "
                 "process write zs.StepIterator(iterator)"
             )
-        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSUmM":
+        if isinstance(leaf, np.ndarray | np.generic) and (
+            leaf.dtype.kind in "OSUmM" or leaf.dtype.type in _UNKNOWN_TO_JAX
+        ):
             raise TypeError(
                 f"{place} is an array of dtype {leaf.dtype}, which jax cannot compute "
                 "with: a step takes arrays of numbers or booleans"
