@@ -29,8 +29,8 @@ from zstrat.errors import (
 )
 from zstrat.wire import SessionOpened
 
-from ._movable_link import MovableLink
 from ._session_request import SessionRequest
+from ._task_links import MovableLink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

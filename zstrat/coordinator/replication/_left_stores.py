@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import LeftCopy
 
-    from ._copies_status import CopiesStatus
     from ._placement import StorePlacement
+    from ._store_status import CopiesStatus
     from ._succession import Successor
 
 _ASKED_AGAIN: Final = 0.1

@@ -31,7 +31,6 @@ from zstrat.wire import (
 )
 
 from ._backup_task import BackupTask
-from ._copies_status import CopiesStatus
 from ._left_stores import LeftStores
 from ._order_asking import OrderAsking
 from ._orders import (
@@ -41,8 +40,8 @@ from ._orders import (
     Serve,
 )
 from ._placement import StorePlacement
-from ._store_losses import StoreLosses
 from ._store_processes import StoreProcesses
+from ._store_status import CopiesStatus, StoreLosses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
