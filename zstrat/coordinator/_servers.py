@@ -30,6 +30,7 @@ from zstrat.wire import (
     UpdateOp,
 )
 
+from .connecting import HailedTask
 from .recovery import entry_of, steady
 
 if TYPE_CHECKING:
@@ -352,19 +353,12 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    link = make_link(
-        address,
-        name="/job:ps/task:0",
-        expect=("ps", 0),
-        on_notice=_ignored,
-        on_open=_ignored,
-        on_lost=_ignored,
-    )
-    link.start()
+    server = HailedTask("ps", 0, address, make_link)
+    server.start()
     try:
-        await link.wait_open(deadline)
+        await server.wait_ready(deadline)
         wish = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
-        answer = await link.submit(wish, deadline=deadline + ANSWER_SECONDS)
+        answer = await server.link.submit(wish, deadline=deadline + ANSWER_SECONDS)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
             f"no program has opened a session on the ps at {address} in {timeout} s: "
@@ -372,10 +366,6 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
             f"({error})"
         ) from None
     finally:
-        await link.close()
+        await server.link.close()
     assert isinstance(answer, SessionOpened), answer
     return answer.session
-
-
-def _ignored(_: object) -> None:
-    pass

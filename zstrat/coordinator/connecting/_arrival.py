@@ -190,7 +190,8 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
 
 @final
 class HailedTask:
-    """A task that is greeted, and asked for nothing."""
+    """A task that is greeted over a link of its own, without a session. What it says
+    unasked is told to whoever has one."""
 
     def __init__(
         self, job: str, task_number: int, address: str, make_link: MakeTaskLink

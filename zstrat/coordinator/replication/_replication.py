@@ -375,7 +375,9 @@ class Replication:
         """A way to each backup that has all, not used yet."""
         servers, make_link = self._cluster.ps, self._make_link
         return [
-            BackupTask(servers[store.number].name, store.number, copy, make_link)
+            BackupTask(
+                f"{servers[store.number].name} backup", store.number, copy, make_link
+            )
             for store in self.placement.stores
             if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
         ]
