@@ -271,6 +271,7 @@ class ClosureEngine:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
                 return None
+            # With a parameter server gone, what is unfinished cannot end.
             if self.outage_error is None and not queue.is_idle:
                 return queue.unfinished
             self.taken_over = words

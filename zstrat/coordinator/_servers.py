@@ -312,6 +312,7 @@ class ParameterServers:
         client, session = self.client, self._cluster.session
         wishes: dict[int, list[Awaited]] = {}
         if optimizers:
+            # An optimizer is on all of them.
             wishes = {ps: [] for ps in range(client.count)}
         for spec in specs:
             wish = Awaited(spec.key, spec.name, spec.dtype, list(spec.shape))
@@ -319,6 +320,7 @@ class ParameterServers:
         messages = [
             (ps, JoinSession(session, mine[at : at + _WISHES], optimizers, patience))
             for ps, mine in wishes.items()
+            # One message also where none of the variables is: for the optimizers.
             for at in range(0, len(mine) or 1, _WISHES)
         ]
         deadline = asyncio.get_running_loop().time() + patience + ANSWER_SECONDS

@@ -62,6 +62,7 @@ class ClusterSession:
         """Says which other strategy of this program has the cluster now."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
+        # Whichever way the portal ends, the tasks are left before.
         portal.at_close(partial(cluster.close, False))
         weakref.finalize(self, portal.retire).atexit = False
 

@@ -210,10 +210,12 @@ class StoreMoves:
             if each.address == address and not each.is_closed
         )
         self._require_others(replication, process)
+        # Before anything moves: nothing else is to be copied there meanwhile.
         replication.spare(process.place, True)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
+                # A worker that has not heard would ask the process that is about to go.
                 await self._cluster.store_directory.wait_workers_told(HEARING)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.place, False)

@@ -395,6 +395,7 @@ class Replication:
             return
         if task.gone:
             self._known.lives[task.place] += 1
+            # Not in this call: the session that tells of the loss is still at it.
             asyncio.get_running_loop().call_soon(self._take_back, task)
         self.process_lost(task, reason)
 

@@ -175,6 +175,7 @@ class StorePlaces:
     def await_backup(self, store: StorePlace) -> None:
         """Only the backup may go on with it, and is asked when its process is back."""
         self._go_on(store, CopyPhase.PROMOTING)
+        # A life that no process has: nothing that comes back there is the primary.
         store.primary = Copy(store.primary.process, -1, store.primary.address)
 
     def detach(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -232,6 +233,7 @@ class StorePlaces:
             return []
         if not fit:
             return []
+        # Of equals the next one behind the primary, so that backups go round.
         chosen = min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))
         self._change(store, CopyPhase.HOSTING)
         store.backup = Copy(chosen, self.processes[chosen].life, "")

@@ -258,6 +258,7 @@ class Survey:
 
         for number, wanted in enumerate(sought):
             part, needed = flow.part([first + number])
+            # In order: these ids may be made of rows that were looked up before.
             ids += part(*[given(n) for n in needed])
             with claimed(wanted.where):
                 rows.append(self.outer.lookup(wanted.table, ids[-1]))

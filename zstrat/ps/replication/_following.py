@@ -352,6 +352,7 @@ class Following:
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
                 self._look_at_promotion()
+        # Who asks may go, and ask again by a new line: it goes on meanwhile.
         await asyncio.shield(self._promotion)
         if self.trouble:
             raise UnavailableError(
@@ -370,6 +371,7 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            # The old primary was to tell of that, and did not any more.
             if self._begun != self.session:
                 self._store.begin_anew()
             self._tell(PromoteBackup(self.session, self.view))

@@ -172,6 +172,7 @@ class TeamReduction(abc.ABC):
         )
         if self._team.channel is None:
             return whole
+        # Between processes rows are gathered, which are of the first axis.
         fronts = [_moved(x, axis, 0) for x in whole]
         return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
 
@@ -231,6 +232,7 @@ class TeamReduction(abc.ABC):
             cut = zip(*[cut_for_mean(x, size) for x in column], strict=True)
             sums = self.reduced(list(cut), mean=False)
             return (mean_of_cut(sums, size).astype(dtype),)
+        # Back from the dtype that holds the sum (`summable`).
         return (self.reduced(columns, mean)[0].astype(dtype),)
 
     def aggregated_call(self, calls: Sequence[GradientCall]) -> GradientCall:
