@@ -100,7 +100,7 @@ class ShmBarrier:
         wake(self._mine.address)
 
     def wait(self) -> None:
-        """Until all others have posted this step.
+        """Waits until all others have posted this step.
 
         Raises:
             Overdue: They have not by the deadline of the call.

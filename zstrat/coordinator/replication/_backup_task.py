@@ -64,4 +64,4 @@ class BackupTask:
 
 
 def _unheeded(_: Hello | Message) -> None:
-    """What it says unasked is told to its primary, too."""
+    """Does nothing: what a backup says unasked it tells its primary, too."""

@@ -35,7 +35,7 @@ that another is lost: nobody tells that to a program that has not taken them ove
 
 
 class SucceedingProgram(Protocol):
-    """Who goes on with the stores (`Replication`)."""
+    """The program that goes on with the stores (`Replication`)."""
 
     @property
     def placement(self) -> StorePlacement: ...
@@ -50,7 +50,7 @@ class SucceedingProgram(Protocol):
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the processes."""
+        """The addresses of the processes, by index."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class SucceedingProgram(Protocol):
         ...
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
-        """It is away."""
+        """The process is away."""
         ...
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -87,7 +87,7 @@ class _ToldCopies(NamedTuple):
 
 @final
 class LeftStores:
-    """Those of one program, which has the name. On the loop."""
+    """The stores that a program of the same name has left. On the loop."""
 
     def __init__(self, owner: SucceedingProgram, name: str, timeouts: Timeouts) -> None:
         self._owner, self._name, self._timeouts = owner, name, timeouts

@@ -45,11 +45,11 @@ ATTACH_SECONDS: Final = 86400.0
 
 
 class AskedStores(Protocol):
-    """Who gives the orders (`Replication`)."""
+    """What gives the orders (`Replication`)."""
 
     @property
     def placement(self) -> StorePlacement:
-        """Hears what becomes of them."""
+        """Hears what becomes of the orders."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class AskedStores(Protocol):
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the processes."""
+        """The addresses of the processes, by index."""
         ...
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:

@@ -109,8 +109,8 @@ class MovingStores:
 
 @final
 class StorePlacement:
-    """That of all stores: they are dealt out to the processes. Store ``i`` is what the
-    process ``i`` has by itself; others it hosts, when that is asked (`create_stores`).
+    """The copies of all stores, which are dealt out to the processes. Store ``i`` is
+    what the process ``i`` has by itself; it hosts others if asked (`create_stores`).
 
     Args:
         addresses: Of the processes.
@@ -215,13 +215,14 @@ class StorePlacement:
         self._processes[number].is_leaving = is_leaving
 
     def abandon(self, number: int) -> None:
-        """The process is gone: what belonged there belongs where it is now."""
+        """The process is gone: a store that belonged there belongs where it is now."""
         for store in self.stores:
             if store.home == number:
                 store.home = store.primary.process
 
     def forgive(self) -> list[PlacementOrder]:
-        """Some time has passed: who would not, or could not, keep a backup is asked."""
+        """Some time has passed: processes that would not, or could not, keep a backup
+        may be asked again."""
         for process in self._processes:
             process.unwilling.clear()
         return self._places.seek_all() if self._places.is_started else []
@@ -313,7 +314,8 @@ class StorePlacement:
         return dropped + self._places.serve(store)
 
     def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
-        """Who was asked has said no: nothing of the order was done, nor will be."""
+        """The process or copy that was asked has refused: nothing of the order was
+        carried out, nor will be."""
         if not self._may_hear(order):
             return []
         return self._failover.refused(self.stores[order.store], reason)

@@ -86,13 +86,14 @@ class ReplicatedCluster(Protocol):
         ...
 
     def store_lost(self, store: int, reason: str) -> None:
-        """It is served nowhere; its task session says whether it is gone for good."""
+        """No process serves the store; its task session says whether it is gone for
+        good."""
         ...
 
 
 @final
 class Replication:
-    """That of one session. On the loop.
+    """Keeps and moves the stores of one session. On the loop.
 
     Args:
         addresses: Of the processes, in task order, each with a store at first.
@@ -145,7 +146,7 @@ class Replication:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the processes."""
+        """The addresses of the processes, by index."""
         return self._known.addresses
 
     @property
@@ -322,7 +323,8 @@ class Replication:
         self.carry_out(self.placement.create_stores())
 
     def _send_home(self, store: StorePlace) -> None:
-        """Nothing is left of it, and it is entered behind `TaskSession.renew`."""
+        """Nothing is left of the store: its session goes to where it begins anew, and
+        is entered behind `TaskSession.renew`."""
         task, home = self._cluster.ps[store.number], self.addresses[store.home]
         if not self.placement.is_own(store.number):
             task.park()
@@ -423,7 +425,7 @@ class Replication:
             self._known.take_back(task, view)
 
     def store_lost(self, task: TaskSession, reason: str) -> None:
-        """Who serves the store does not answer, or not with what it had."""
+        """The server of the store does not answer, or does not have what it had."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
         self.carry_out(orders)
         place = self.placement.stores[task.place]
@@ -503,6 +505,6 @@ class Replication:
 
 
 def _unheeded(answer: asyncio.Future[Message]) -> None:
-    """Who does not hear it is told again when it is back."""
+    """A process that did not hear of it is told again when it is back."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("dropping a copy: %s", error)

@@ -24,7 +24,7 @@ log = logging.getLogger("zstrat.coordinator")
 
 
 class LosingCluster(Protocol):
-    """Who is told (`Cluster`)."""
+    """The cluster that hears of lost stores (`Cluster`)."""
 
     @property
     def ps(self) -> Sequence[TaskSession]:
@@ -32,7 +32,8 @@ class LosingCluster(Protocol):
         ...
 
     def store_lost(self, store: int, reason: str) -> None:
-        """It is served nowhere; its task session says whether it is gone for good."""
+        """No process serves the store; its task session says whether it is gone for
+        good."""
         ...
 
 
@@ -63,7 +64,7 @@ class StoreLosses:
         return store in self._due
 
     def report(self, store: int, reason: str) -> None:
-        """Reports it now, unless whoever serves it is there."""
+        """Reports the loss now, unless the server of the store is there."""
         self.cancel(store)
         task = self._cluster.ps[store]
         if not task.is_ready:
@@ -72,9 +73,9 @@ class StoreLosses:
         self._reported()
 
     def report_later(self, store: int, reason: str) -> None:
-        """Reports it when who has it may not come back any more. As for a server
-        without a copy: a line may be cut for so long, and a process says for how long
-        it is away."""
+        """Reports the loss when no process that has the store is to be expected back.
+        As for a server without a copy: a line may be cut for so long, and a process
+        says for how long it is away."""
         self.cancel(store)
         loop = asyncio.get_running_loop()
         until = [task.back_by for task in (*self._processes, *self._cluster.ps)]
@@ -82,7 +83,7 @@ class StoreLosses:
         self._due[store] = loop.call_at(max(until), self.report, store, reason)
 
     def cancel(self, store: int) -> None:
-        """It is served again."""
+        """The store is served again: nothing is reported."""
         due = self._due.pop(store, None)
         if due is not None:
             due.cancel()
@@ -95,7 +96,7 @@ class StoreLosses:
 
 @final
 class CopiesStatus:
-    """That of all stores of a session.
+    """Tells of all stores of a session.
 
     Args:
         replicas: Second copies that each store is to have.
@@ -123,7 +124,7 @@ class CopiesStatus:
                 self._log_change(store)
 
     def words(self) -> str:
-        """Of each store without a backup, what becomes of it."""
+        """Says of each store without a backup what becomes of it."""
         return "; ".join(
             f"{self._servers[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"

@@ -271,7 +271,8 @@ def _all_of(meetings: Sequence[ReplicaRendezvous | None]) -> list[ReplicaRendezv
 def _difference(
     meetings: Sequence[ReplicaRendezvous | None], came: Sequence[ReplicaRendezvous]
 ) -> str | None:
-    """Who came to another meeting than replica 0, or to none, in words."""
+    """Says which replica came to another meeting than replica 0, or to none; None: all
+    came to the same."""
     if len(came) < len(meetings):
         waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
         ended = next(n for n, meeting in enumerate(meetings) if meeting is None)
