@@ -290,7 +290,7 @@ class ClusterSession:
         return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What the coordinator of the session counts, if there is one. From any thread."""
+        """What the session's coordinator counts, if there is one. From any thread."""
         core = self.coordinators.get("core")
         return {} if core is None else {"coordinator": core.metrics()}
 

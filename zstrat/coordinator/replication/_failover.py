@@ -95,7 +95,7 @@ class Failover:
             yield Drop(store.number, store.view, number)
 
     def _primary_restarted(self, store: StorePlace) -> Iterator[PlacementOrder]:
-        """The process of the primary was started again, and has nothing of the store."""
+        """The primary's process was started again, and has nothing of the store."""
         number, places = store.primary.process, self._places
         is_promoting = store.phase is CopyPhase.PROMOTING
         if is_promoting and places.lives(store.backup):
