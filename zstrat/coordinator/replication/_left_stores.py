@@ -123,6 +123,8 @@ class LeftStores:
                 *(self._copies_of(n, session, deadline) for n in asked)
             )
             told.update(zip(asked, said, strict=True))
+            # One was lost while they were asked: what the others know of it may change
+            # yet.
             if lives != self._owner.lives:
                 until = loop.time() + noticed_within
                 continue
@@ -160,6 +162,7 @@ class LeftStores:
         for process in self._owner.processes:
             process.keep_origin(origin)
             if process.opened is not None and process.opened.origin != origin:
+                # It has begun with another origin, with nothing: it enters once more.
                 process.renew(session, [CloseSession(session, False)])
         for process in self._owner.processes:
             await process.wait_ready(deadline)

@@ -140,6 +140,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
+        # Formed anew: the others have been at work, and this process comes to them.
         late = self._channel is not None and self._channel.collective.generation > 0
         names = task_names(self._local, *task)
         self._variables = MirroredVariables(
