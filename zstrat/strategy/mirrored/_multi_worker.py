@@ -224,7 +224,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     def _inputs(self) -> ProcessInputs:
         inputs, channel = super()._inputs(), self._channel
         if channel is not None:
-            inputs = replace(inputs, accord=_Accord(channel))
+            inputs = replace(inputs, accord=_ProcessAgreement(channel))
         if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
             return inputs  # a program of all processes takes rows of its own
         layout = MeshLayout(mesh_over(self._local))
@@ -240,7 +240,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Accord:
+class _ProcessAgreement:
     """The processes, brought together by the collective that they reduce with."""
 
     channel: Channel
