@@ -15,6 +15,7 @@ from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableErr
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesTold
 
+from ._order_asking import StoresOfSession
 from ._orders import CopyPhase
 from ._succession import session_lost, successors
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import LeftCopy
 
-    from ._placement import StorePlacement
     from ._store_status import CopiesStatus
     from ._succession import Successor
 
@@ -34,28 +34,12 @@ _ASKED_AGAIN: Final = 0.1
 that another is lost: nobody tells that to a program that has not taken them over."""
 
 
-class SucceedingProgram(Protocol):
+class SucceedingProgram(StoresOfSession, Protocol):
     """The program that goes on with the stores (`Replication`)."""
-
-    @property
-    def placement(self) -> StorePlacement: ...
 
     @property
     def lives(self) -> Sequence[int]:
         """By process: it grows when that has lost what it held."""
-        ...
-
-    @property
-    def processes(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses of the processes, by index."""
-        ...
-
-    @property
-    def servers(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
         ...
 
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:

@@ -44,12 +44,12 @@ ATTACH_SECONDS: Final = 86400.0
 """Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
 
 
-class AskedStores(Protocol):
-    """What gives the orders (`Replication`)."""
+class StoresOfSession(Protocol):
+    """The stores of a session, and who has to do with them (`Replication`)."""
 
     @property
     def placement(self) -> StorePlacement:
-        """Hears what becomes of the orders."""
+        """Where the stores are; hears what becomes of orders."""
         ...
 
     @property
@@ -66,6 +66,10 @@ class AskedStores(Protocol):
     def addresses(self) -> Sequence[str]:
         """The addresses of the processes, by index."""
         ...
+
+
+class AskedStores(StoresOfSession, Protocol):
+    """What gives the orders (`Replication`)."""
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
         """Does what follows."""

@@ -41,7 +41,7 @@ from ._orders import (
 )
 from ._placement import StorePlacement
 from ._store_processes import StoreProcesses
-from ._store_status import CopiesStatus, StoreLosses
+from ._store_status import CopiesStatus, LosingCluster, StoreLosses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -62,13 +62,8 @@ FORGIVING: Final = 5.0
 """Seconds until a process is asked again to keep a backup that it could not."""
 
 
-class ReplicatedCluster(Protocol):
+class ReplicatedCluster(LosingCluster, Protocol):
     """What becomes of the stores is told here (`Cluster`)."""
-
-    @property
-    def ps(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
-        ...
 
     @property
     def client(self) -> PsClient: ...
@@ -83,11 +78,6 @@ class ReplicatedCluster(Protocol):
 
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice of the server of a store, or of a worker at a process."""
-        ...
-
-    def store_lost(self, store: int, reason: str) -> None:
-        """No process serves the store; its task session says whether it is gone for
-        good."""
         ...
 
 
