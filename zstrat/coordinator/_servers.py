@@ -220,6 +220,7 @@ class ParameterServers:
     ) -> list[dict[str, np.ndarray]]:
         """What an optimizer keeps beside variables, by name, of one moment of each
         server."""
+        # The pin is known by a number that nobody else draws.
         client, number = self.client, secrets.randbits(62)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
         found: dict[int, dict[str, np.ndarray]] = {spec.key: {} for spec in specs}

@@ -171,6 +171,8 @@ class ClusterSession:
             yield await self.run_async(pause.begin(holder), "waiting for steps to end")
             self.require_unrestored(before)
         finally:
+            # Posted, not awaited: training goes on also where whoever held it is
+            # cancelled.
             self.portal.call_soon(pause.end, holder)
 
     def recover(self, patience: float) -> None:

@@ -169,6 +169,7 @@ async def _any_of(workers: Sequence[AwaitedTask], deadline: float) -> None:
         for one in asyncio.as_completed(coming):
             if await one is None:
                 for other in coming:
+                    # One worker will do: the others join later.
                     other.cancel()
                 return
     _raise_all([error for one in coming if (error := one.result())])

@@ -276,6 +276,7 @@ class Turnover:
             log.error("following the resolver's answer: %s", error, exc_info=error)
 
     async def _apply_answers(self) -> None:
+        # Only the newest: it has replaced those that came while others were followed.
         while (answer := self._answer) is not None:
             self._answer = None
             async with self._lock:

@@ -228,6 +228,7 @@ class StorePlaces:
             return []
         at, count = store.primary.process, len(self.processes)
         fit = self._fit_for_backup(store)
+        # The target is away, or will not have it: the store stays where it is.
         if store.target is not None and store.target not in fit:
             self.end_move(store)
         if store.target is not None:
