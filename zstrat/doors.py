@@ -79,7 +79,8 @@ _OF_PYTHON: Final = 1000
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Of a thread that is first. One that comes meanwhile may go on with them."""
+    """Collections of garbage are off inside, for the thread that comes first. When it
+    leaves they are on again, also for one that came meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

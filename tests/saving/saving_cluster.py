@@ -21,10 +21,10 @@ from zstrat.errors import PSUnavailableError
 from zstrat.optimizers import Binding, LeafRule
 from zstrat.strategy import ServerVariables
 from zstrat.variables import (
-    Beside,
     LocalHome,
     Optimizer,
     ShardedVariable,
+    SlotValues,
     Variable,
     VariableSpec,
     creator,
@@ -70,7 +70,7 @@ class Servers:
             value, slots = home.taken()
             tensors = [(0, "", value, bool(value.ndim))]
             for number in optimizers:
-                beside = slots.get(number, Beside((), [], ()))
+                beside = slots.get(number, SlotValues((), [], ()))
                 tensors += [(number, *slot) for slot in beside.items()]
             for number, leaf, array, rows in tensors:
                 entry = TensorEntry(
@@ -141,7 +141,7 @@ class Servers:
             rows = entry.rows and bool(value.ndim)
             shape = (len(value), *array.shape[1:]) if rows else array.shape
             room = np.zeros(shape, array.dtype)
-            beside = Beside(
+            beside = SlotValues(
                 (*beside.names, entry.leaf),
                 [*beside.leaves, room],
                 (*beside.rows, rows),
@@ -155,8 +155,8 @@ class Servers:
         """Slots that nobody has moved yet: none, if the tree is not known."""
         rule = self.rules.get((entry.optimizer, entry.key))
         if rule is None:
-            return Beside((), [], ())
-        return Beside(rule.names, rule.init(value), rule.has_rows).on_host()
+            return SlotValues((), [], ())
+        return SlotValues(rule.names, rule.init(value), rule.has_rows).on_host()
 
     def optimize(self, spec, op, number, arrays, operands):
         """Moves a variable, or rows of it, as plain optax moves its leaf."""
@@ -174,7 +174,7 @@ class Servers:
             new, after = rule.step(value, kept, arrays[0], mine)
         else:
             new, after = self._rows_moved(rule, value, kept, arrays, mine)
-        beside = Beside(rule.names, list(after), rule.has_rows).on_host()
+        beside = SlotValues(rule.names, list(after), rule.has_rows).on_host()
         home.put(np.array(new), {self.optimizers[number]: beside})
 
     @staticmethod

@@ -12,7 +12,7 @@ import zstrat as zs
 from zstrat.program.stages import PROCESS, Channel
 from zstrat.strategy import Mirrored
 from zstrat.strategy.mirrored import MirroredVariables
-from zstrat.strategy.mirrored._copy_home import as_values
+from zstrat.strategy.mirrored._copies import as_values
 from zstrat.strategy.replica import AXIS, Team
 from zstrat.variables import creator
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import ranks
 
 from zstrat.data import Dataset, Elements
-from zstrat.strategy.input import Length, Paced
+from zstrat.strategy.input import PassLength, SynchronizedPass
 
 FOREVER = "for ever"
 DRAWN = 7
@@ -54,10 +54,10 @@ def passes(lengths, *, is_partial, common=False, draws=DRAWN):
     def one(worker, length, is_known):
         forever = length == FOREVER
         steps = length if is_known and not forever else None
-        paced = Paced(
+        paced = SynchronizedPass(
             Elements(endless() if forever else range(length)),
             table.accord(worker),
-            length=Length(steps, forever, common),
+            length=PassLength(steps, forever, common),
             empty=lambda: -1,
             is_partial=is_partial,
         )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import ranks
 
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, Elements, Options
-from zstrat.strategy.input import Length, Paced
+from zstrat.strategy.input import PassLength, SynchronizedPass
 
 ROWS = 12
 WORDS = r"do not all begin the same pass of its shuffle.*after reform\(\).*make the "
@@ -37,10 +37,10 @@ def test_all_are_told_if_two_that_deal_out_are_not_at_the_same_pass(orders):
     meeting, found = Meeting(len(orders)), [None] * len(orders)
 
     def one(worker, order):
-        paced = Paced(
+        paced = SynchronizedPass(
             Elements([5]),
             meeting,
-            length=Length(1),
+            length=PassLength(1),
             empty=lambda: -1,
             is_partial=True,
             order=order,

@@ -7,6 +7,7 @@ from zstrat.program import get_current_worker_index as get_current_worker_index
 
 from ._coordinator import AsyncClusterCoordinator as AsyncClusterCoordinator
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
+from ._coordinator import CoordinatorFace as CoordinatorFace
 from ._core import CoordinatedStrategy as CoordinatedStrategy
 from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator

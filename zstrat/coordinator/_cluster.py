@@ -188,6 +188,7 @@ class Cluster:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeouts.connect + self._timeouts.turn
         if self.replication is not None and self.options.stores_per_ps > 1:
+            # No process has these by itself: where they will be is not known yet.
             for task in self.ps[len(self._home) :]:
                 task.park()
             if not self.name:
@@ -210,6 +211,7 @@ class Cluster:
             return
         self._closing = True  # from now on a task that goes is no loss: we leave it
         self.worker_sessions.stop_starting()
+        # Before anything is stopped: it asks all tasks for what they have noted.
         if self.timeline is not None:
             try:
                 await self.timeline.close(GOODBYE_SECONDS)

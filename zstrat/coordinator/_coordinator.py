@@ -32,8 +32,67 @@ if TYPE_CHECKING:
     from ._pending_errors import CallSite
 
 
+class CoordinatorFace:
+    """What both coordinators of a strategy have, and what needs no waiting."""
+
+    _core: CoordinatorCore
+
+    @property
+    def strategy(self) -> CoordinatedStrategy:
+        """The strategy that it schedules for."""
+        return self._core.strategy
+
+    @property
+    def errors(self) -> list[Exception]:
+        """All errors that came with the one that was raised last, the first first."""
+        return self._core.errors
+
+    def metrics(self) -> dict[str, PlainTree]:
+        """What the run does, as plain data: counters, gauges, and of the last ten
+        seconds rates, phases of steps, staleness, the tasks and what holds them up. All
+        of it is described in `docs/observing.md`. It asks nobody anything: it is what
+        the tasks have said last, which they do about once a second.
+
+        ``steps_per_s`` is how many closures ended per second, on all workers together,
+        in the last ten seconds, or since the first one ended if that is less, but at
+        least in one second; 0 when none has ended for so long. ``fetches`` is how often
+        a value was fetched (`fetch`, `get`, ``await``), each of a structure for itself.
+        With ``on_ps_loss="restore"`` ``ps_restores`` is how often the parameter servers
+        were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
+        or with an error, and are not in the values any more. With ``replicas=1``
+        ``failovers`` is how often a second copy took a parameter server's place, and
+        ``stores_without_backup`` of how many there is only one copy now. ``stores`` has
+        a dict for each store: ``process`` (the task that serves it), ``address``,
+        ``backup`` and ``state``; ``stores_moved`` says how often one was moved.
+        """
+        return self._core.metrics()
+
+    def profile(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        steps: SupportsIndex | None = None,
+        seconds: float = SECONDS,
+        max_bytes: SupportsIndex = MAX_BYTES,
+        jax_profile: bool = False,
+    ) -> Profile:
+        """The time line of all tasks while a block runs; see `zstrat.profile`, which
+        finds the coordinator by itself. For ``with``, and on an event loop for ``async
+        with``."""
+        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
+
+    def __reduce__(self) -> Any:
+        return coordinator_on_worker, (self.strategy, type(self))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
 @final
-class ClusterCoordinator:
+class ClusterCoordinator(CoordinatorFace):
     """Schedules functions on the workers of a strategy, and survives their loss.
 
     There is one per strategy: making it again returns the same. As a context manager it
@@ -57,8 +116,6 @@ class ClusterCoordinator:
             options.
         ClosedError: The strategy is closed.
     """
-
-    _core: CoordinatorCore
 
     def __new__(
         cls,
@@ -90,16 +147,6 @@ class ClusterCoordinator:
         queue = self._core.engine.queue
         counts = f"{queue.running} closures run, {queue.queued} wait"
         return f"<zstrat.ClusterCoordinator: {counts}>"
-
-    @property
-    def strategy(self) -> CoordinatedStrategy:
-        """The strategy that it schedules for."""
-        return self._core.strategy
-
-    @property
-    def errors(self) -> list[Exception]:
-        """All errors that came with the one that was raised last, the first first."""
-        return self._core.errors
 
     def schedule(
         self,
@@ -207,39 +254,6 @@ class ClusterCoordinator:
         """
         return make_dataset(self._core, dataset_fn)
 
-    def metrics(self) -> dict[str, PlainTree]:
-        """What the run does, as plain data: counters, gauges, and of the last ten
-        seconds rates, phases of steps, staleness, the tasks and what holds them up. All
-        of it is described in `docs/observing.md`. It asks nobody anything: it is what
-        the tasks have said last, which they do about once a second.
-
-        ``steps_per_s`` is how many closures ended per second, on all workers together,
-        in the last ten seconds, or since the first one ended if that is less, but at
-        least in one second; 0 when none has ended for so long. ``fetches`` is how often
-        a value was fetched (`fetch`, `get`, ``await``), each of a structure for itself.
-        With ``on_ps_loss="restore"`` ``ps_restores`` is how often the parameter servers
-        were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
-        or with an error, and are not in the values any more. With ``replicas=1``
-        ``failovers`` is how often a second copy took a parameter server's place, and
-        ``stores_without_backup`` of how many there is only one copy now. ``stores`` has
-        a dict for each store: ``process`` (the task that serves it), ``address``,
-        ``backup`` and ``state``; ``stores_moved`` says how often one was moved.
-        """
-        return self._core.metrics()
-
-    def profile(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        steps: SupportsIndex | None = None,
-        seconds: float = SECONDS,
-        max_bytes: SupportsIndex = MAX_BYTES,
-        jax_profile: bool = False,
-    ) -> Profile:
-        """The time line of all tasks while a block runs; see `zstrat.profile`, which
-        finds the coordinator by itself. For ``with`` and ``async with``."""
-        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
-
     def shutdown(self, cluster: bool = False) -> None:
         """Cancels what waits and runs, and lets the workers go. Idempotent.
 
@@ -249,15 +263,6 @@ class ClusterCoordinator:
         closed, and workers and parameter servers end as processes.
         """
         self._core.shutdown(cluster)
-
-    def __reduce__(self) -> Any:
-        return coordinator_on_worker, (self.strategy, ClusterCoordinator)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     def __enter__(self) -> Self:
         return self
@@ -284,7 +289,7 @@ class ClusterCoordinator:
 
 
 @final
-class AsyncClusterCoordinator:
+class AsyncClusterCoordinator(CoordinatorFace):
     """As `ClusterCoordinator`, with coroutines where that blocks.
 
     It may be used on any event loop. Both coordinators of a strategy are two faces of
@@ -314,16 +319,6 @@ class AsyncClusterCoordinator:
                 "errors_once": errors_once,
             },
         )
-
-    @property
-    def strategy(self) -> CoordinatedStrategy:
-        """The strategy that it schedules for."""
-        return self._core.strategy
-
-    @property
-    def errors(self) -> list[Exception]:
-        """All errors that came with the one that was raised last, the first first."""
-        return self._core.errors
 
     async def schedule(
         self,
@@ -404,38 +399,12 @@ class AsyncClusterCoordinator:
             make_dataset, self._core, dataset_fn, AsyncRemoteValue
         )
 
-    def metrics(self) -> dict[str, PlainTree]:
-        """See `ClusterCoordinator.metrics`."""
-        return self._core.metrics()
-
-    def profile(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        steps: SupportsIndex | None = None,
-        seconds: float = SECONDS,
-        max_bytes: SupportsIndex = MAX_BYTES,
-        jax_profile: bool = False,
-    ) -> Profile:
-        """The time line of all tasks while a block runs; see `zstrat.profile`, which
-        finds the coordinator by itself. For ``async with``."""
-        return Profile(lambda: self._core, path, steps, seconds, max_bytes, jax_profile)
-
     async def shutdown(self, cluster: bool = False) -> None:
         """See `ClusterCoordinator.shutdown`.
 
         Cancellation: it is shut down all the same.
         """
         await asyncio.to_thread(self._core.shutdown, cluster)
-
-    def __reduce__(self) -> Any:
-        return coordinator_on_worker, (self.strategy, AsyncClusterCoordinator)
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     async def __aenter__(self) -> Self:
         return self

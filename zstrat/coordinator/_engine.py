@@ -271,6 +271,7 @@ class ClosureEngine:
             queue = self.queue
             if queue.phase is QueuePhase.CLOSED:
                 return None
+            # With a parameter server gone, what is unfinished cannot end.
             if self.outage_error is None and not queue.is_idle:
                 return queue.unfinished
             self.taken_over = words
@@ -289,7 +290,7 @@ class ClosureEngine:
     def _enqueue(self, closure: Closure) -> bool:
         """Queues the closure, if the queue accepts it.
 
-        Ctrl-C may strike between any two of these lines: `hungry` is taken back
+        Ctrl-C may strike between any two of these lines: `must_wake` is taken back
         last, so that a closure in the queue of which the loop does not know yet is seen
         by the next call that looks (`remind`)."""
         if not self.queue.put(closure):

@@ -240,6 +240,7 @@ class Members:
         member.state, member.reason = MemberState.BUILDING, ""
         member.epoch += 1
         member.building, member.alone, member.avoided = 0, False, False
+        # It may be another process, on another machine: its speed is measured anew.
         member._count = member._seconds = 0.0
         if not member.retired:
             self.alone_since = None
@@ -296,9 +297,11 @@ class Members:
         if not ordinary:
             return grants
         takers = self._with_room()
+        # It is being emptied, for a suspect.
         if self._reserved is not None:
             takers = [(m, free) for m, free in takers if m is not self._reserved]
         if any(m.avoided for m, _ in takers):
+            # Also one that has no room now: to wait for it is better than to fail.
             sound = any(m.is_open and not m.avoided for m in self.members)
             takers = [(m, free) for m, free in takers if not (m.avoided and sound)]
         if ordinary >= sum([free for _, free in takers]):
@@ -344,6 +347,7 @@ class Members:
         if now >= self._throughput.next_mark:
             completed = self.completed
             self._throughput.mark(now, completed - count, completed)
+        # Not 0: two messages may be taken at one reading of the clock.
         elapsed = max(now - member._measured_at, 1e-6)
         kept = math.exp(-elapsed / HORIZON)
         member._count = member._count * kept + count

@@ -171,7 +171,8 @@ class Outcomes:
         error: Exception | None,
         now: float,
     ) -> None:
-        """One that did not end well, or whose result cannot be read. Lock held."""
+        """Takes a closure that did not end well, or whose result cannot be read. Lock
+        held."""
         queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
             settle(queue.retry(closure, now, SETBACK_SECONDS, begun=False))

@@ -71,6 +71,8 @@ MAX_ATTEMPTS: Final = 5
 SUSPECT_AFTER: Final = 2
 """One loss is bad luck: machines are preempted. Two of the same closure are a clue."""
 FIRST_DELAY: Final = 0.1
+"""Seconds that a suspect waits behind its second loss; doubled with each further one,
+up to `LONGEST_DELAY`."""
 LONGEST_DELAY: Final = 5.0
 
 
@@ -329,6 +331,7 @@ class Queue:
         assert self.runs, f"nothing is handed out while {self.phase.value}"
         taken: list[Closure] = []
         fresh = self._fresh
+        # Held: only what may have had a part of its effect runs, to have all of it.
         heaps = (self._retries,) if self.held else (self._retries, self._returned)
         for heap in heaps:
             while heap and len(taken) < limit and heap[0][0] <= now:
@@ -383,11 +386,13 @@ class Queue:
         if not self.runs:
             if not closure.begun:
                 return self._cancel([closure], self._cause)
+            # It may have had its effect: the fence will say.
             self._doubtful.append(closure)
             return []
         heap = self._returned
         if closure.begun:
             heap = self._suspects if closure.is_suspect else self._retries
+        # Held: it came back because it was asked for, not because something is wrong.
         due = 0.0 if self.held and not closure.begun else now + delay
         heapq.heappush(heap, (due, closure.step, closure))
         return []
@@ -431,6 +436,7 @@ class Queue:
         self._suspects.clear()
         self._returned.clear()
         self._doubtful.clear()
+        # Closed for good: no fence will say which of them were applied.
         if self.phase is not QueuePhase.CLOSED:
             self._doubtful = [closure for closure in waiting if closure.begun]
             waiting = [closure for closure in waiting if not closure.begun]

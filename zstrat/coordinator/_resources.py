@@ -98,7 +98,7 @@ class Record:
 
     @property
     def is_settled(self) -> bool:
-        """Nobody is building it."""
+        """Whether no worker is building it."""
         return all(value.state is not NOT_READY for value in self.values)
 
     @property
@@ -150,7 +150,7 @@ class Record:
         return wrapped
 
     def ended(self, cause: str) -> None:
-        """It is not built any more where it is not there yet."""
+        """Nothing is built any more where it is not built yet."""
         for value in self.values:
             if value.state is NOT_READY:
                 value._abort(ClosureAbortedError(f"{self.name} is not built: {cause}"))

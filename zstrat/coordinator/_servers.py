@@ -30,6 +30,7 @@ from zstrat.wire import (
     UpdateOp,
 )
 
+from .connecting import HailedTask
 from .recovery import entry_of, steady
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class ParameterServers:
     ) -> list[dict[str, np.ndarray]]:
         """What an optimizer keeps beside variables, by name, of one moment of each
         server."""
+        # The pin is known by a number that nobody else draws.
         client, number = self.client, secrets.randbits(62)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
         found: dict[int, dict[str, np.ndarray]] = {spec.key: {} for spec in specs}
@@ -311,6 +313,7 @@ class ParameterServers:
         client, session = self.client, self._cluster.session
         wishes: dict[int, list[Awaited]] = {}
         if optimizers:
+            # An optimizer is on all of them.
             wishes = {ps: [] for ps in range(client.count)}
         for spec in specs:
             wish = Awaited(spec.key, spec.name, spec.dtype, list(spec.shape))
@@ -318,6 +321,7 @@ class ParameterServers:
         messages = [
             (ps, JoinSession(session, mine[at : at + _WISHES], optimizers, patience))
             for ps, mine in wishes.items()
+            # One message also where none of the variables is: for the optimizers.
             for at in range(0, len(mine) or 1, _WISHES)
         ]
         deadline = asyncio.get_running_loop().time() + patience + ANSWER_SECONDS
@@ -352,19 +356,12 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    link = make_link(
-        address,
-        name="/job:ps/task:0",
-        expect=("ps", 0),
-        on_notice=_ignored,
-        on_open=_ignored,
-        on_lost=_ignored,
-    )
-    link.start()
+    server = HailedTask("ps", 0, address, make_link)
+    server.start()
     try:
-        await link.wait_open(deadline)
+        await server.wait_ready(deadline)
         wish = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
-        answer = await link.submit(wish, deadline=deadline + ANSWER_SECONDS)
+        answer = await server.link.submit(wish, deadline=deadline + ANSWER_SECONDS)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
             f"no program has opened a session on the ps at {address} in {timeout} s: "
@@ -372,10 +369,6 @@ async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> i
             f"({error})"
         ) from None
     finally:
-        await link.close()
+        await server.link.close()
     assert isinstance(answer, SessionOpened), answer
     return answer.session
-
-
-def _ignored(_: object) -> None:
-    pass

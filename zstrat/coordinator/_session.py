@@ -62,6 +62,7 @@ class ClusterSession:
         """Says which other strategy of this program has the cluster now."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
+        # Whichever way the portal ends, the tasks are left before.
         portal.at_close(partial(cluster.close, False))
         weakref.finalize(self, portal.retire).atexit = False
 
@@ -170,6 +171,8 @@ class ClusterSession:
             yield await self.run_async(pause.begin(holder), "waiting for steps to end")
             self.require_unrestored(before)
         finally:
+            # Posted, not awaited: training goes on also where whoever held it is
+            # cancelled.
             self.portal.call_soon(pause.end, holder)
 
     def recover(self, patience: float) -> None:
@@ -289,7 +292,7 @@ class ClusterSession:
         return "" if outage is None else str(outage)
 
     def statistics(self) -> dict[str, PlainTree]:
-        """What its coordinator counts, if it has one. From any thread."""
+        """What the session's coordinator counts, if there is one. From any thread."""
         core = self.coordinators.get("core")
         return {} if core is None else {"coordinator": core.metrics()}
 

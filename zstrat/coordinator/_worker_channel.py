@@ -144,6 +144,8 @@ class WorkerChannel:
         if gone := sorted(results):
             unsaid.append(DropResults(session, gone))
         while unsaid:
+            # Taken out when it is sent: what the worker is too busy for stays, in its
+            # order.
             self.task.link.notify(unsaid[0])
             unsaid.popleft()
 

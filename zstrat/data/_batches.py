@@ -121,6 +121,7 @@ def _taken(waiting: deque[Element], rows: int) -> Element:
         element = waiting.popleft()
         length = rows_of(element, "rebatch")
         if length > rows:
+            # What is left goes back to the front, so that rows stay in their order.
             waiting.appendleft(_cut(element, slice(rows, None)))
             element, length = _cut(element, slice(rows)), rows
         parts.append(element)

@@ -72,6 +72,7 @@ def options_of(recipe: Recipe) -> Options:
     found = Options()
     for each in _walk(recipe):
         if isinstance(each, Opted | Foreign):
+            # The walk begins with the last operation, whose options count.
             found = Options(each.policy).merge(found)
     return found
 
@@ -276,6 +277,7 @@ def _rewritten(
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
     changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
+    # Workers have different data there: no cache may serve two of them.
     return changed.shared(*place) if isinstance(changed, Cached) else changed
 
 

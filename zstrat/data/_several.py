@@ -146,7 +146,7 @@ def zipped(datasets: Any, recipe_of: Callable[[Any], Recipe]) -> Zipped:
 
 
 @runtime_checkable
-class Made(Protocol):
+class HasRecipe(Protocol):
     """What a function made: anything that has a recipe, as a dataset has."""
 
     @property
@@ -209,7 +209,7 @@ class Interleaved(Derived):
 
     def _opened(self, element: Element) -> Recipe:
         made = self.function(*arguments(element))
-        if not isinstance(made, Made):
+        if not isinstance(made, HasRecipe):
             raise TypeError(
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"

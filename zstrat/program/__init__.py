@@ -14,7 +14,7 @@ from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
 from .gradients._gradients import grad as grad
 from .gradients._gradients import value_and_grad as value_and_grad
-from .gradients._survey import Substitution as Substitution
+from .gradients._lookup_discovery import Substitution as Substitution
 from .lookup._embedding import RaggedIds as RaggedIds
 from .lookup._embedding import embedding_lookup as embedding_lookup
 from .lookup._embedding import embedding_lookup_sparse as embedding_lookup_sparse

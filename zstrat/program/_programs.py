@@ -248,6 +248,8 @@ class CompiledPrograms:
                 with stand_ins.watching():
                     return discover(self._step, self._fn, seen, draws.supply)
             except LookedForError:
+                # The body has looked at what stood for a variable: it is traced for its
+                # own ones.
                 draws.begin_again()
         return discover(self._step, self._fn, call, draws.supply)
 

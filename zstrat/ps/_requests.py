@@ -176,6 +176,7 @@ def _names_of_push(
 ) -> list[Hashable]:
     names: list[Hashable] = [update.key for update in updates]
     names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
+    # The same push that comes twice takes its turn behind itself, as a duplicate.
     if step != UNNAMED:
         names.append(("step", writer, step, part))
     return names

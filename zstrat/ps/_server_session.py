@@ -137,6 +137,7 @@ class ServerSession:
             self._clear()
             self._parts.joining.look()
         if asked.exit and self._on_exit is not None:
+            # Once, however often that is asked.
             on_exit, self._on_exit = self._on_exit, None
             on_exit()
         return Done()

@@ -155,6 +155,7 @@ class PsService:
             self._thread,
             check=check,
             admit=self._require_open,
+            # Asked late: the standing is made below, of what serving has.
             objection=lambda: self._standing.objection,
             clock=clock,
         )
@@ -261,6 +262,8 @@ class PsService:
             ZstratError: The request is refused; nothing has changed.
         """
         silence, is_serving = self._role.silence, self._is_serving
+        # A look changes nothing: it is answered even while all else is left to the next
+        # process.
         if silence is not None and not isinstance(message, Inspect):
             return silence
         try:
@@ -289,10 +292,14 @@ class PsService:
                     return Done()
                 case AskParts():
                     self._ownership.check(message.session)
+                    # Now, before what waits: earlier runs of the step push in vain from
+                    # here on.
                     self._store.claim(message.step, message.attempt)
                     return self._applied_parts(message)
                 case Fence():
                     self._ownership.check(message.session)
+                    # Now, so that nothing of these steps begins any more; they are
+                    # forgotten when what is under way has ended (`_fenced`).
                     self._store.close_steps(message.low_water, message.over)
                     return self._fenced(message)
                 case RaiseMark(session=session, low_water=low_water):
@@ -329,6 +336,7 @@ class PsService:
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
         self._telemetry.touch()
         served = self._serving.take(message)
+        # Programs that have joined may be waiting for just this (`Joining`).
         if isinstance(message, _CREATING):
             if isinstance(served, asyncio.Future):
                 served.add_done_callback(lambda _: self._joining.look())
@@ -473,6 +481,7 @@ class PsService:
         Raises:
             StaleSessionError: The view is over.
         """
+        # First: it refuses a view that is over, before anything is dropped.
         self._standing.give_up(view)
         self._snapshots.clear()
         self._store.clear()

@@ -108,6 +108,7 @@ class RequestTurns(Generic[T]):
         ticket = Ticket(request, frozenset(names))
         for name in ticket.names:
             queue = self._queues.setdefault(name, deque())
+            # Once for each name: whoever leaves the queue of a name takes one off.
             ticket.behind += bool(queue)
             queue.append(ticket)
         self._tickets += 1
@@ -217,6 +218,8 @@ class Serving:
                 self._go_on(ticket, served)
                 return ticket.request.answer
         log = self._store.log
+        # A pull changes nothing, and may show what the backup does not have yet
+        # (docs/consistency.md): its answer leaves at once.
         return served if log is None or type(served) is Pulled else log.hold(served)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:

@@ -24,7 +24,7 @@ import numpy as np
 from zstrat.checkpoint import CheckpointFiles, Manifest, verify
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
-from zstrat.variables import Beside, HomeWithSlots, Optimizer
+from zstrat.variables import HomeWithSlots, Optimizer, SlotValues
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._blocking import FileThread, ProgressBar
@@ -248,7 +248,7 @@ def _load_local(
         mine[id(variable)].append((each, start))
     for number, variable in variables.items():
         value: np.ndarray | None = None
-        slots: dict[OptimizerHandle, Beside | None] = {}
+        slots: dict[OptimizerHandle, SlotValues | None] = {}
         for each, start in mine[number]:
             if each.optimizer is None and each.tensor is not None:
                 value = np.empty(variable.shape, variable.dtype)
@@ -256,9 +256,9 @@ def _load_local(
             elif each.optimizer is not None:
                 slots.setdefault(each.optimizer, None)
                 if each.tensor is not None:
-                    beside = slots[each.optimizer] or Beside((), [], ())
+                    beside = slots[each.optimizer] or SlotValues((), [], ())
                     array = _slot(variable, each, start, files)
-                    slots[each.optimizer] = Beside(
+                    slots[each.optimizer] = SlotValues(
                         (*beside.names, each.leaf),
                         [*beside.leaves, array],
                         (*beside.rows, each.tensor.by_rows),

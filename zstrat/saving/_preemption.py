@@ -246,6 +246,8 @@ class PreemptionCheckpointHandler:
         if self._group is not None:
             self._group.close()
         for number, handler in self._before.items():
+            # Not what somebody else has set since. The default is ours, too: see
+            # `_told`.
             if signal.getsignal(number) in (self._told, signal.SIG_DFL):
                 signal.signal(number, handler)
         self._before.clear()

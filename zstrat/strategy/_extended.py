@@ -22,7 +22,7 @@ from zstrat.variables import AbstractVariable, recorder
 
 from ._frames import current, require_cross_replica, require_scope
 from ._v1 import MultiStepContext
-from .mirrored._copy_home import reducible
+from .mirrored._copies import reducible
 from .mirrored._updating import agreed, components_of, updated
 from .reduce._across import reduce_across
 from .reduce._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs

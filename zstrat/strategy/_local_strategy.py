@@ -15,7 +15,7 @@ from zstrat.variables import Variable
 from ._devices import device_named, devices_named, local_devices, task_names
 from ._extended import StrategyExtended
 from ._strategy import Strategy
-from .mirrored._copy_home import container_of
+from .mirrored._copies import container_of
 from .mirrored._mirrored_store import MirroredVariables
 from .reduce._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
 from .replica._local_run import LocalMesh

@@ -21,7 +21,7 @@ from ._context import ReplicaContext, Scope
 from ._frames import require_cross_replica
 from ._v1 import FirstVersion
 from .input._inputs import ProcessInputs
-from .mirrored._copy_home import by_copies, copies_of, reducible
+from .mirrored._copies import by_copies, copies_of, reducible
 from .reduce._across import gather_across, reduce_across
 from .reduce._options import RunOptions
 from .reduce._values import ValueContext, gather_values, reduce_values, reduction

@@ -96,10 +96,10 @@ from .gradients._gradient_call import encoded as encoded
 from .gradients._gradient_call import require_servers as require_servers
 from .gradients._optimizer import Optimizer as Optimizer
 from .gradients._optimizer import next_id as next_id
-from .gradients._slots import Beside as Beside
 from .gradients._slots import OptimizerHandle as OptimizerHandle
 from .gradients._slots import SlotInfo as SlotInfo
 from .gradients._slots import SlotRule as SlotRule
+from .gradients._slots import SlotValues as SlotValues
 from .gradients._tree_updates import TreeStep as TreeStep
 from .gradients._tree_updates import apply_now as apply_now
 from .gradients._tree_updates import lives_here as lives_here

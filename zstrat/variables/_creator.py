@@ -106,7 +106,7 @@ def create_per_worker(request: VariableRequest) -> Any:
     """
     check(request)
     current = creator.get()
-    asked = current.inner if isinstance(current, OnBehalf) else current
+    asked = current.inner if isinstance(current, DelegatingCreator) else current
     if not isinstance(asked, PerWorkerCreator):
         raise ValueError(
             f"variable {request.name!r}: per_worker_variable=True is for the scope of "
@@ -118,7 +118,7 @@ def create_per_worker(request: VariableRequest) -> Any:
 
 
 @runtime_checkable
-class OnBehalf(Protocol):
+class DelegatingCreator(Protocol):
     """A creator that asks another one."""
 
     @property
@@ -131,7 +131,7 @@ def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
     Raises:
         RuntimeError: ``current`` is the creator of another one.
     """
-    asked = current.inner if isinstance(current, OnBehalf) else current
+    asked = current.inner if isinstance(current, DelegatingCreator) else current
     if asked is None or asked is owner:
         return
     raise RuntimeError(

@@ -30,7 +30,7 @@ from zstrat.wire import UpdateOp
 from ._local import HomeWithSlots
 from ._spec import VariableAggregation
 from ._update_ops import aggregated, apply, shares_of
-from .gradients._slots import Beside
+from .gradients._slots import SlotValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class DeviceHome(HomeWithSlots):
         self._missing: frozenset[int] = frozenset()
         self._joint: JointPlace | None = None
         self._own_value: Any = None
-        self._own_slots: dict[int, Beside] = {}
+        self._own_slots: dict[int, SlotValues] = {}
         if self.is_apart:
             self._value = residence.place_apart(self._equal(value))
         else:
@@ -288,15 +288,15 @@ class DeviceHome(HomeWithSlots):
         whose slots are lost."""
         self._begin_anew(self._placed(self._shared_out(value)))
 
-    def shown_slots(self) -> dict[int, Beside]:
+    def shown_slots(self) -> dict[int, SlotValues]:
         """What optimizers keep beside it, by their numbers, from outside of steps."""
         return {number: each.on_host() for number, each in self._slots.items()}
 
-    def take_over_shown_slots(self, optimizer: int, slots: Beside) -> None:
+    def take_over_shown_slots(self, optimizer: int, slots: SlotValues) -> None:
         """Takes over what `shown_slots` gives of one optimizer."""
         self._slots[optimizer] = self._kept(slots)
 
-    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
         with self.residence.turn:
             self._settle()
             self.require_kept(name)
@@ -332,7 +332,7 @@ class DeviceHome(HomeWithSlots):
         self._own_value = value
 
     @property
-    def _slots(self) -> dict[int, Beside]:
+    def _slots(self) -> dict[int, SlotValues]:
         if self._joint is not None:
             self._part_from_joint()
         return self._own_slots
@@ -435,14 +435,14 @@ class DeviceHome(HomeWithSlots):
     @property
     def _is_void(self) -> bool:
         """Whether nothing can be made of value or slots. Waits for them."""
-        found = [Beside((), [self._value], ()), *self._slots.values()]
+        found = [SlotValues((), [self._value], ()), *self._slots.values()]
         return any(each.is_void for each in found)
 
-    def _kept(self, slots: Beside) -> Beside:
+    def _kept(self, slots: SlotValues) -> SlotValues:
         # Never apart: optimizers move all copies together.
         place = self.residence.place
         leaves = [place(np.asarray(x)) for x in slots.leaves]
-        return Beside(slots.names, leaves, slots.rows)
+        return SlotValues(slots.names, leaves, slots.rows)
 
     def _first(self) -> np.ndarray:
         """The value, or the first copy."""

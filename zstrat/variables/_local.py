@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._home import HomeRows, HomeUpdate, KnowsSlots, Operands, VariableHandle
-    from .gradients._slots import Beside, OptimizerHandle, SlotRule
+    from .gradients._slots import OptimizerHandle, SlotRule, SlotValues
 
 
 class HomeHere:
@@ -72,7 +72,7 @@ class HomeWithSlots(HomeHere):
 
     @property
     @abc.abstractmethod
-    def _slots(self) -> dict[int, Beside]:
+    def _slots(self) -> dict[int, SlotValues]:
         """By the number of the optimizer."""
 
     @property
@@ -82,7 +82,7 @@ class HomeWithSlots(HomeHere):
         by who has it."""
 
     @abc.abstractmethod
-    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
         """Value and slots of one moment, these by optimizer.
 
         Args:
@@ -124,7 +124,7 @@ class HomeWithSlots(HomeHere):
         """Waits for a value and slots that are to come from elsewhere."""
 
     @abc.abstractmethod
-    def _kept(self, slots: Beside) -> Beside:
+    def _kept(self, slots: SlotValues) -> SlotValues:
         """The slots as they are kept here."""
 
     def read_slots(
@@ -155,7 +155,7 @@ class HomeWithSlots(HomeHere):
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[OptimizerHandle, Beside | None],
+        slots: Mapping[OptimizerHandle, SlotValues | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
         optimizer begins anew."""
@@ -180,7 +180,7 @@ class LocalHome(HomeWithSlots):
 
     def __init__(self, value: np.ndarray) -> None:
         self._value = _frozen(np.array(value, order="C"))
-        self._kept_slots: dict[int, Beside] = {}
+        self._kept_slots: dict[int, SlotValues] = {}
         # Reads and updates come from any thread; an update is read, compute, replace.
         self._lock = threading.RLock()
 
@@ -200,14 +200,14 @@ class LocalHome(HomeWithSlots):
             value = apply(op, self._value, operands)
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
 
-    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, SlotValues]]:
         del name  # nothing is ever gone
         with self._lock:
             value, slots = self._value, dict(self._slots)
         return value, {number: each.on_host() for number, each in slots.items()}
 
     @property
-    def _slots(self) -> dict[int, Beside]:
+    def _slots(self) -> dict[int, SlotValues]:
         return self._kept_slots
 
     @property
@@ -236,7 +236,7 @@ class LocalHome(HomeWithSlots):
     def _settle(self) -> None:
         """Nothing is to come."""
 
-    def _kept(self, slots: Beside) -> Beside:
+    def _kept(self, slots: SlotValues) -> SlotValues:
         return slots
 
 

@@ -249,6 +249,8 @@ def select(index: Any, shape: tuple[int, ...]) -> Selection:
         case slice():
             rows = range(*part.indices(shape[0]))
             parts[place] = slice(None, None, 1 if rows.step > 0 else -1)
+            # Rows are fetched growing; those that are wanted backwards are turned
+            # around then.
             rows = rows if rows.step > 0 else rows[::-1]
         case np.ndarray():
             rows, parts[place] = _masked(part, shape)

@@ -130,7 +130,7 @@ def all_reduce(
 def all_reduce_array(
     factory: CallFactory, array: np.ndarray, op: ReduceOp, in_place: bool
 ) -> Steps:
-    """The same for one array in C order, where there is nothing to pack."""
+    """`all_reduce` of one array in C order, where there is nothing to pack."""
     source = array.reshape(-1)
     target = source if in_place else POOL.empty(source.size, source.dtype)
     yield [factory.call(CallKind.ALL_REDUCE, source, target, op=op)]
@@ -272,7 +272,7 @@ def all_to_all(
 
 
 def barrier(factory: CallFactory) -> Steps:
-    """Nobody is through before all have come."""
+    """No rank is through before all have come."""
     nothing = np.empty(0, np.uint8)
     yield [factory.call(CallKind.BARRIER, nothing, nothing)]
     return lambda: None

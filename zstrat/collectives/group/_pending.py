@@ -81,7 +81,7 @@ class Pending(Generic[T]):
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """It has failed."""
+        """The operation has failed."""
         self._error = error
         self._end()
 

@@ -118,7 +118,7 @@ class MembershipState(Generic[Token]):
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits, and rank 0 does not wait for anybody."""
+        """Whether no rank waits, and rank 0 waits for none."""
         return self._seats is None and not self._applicants
 
     @property
@@ -317,7 +317,7 @@ class RendezvousService:
             future.cancel()
 
     def close(self) -> None:
-        """Nobody is told that time is up any more."""
+        """Stops the timer: no rank is told any more that time is up."""
         if self._timer is not None:
             self._timer.cancel()
 

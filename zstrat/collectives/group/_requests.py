@@ -95,7 +95,7 @@ def _all_reduce_array(
     in_place: bool,
     options: CallOptions,
 ) -> OperationRequest:
-    """The same for one array whose elements are sent as they lie."""
+    """`all_reduce` of one array whose elements are sent as they lie."""
     # Text, as it is a key: what is none is refused with words that name it.
     compression = None if options.compression is None else str(options.compression)
     algorithm = None if options.algorithm is None else str(options.algorithm)

@@ -272,6 +272,7 @@ class Traffic:
             return
         if sends:
             self._send(running, sends)
+        # All may have come while this rank has first hops to send still.
         if running.draws is None and running.progress.is_done:
             self._end(running, None)
 

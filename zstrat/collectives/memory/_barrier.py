@@ -95,11 +95,12 @@ class ShmBarrier:
         """This rank's slot is written; the next one may be written after `wait`."""
         self.step += 1
         fence()
+        # Behind the fence: whoever sees the step has to see the slot, too.
         self._mine.words[0] = self.step
         wake(self._mine.address)
 
     def wait(self) -> None:
-        """Until all others have posted this step.
+        """Waits until all others have posted this step.
 
         Raises:
             Overdue: They have not by the deadline of the call.
@@ -110,6 +111,7 @@ class ShmBarrier:
             if other.words[0] < self.step:
                 self._wait_for(other)
         fence()
+        # Once a call: its later steps belong to what was compared.
         if not self._is_checked:
             self._check()
 
@@ -129,6 +131,8 @@ class ShmBarrier:
         self._error = self._error or error
         other = self._asleep
         if other is not None:
+            # On a thread of its own: it rings until it is heard, and who aborts must
+            # not wait.
             ring = threading.Thread(
                 target=self._ring, args=(other,), name="zstrat-ring", daemon=True
             )

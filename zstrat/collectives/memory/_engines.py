@@ -238,6 +238,7 @@ class HostsEngine(OneHost):
                 shared.broadcast(0, target, target)
 
     def _barrier(self, shared: ShmCollectives, call: CollectiveCall) -> None:
+        """Hosts meet when all their ranks are there, and let them go behind that."""
         shared.barrier.meet()
         if self._leads:
             self._wait(self._between.start(call, self._leaders, 0))

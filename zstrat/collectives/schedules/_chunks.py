@@ -64,7 +64,7 @@ class BlockTraits:
 
 @lru_cache(maxsize=1024)
 def traits_of(schedule: Schedule) -> tuple[BlockTraits, ...]:
-    """Those of each block; found once for a schedule, which serves many calls."""
+    """The traits of each block; found once for a schedule, which serves many calls."""
     return tuple(map(BlockTraits, schedule.blocks))
 
 

@@ -6,10 +6,10 @@ the engines underneath are strategies of zstrat.
 
 from zstrat.strategy import MultiStepContext as MultiStepContext
 
-from ._dataset import PerDeviceDataset as PerDeviceDataset
 from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from ._parameter_server import SessionConfig as SessionConfig
 from ._strategy import DistributionStrategy as DistributionStrategy
+from ._strategy import PerDeviceDataset as PerDeviceDataset
 from ._tower import TowerContext as TowerContext
 from ._tower import get_cross_tower_context as get_cross_tower_context
 from ._tower import get_distribution_strategy as get_distribution_strategy

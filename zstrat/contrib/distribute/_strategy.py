@@ -1,31 +1,100 @@
-"""1.12's face of a strategy of zstrat.
+"""1.12's face of a strategy of zstrat, and of a dataset for the devices of one program.
 
-Law of the file: an old method is a new one of the engine, with TF 1.12's arguments and
-complaints; nothing is computed here.
+Laws of the file: an old method is a new one of the engine, with TF 1.12's arguments and
+complaints; nothing is computed here. The towers of a step have elements that nobody
+writes to, though their source may fill one buffer again and again while it is asked for
+the next ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import function
-from zstrat.strategy import MultiStepContext, PerReplica, require_cross_replica
+from zstrat.data import ending, is_steady, require_data
+from zstrat.program import StepIterator, function, kept, require_untraced
+from zstrat.strategy import MultiStepContext, PerReplica, regroup, require_cross_replica
 from zstrat.strategy.reduce import checked_pairs, is_whole, places, put
 from zstrat.variables import VariableAggregation
 
-from ._dataset import PerDeviceDataset
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from contextlib import AbstractContextManager
 
     from zstrat.strategy import Strategy
     from zstrat.variables import AbstractVariable
+
+
+@final
+class PerDeviceDataset:
+    """Each step takes as many elements as there are towers, the first for the first; a
+    remainder is dropped (TF 1.12's rule). Each iterator is a fresh pass."""
+
+    def __init__(self, dataset_fn: Callable[[], Iterable[Any]], towers: int) -> None:
+        self._dataset_fn = dataset_fn
+        self._towers = towers
+
+    def __iter__(self) -> PerDeviceIterator:
+        require_untraced("a distributed dataset")
+        elements = self._elements()
+        made = PerDeviceIterator(elements, name="a distributed dataset", steady=True)
+        # When the program ends at the latest: a pass that the interpreter ends while it
+        # takes itself down complains of what is gone already.
+        weakref.finalize(made, elements.close)
+        return made
+
+    def make_one_shot_iterator(self) -> PerDeviceIterator:
+        """`iter`, by its old name."""
+        return iter(self)
+
+    def make_initializable_iterator(self) -> PerDeviceIterator:
+        """`iter`: there is nothing to initialize."""
+        return iter(self)
+
+    def _elements(self) -> Generator[Any, None, None]:
+        with ending(_steady(self._dataset_fn())) as elements:
+            if self._towers == 1:
+                yield from elements
+                return
+            while True:
+                several = tuple(itertools.islice(elements, self._towers))
+                if len(several) < self._towers:
+                    return
+                yield regroup(several, always_wrap=True)
+
+
+@final
+class PerDeviceIterator(StepIterator):
+    """What a step draws from, and a loop in Python: one element for each tower."""
+
+    def initialize(self) -> list[Any]:
+        """Nothing: an iterator is ready when it is made."""
+        return []
+
+
+def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
+    """A pass whose elements stay as they are while the next ones are made.
+
+    Raises (while iterating):
+        TypeError: An element has an object in it that is no data.
+    """
+    stays = is_steady(source)
+    with ending(iter(source)) as elements:
+        for element in elements:
+            require_data(element)
+            yield element if stays else jax.tree.map(kept, element)
 
 
 class DistributionStrategy:

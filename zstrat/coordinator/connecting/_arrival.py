@@ -169,6 +169,7 @@ async def _any_of(workers: Sequence[AwaitedTask], deadline: float) -> None:
         for one in asyncio.as_completed(coming):
             if await one is None:
                 for other in coming:
+                    # One worker will do: the others join later.
                     other.cancel()
                 return
     _raise_all([error for one in coming if (error := one.result())])
@@ -190,7 +191,8 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
 
 @final
 class HailedTask:
-    """A task that is greeted, and asked for nothing."""
+    """A task that is greeted over a link of its own, without a session. What it says
+    unasked is told to whoever has one."""
 
     def __init__(
         self, job: str, task_number: int, address: str, make_link: MakeTaskLink

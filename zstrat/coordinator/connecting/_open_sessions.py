@@ -122,6 +122,7 @@ class OpenSessions:
         """
         with self._lock:
             rivals = self._rivals_of(claim)
+        # Without the lock: it may take a while until one has given way.
         for rival in rivals:
             rival.give_way(claim.made_at)
 

@@ -29,8 +29,8 @@ from zstrat.errors import (
 )
 from zstrat.wire import SessionOpened
 
-from ._movable_link import MovableLink
 from ._session_request import SessionRequest
+from ._task_links import MovableLink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -246,6 +246,8 @@ class TaskSession:
         self._request.stop()
         self._stop_absence()
         if self.is_ready:
+            # A parameter server loses what it held; a worker is the process that it
+            # was.
             self.gone, self.lives_on = self._one_life, not self._one_life
             self.is_moved = True
             self._leave("it enters another session of the program", logging.INFO)

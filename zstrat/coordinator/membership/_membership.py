@@ -218,6 +218,7 @@ class Membership:
         if address not in self._promised:
             self._promised[address] = self._fresh()
         if len(self._promised) > PROMISES:
+            # The one that was promised first, which would have come by now.
             self._promised.popitem(last=False)
         return self._promised[address]
 

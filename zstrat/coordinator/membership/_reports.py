@@ -85,7 +85,7 @@ class AnsweredReports:
         answering.add_done_callback(self._answering.discard)
 
     async def stop(self) -> None:
-        """Nobody is taken in any more. Cancellation: as without."""
+        """Takes no worker in any more. Cancellation: as without."""
         for answering in self._answering:
             answering.cancel()
         if self._answering:

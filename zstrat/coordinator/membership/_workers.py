@@ -57,6 +57,26 @@ def finite_seconds(timeout: float) -> float:
     return float(timeout)
 
 
+def require_reachable(address: str, what: str) -> None:
+    """Checks the address of a task that the user names.
+
+    Args:
+        what: What it is to be, "worker" or "ps".
+
+    Raises:
+        ValueError: No such task can be reached there; says what was expected.
+    """
+    try:
+        if isinstance(address, str):
+            return check_address(address)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"address {address!r:.80}: expected HOST:PORT of a {what}, with a port above "
+        "0, or ipc:///PATH"
+    )
+
+
 class TurnoverCluster(Protocol):
     """The tasks of a session, as far as they come and go."""
 
@@ -114,7 +134,7 @@ class Workers:
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
                 could join.
         """
-        _check_reached(address)
+        require_reachable(address, "worker")
         patience = self._patience(timeout, self._session.settings.timeouts.connect)
         work = self._session.cluster.turnover.add(address, index, patience)
         return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
@@ -123,7 +143,7 @@ class Workers:
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
         """As `add`, awaited. Cancellation: it is not taken in."""
-        _check_reached(address)
+        require_reachable(address, "worker")
         patience = self._patience(timeout, self._session.settings.timeouts.connect)
         work = self._session.cluster.turnover.add(address, index, patience)
         return await self._session.run_async(work, f"adding {address}")
@@ -192,20 +212,3 @@ class Workers:
     @staticmethod
     def _patience(timeout: float | None, default: float) -> float:
         return default if timeout is None else finite_seconds(timeout)
-
-
-def _check_reached(address: str) -> None:
-    """Checks that a worker can be reached there.
-
-    Raises:
-        ValueError: It cannot; says what `Workers.add` expects.
-    """
-    try:
-        if isinstance(address, str):
-            return check_address(address)
-    except ValueError:
-        pass
-    raise ValueError(
-        f"address {address!r:.80}: expected HOST:PORT of a worker, with a port above "
-        "0, or ipc:///PATH"
-    )

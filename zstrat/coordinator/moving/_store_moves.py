@@ -210,10 +210,12 @@ class StoreMoves:
             if each.address == address and not each.is_closed
         )
         self._require_others(replication, process)
+        # Before anything moves: nothing else is to be copied there meanwhile.
         replication.spare(process.place, True)
         try:
             async with asyncio.timeout_at(deadline):
                 await self._empty(replication, process)
+                # A worker that has not heard would ask the process that is about to go.
                 await self._cluster.store_directory.wait_workers_told(HEARING)
         except BaseException as error:  # to the caller: it stays
             replication.spare(process.place, False)
@@ -229,7 +231,7 @@ class StoreMoves:
         log.info("%s at %s is drained, and was let go", process.name, address)
 
     async def _watched(self, deadline: float) -> Replication:
-        """Who moves stores, with all processes there."""
+        """What moves stores (`Replication`), when all processes are there."""
         self._require_whole()
         replication = self._cluster.ensure_replication()
         if not replication.is_started:
@@ -320,8 +322,8 @@ class StoreMoves:
                 )
 
     async def _empty(self, replication: Replication, process: TaskSession) -> None:
-        """Until no store has anything in the process. A backup there may become primary
-        before another one is made."""
+        """Moves stores until none has anything in the process. A backup there may
+        become primary before another one is made."""
         stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
         while held := [store for store in stores if me in _processes_of(store)]:
@@ -379,7 +381,7 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _move(self, replication: Replication, store: int, target: int) -> None:
-        """Once more if the store was away meanwhile, and is back.
+        """Moves a store; once more if the store was away meanwhile, and is back.
 
         Raises:
             PSUnavailableError: The store is lost, or another one.
@@ -399,7 +401,8 @@ class StoreMoves:
         await self._settled(replication)
 
     async def _settled(self, replication: Replication) -> None:
-        """Each store has the copies that it is to have: one store at a time lacks one.
+        """Waits until each store has the copies that it is to have: one store at a time
+        lacks one.
 
         Raises:
             PSUnavailableError: One is lost.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol, final
 
-from zstrat.coordinator.membership import finite_seconds
-from zstrat.transport import check_address
+from zstrat.coordinator.membership import finite_seconds, require_reachable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -145,7 +144,7 @@ class StoreServers:
     def _adding(
         self, address: str, index: int | None, timeout: float | None
     ) -> Coroutine[Any, Any, int]:
-        _check_reached(address)
+        require_reachable(address, "ps")
         patience = self._session.settings.timeouts.connect
         if timeout is not None:
             patience = finite_seconds(timeout)
@@ -156,16 +155,3 @@ class StoreServers:
     ) -> Coroutine[Any, Any, None]:
         patience = None if timeout is None else finite_seconds(timeout)
         return self._session.cluster.moves.vacate(address, patience)
-
-
-def _check_reached(address: str) -> None:
-    """Whether a ps may be reached at that, in the words of who adds one."""
-    try:
-        if isinstance(address, str):
-            return check_address(address)
-    except ValueError:
-        pass
-    raise ValueError(
-        f"address {address!r:.80}: expected HOST:PORT of a ps, with a port above 0, or "
-        "ipc:///PATH"
-    )

@@ -253,7 +253,7 @@ class TimelineRun:
         await asyncio.shield(self._collecting)
 
     def enough(self) -> None:
-        """It is to end; nobody waits for that here."""
+        """The time line is to end; this does not wait until it has."""
         self._enough.set()
 
     async def wait_over(self) -> None:

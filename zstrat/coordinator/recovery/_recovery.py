@@ -321,6 +321,8 @@ class Recovery:
             ZstratError, OSError: They did not.
         """
         cluster, loop = self._cluster, asyncio.get_running_loop()
+        # Until all are filled: before that, servers which are there do not end the
+        # recovery.
         self._is_torn = True
         self._renewal.renew_servers()
         deadline = loop.time() + self.patience

@@ -1,4 +1,5 @@
-"""A way of its own to the backup of a store, for who asks it what it does."""
+"""A way of its own to the backup of a store: to ask it what it does, or to make it the
+primary."""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ class BackupTask:
     """One backup, by a link that nobody else uses. On the loop.
 
     Args:
-        primary: What the store's server is called: "/job:ps/task:0".
+        name: What it is called in errors.
     """
 
     def __init__(
-        self, primary: str, store: int, copy: Copy, make_link: MakeTaskLink
+        self, name: str, store: int, copy: Copy, make_link: MakeTaskLink
     ) -> None:
-        self.name: Final = f"{primary} backup"
+        self.name: Final = name
         self.hello: Hello | None = None
         self.state = "connecting"
         self.is_ready = False
         self._copy = copy
         self.link: Final = make_link(
             copy.address,
-            name=self.name,
+            name=name,
             expect=("ps", store),
             on_notice=_unheeded,
             on_open=_unheeded,
@@ -63,4 +64,4 @@ class BackupTask:
 
 
 def _unheeded(_: Hello | Message) -> None:
-    """What it says unasked is told to its primary, too."""
+    """Does nothing: what a backup says unasked it tells its primary, too."""

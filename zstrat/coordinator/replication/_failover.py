@@ -36,7 +36,7 @@ def _place_of(found: FoundCopy, lives: Sequence[int]) -> Copy:
 
 @final
 class Failover:
-    """That of all stores of a session."""
+    """Decides what follows a loss, for all stores of a session."""
 
     def __init__(self, places: StorePlaces) -> None:
         self._places = places
@@ -95,7 +95,7 @@ class Failover:
             yield Drop(store.number, store.view, number)
 
     def _primary_restarted(self, store: StorePlace) -> Iterator[PlacementOrder]:
-        """What its process has said in this life is of no store."""
+        """The primary's process was started again, and has nothing of the store."""
         number, places = store.primary.process, self._places
         is_promoting = store.phase is CopyPhase.PROMOTING
         if is_promoting and places.lives(store.backup):
@@ -162,7 +162,8 @@ class Failover:
                 return []
 
     def refused(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        """Who was asked has said no: nothing of the order was done, nor will be."""
+        """The process or copy that was asked has refused: nothing of the order was
+        carried out, nor will be."""
         places = self._places
         store.reason = reason
         match store.phase:

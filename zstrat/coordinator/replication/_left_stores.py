@@ -15,6 +15,7 @@ from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableErr
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesTold
 
+from ._order_asking import StoresOfSession
 from ._orders import CopyPhase
 from ._succession import session_lost, successors
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import LeftCopy
 
-    from ._copies_status import CopiesStatus
-    from ._placement import StorePlacement
+    from ._store_status import CopiesStatus
     from ._succession import Successor
 
 _ASKED_AGAIN: Final = 0.1
@@ -34,28 +34,12 @@ _ASKED_AGAIN: Final = 0.1
 that another is lost: nobody tells that to a program that has not taken them over."""
 
 
-class SucceedingProgram(Protocol):
-    """Who goes on with the stores (`Replication`)."""
-
-    @property
-    def placement(self) -> StorePlacement: ...
+class SucceedingProgram(StoresOfSession, Protocol):
+    """The program that goes on with the stores (`Replication`)."""
 
     @property
     def lives(self) -> Sequence[int]:
         """By process: it grows when that has lost what it held."""
-        ...
-
-    @property
-    def processes(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """Of the processes."""
-        ...
-
-    @property
-    def servers(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
         ...
 
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
@@ -67,7 +51,7 @@ class SucceedingProgram(Protocol):
         ...
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
-        """It is away."""
+        """The process is away."""
         ...
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -87,7 +71,7 @@ class _ToldCopies(NamedTuple):
 
 @final
 class LeftStores:
-    """Those of one program, which has the name. On the loop."""
+    """The stores that a program of the same name has left. On the loop."""
 
     def __init__(self, owner: SucceedingProgram, name: str, timeouts: Timeouts) -> None:
         self._owner, self._name, self._timeouts = owner, name, timeouts
@@ -123,6 +107,8 @@ class LeftStores:
                 *(self._copies_of(n, session, deadline) for n in asked)
             )
             told.update(zip(asked, said, strict=True))
+            # One was lost while they were asked: what the others know of it may change
+            # yet.
             if lives != self._owner.lives:
                 until = loop.time() + noticed_within
                 continue
@@ -160,6 +146,7 @@ class LeftStores:
         for process in self._owner.processes:
             process.keep_origin(origin)
             if process.opened is not None and process.opened.origin != origin:
+                # It has begun with another origin, with nothing: it enters once more.
                 process.renew(session, [CloseSession(session, False)])
         for process in self._owner.processes:
             await process.wait_ready(deadline)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
-    NotPrimaryError,
     PeerLostError,
 )
 from zstrat.transport import reached_as
@@ -27,6 +26,7 @@ from zstrat.wire import (
     StoreHosted,
 )
 
+from ._backup_task import BackupTask
 from ._orders import Attach, Detach, Establish, Host, Promote
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ ATTACH_SECONDS: Final = 86400.0
 """Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
 
 
-class AskedStores(Protocol):
-    """Who gives the orders (`Replication`)."""
+class StoresOfSession(Protocol):
+    """The stores of a session, and who has to do with them (`Replication`)."""
 
     @property
     def placement(self) -> StorePlacement:
-        """Hears what becomes of them."""
+        """Where the stores are; hears what becomes of orders."""
         ...
 
     @property
@@ -64,8 +64,12 @@ class AskedStores(Protocol):
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the processes."""
+        """The addresses of the processes, by index."""
         ...
+
+
+class AskedStores(StoresOfSession, Protocol):
+    """What gives the orders (`Replication`)."""
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
         """Does what follows."""
@@ -166,25 +170,15 @@ class OrderAsking:
 
     async def _promote(self, order: Promote) -> Message:
         """Over a link of its own: the program's line goes there when it is done."""
-        loop, name = asyncio.get_running_loop(), self._owner.servers[order.store].name
-        deadline = loop.time() + 2 * self._timeouts.patience
-        link = self._make_link(
-            order.backup.address,
-            name=name,
-            expect=("ps", order.store),
-            on_notice=_ignored,
-            on_open=_ignored,
-            on_lost=_ignored,
-        )
-        link.start()
+        deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.patience
+        name = self._owner.servers[order.store].name
+        backup = BackupTask(name, order.store, order.backup, self._make_link)
         try:
-            hello = await link.wait_open(deadline)
-            if hello.incarnation != order.backup.incarnation:
-                raise NotPrimaryError(f"another process is at {order.backup.address}")
+            await backup.wait_ready(deadline)
             promote = PromoteBackup(self.session, order.view)
-            return await link.submit(promote, deadline=deadline)
+            return await backup.link.submit(promote, deadline=deadline)
         finally:
-            await link.close()
+            await backup.close()
 
     def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
         placement = self._owner.placement
@@ -249,7 +243,3 @@ class OrderAsking:
                 return f"{name} does not go on without its backup"
             case Promote():
                 return f"the backup of {name} does not take its place"
-
-
-def _ignored(_: object) -> None:
-    pass

@@ -83,7 +83,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """Nobody serves the store. ``gone``: nobody ever will."""
+    """No process serves the store. ``gone``: none ever will."""
 
     store: int
     reason: str

@@ -2,11 +2,10 @@
 and returns orders, each for one process.
 
 One record of where each store is (`StorePlaces`), and two that decide by it: who serves
-a store after a loss (`Failover`), and where one goes on purpose (`MovingStores`). Here
-is what both need: who is there, and which answers are heard.
-
-The law of this file: only an answer to what is asked now is heard, and before `start`
-nothing is decided but where stores are created.
+a store after a loss (`Failover`), and where one goes on purpose (`MovingStores`).
+`StorePlacement` is what both need: who is there, and which answers are heard. Law of
+that class: only an answer to what is asked now is heard, and before `start` nothing is
+decided but where stores are created.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from ._failover import Failover
-from ._moving_stores import MovingStores
 from ._orders import Attach, Copy, CopyPhase, Detach, Drop, Establish, Host, Promote
 from ._store_places import WITH_BACKUP, ProcessPlace, StorePlaces
 
@@ -22,13 +20,97 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ._orders import Asked, PlacementOrder
+    from ._store_places import StorePlace
     from ._succession import Successor
+
+
+MOVES: Final = "it moves"
+
+
+@final
+class MovingStores:
+    """The stores of a session that move on purpose: a process is to serve one that
+    another one serves.
+
+    A store moves as it fails over: it gets a backup in the process that is its
+    *target*, which is promoted when it is whole. Without replicas a store has a backup
+    only to move.
+
+        has no backup ────────seek──▶ one at the target ──whole──▶ promoted: it is there
+        has one at the target ──────────────────────────whole──▶ promoted
+        has one elsewhere ──detach──▶ has none
+        is created, promoted or detached: its target is kept until it is served again
+
+    The law of this class: a store that moves can be lost as one that does not, and no
+    more. What ends the copy at the target before that is promoted ends the move, and
+    the store stays where it is (`StorePlaces.end_move` names all that does); once the
+    copy is asked to be the primary, the move is not taken back.
+    """
+
+    def __init__(self, places: StorePlaces) -> None:
+        self._places = places
+
+    def move(self, store: StorePlace, target: int) -> list[PlacementOrder]:
+        """The store is to be served by the process ``target``."""
+        places = self._places
+        if store.primary.process == target:
+            return self.cancel_move(store, "it is there")
+        store.target = target
+        at_target = store.is_backup_at_target
+        match store.phase:
+            case CopyPhase.ALONE:
+                return places.seek(store)
+            case CopyPhase.PAIRED if at_target:
+                return places.promote(store, MOVES)
+            case CopyPhase.HOSTING if not at_target:
+                return places.seek_elsewhere(store, unwilling=False)
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED if not at_target:
+                return places.detach(store, MOVES)
+            case CopyPhase.EMPTY:
+                places.end_move(store)
+        return []
+
+    def cancel_move(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        """The store is to stay where it is; a switch that is under way ends."""
+        if store.target is None or store.phase is CopyPhase.PROMOTING:
+            return []
+        is_for_move = store.is_backup_at_target
+        self._places.end_move(store)
+        if self._places.replicas or not is_for_move:
+            return []  # the backup is one that the store is to have anyway
+        return self._end_backup(store, reason)
+
+    def evict(self, store: StorePlace) -> list[PlacementOrder]:
+        """The backup of the store is to be in another process."""
+        return self._end_backup(store, MOVES)
+
+    def _end_backup(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        if store.phase is CopyPhase.HOSTING:
+            return self._places.seek_elsewhere(store, unwilling=False)
+        if store.phase in WITH_BACKUP:
+            return self._places.detach(store, reason)
+        return []
+
+    def backup_whole(self, store: StorePlace) -> list[PlacementOrder]:
+        """The backup has all: it is promoted where the store moves."""
+        if store.is_backup_at_target:
+            return self._places.promote(store, MOVES)
+        return []
+
+    def promoted(self, store: StorePlace) -> bool:
+        """The backup is the primary. Returns whether the store moved there: then it
+        belongs there; else that is a failover."""
+        if store.target != store.primary.process:
+            return False
+        self._places.end_move(store)
+        store.home = store.primary.process
+        return True
 
 
 @final
 class StorePlacement:
-    """That of all stores: they are dealt out to the processes. Store ``i`` is what the
-    process ``i`` has by itself; others it hosts, when that is asked (`create_stores`).
+    """The copies of all stores, which are dealt out to the processes. Store ``i`` is
+    what the process ``i`` has by itself; it hosts others if asked (`create_stores`).
 
     Args:
         addresses: Of the processes.
@@ -133,13 +215,14 @@ class StorePlacement:
         self._processes[number].is_leaving = is_leaving
 
     def abandon(self, number: int) -> None:
-        """The process is gone: what belonged there belongs where it is now."""
+        """The process is gone: a store that belonged there belongs where it is now."""
         for store in self.stores:
             if store.home == number:
                 store.home = store.primary.process
 
     def forgive(self) -> list[PlacementOrder]:
-        """Some time has passed: who would not, or could not, keep a backup is asked."""
+        """Some time has passed: processes that would not, or could not, keep a backup
+        may be asked again."""
         for process in self._processes:
             process.unwilling.clear()
         return self._places.seek_all() if self._places.is_started else []
@@ -231,7 +314,8 @@ class StorePlacement:
         return dropped + self._places.serve(store)
 
     def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
-        """Who was asked has said no: nothing of the order was done, nor will be."""
+        """The process or copy that was asked has refused: nothing of the order was
+        carried out, nor will be."""
         if not self._may_hear(order):
             return []
         return self._failover.refused(self.stores[order.store], reason)

@@ -31,7 +31,6 @@ from zstrat.wire import (
 )
 
 from ._backup_task import BackupTask
-from ._copies_status import CopiesStatus
 from ._left_stores import LeftStores
 from ._order_asking import OrderAsking
 from ._orders import (
@@ -41,8 +40,8 @@ from ._orders import (
     Serve,
 )
 from ._placement import StorePlacement
-from ._store_losses import StoreLosses
 from ._store_processes import StoreProcesses
+from ._store_status import CopiesStatus, LosingCluster, StoreLosses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -63,13 +62,8 @@ FORGIVING: Final = 5.0
 """Seconds until a process is asked again to keep a backup that it could not."""
 
 
-class ReplicatedCluster(Protocol):
+class ReplicatedCluster(LosingCluster, Protocol):
     """What becomes of the stores is told here (`Cluster`)."""
-
-    @property
-    def ps(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
-        ...
 
     @property
     def client(self) -> PsClient: ...
@@ -86,14 +80,10 @@ class ReplicatedCluster(Protocol):
         """A notice of the server of a store, or of a worker at a process."""
         ...
 
-    def store_lost(self, store: int, reason: str) -> None:
-        """It is served nowhere; its task session says whether it is gone for good."""
-        ...
-
 
 @final
 class Replication:
-    """That of one session. On the loop.
+    """Keeps and moves the stores of one session. On the loop.
 
     Args:
         addresses: Of the processes, in task order, each with a store at first.
@@ -146,7 +136,7 @@ class Replication:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the processes."""
+        """The addresses of the processes, by index."""
         return self._known.addresses
 
     @property
@@ -323,7 +313,8 @@ class Replication:
         self.carry_out(self.placement.create_stores())
 
     def _send_home(self, store: StorePlace) -> None:
-        """Nothing is left of it, and it is entered behind `TaskSession.renew`."""
+        """Nothing is left of the store: its session goes to where it begins anew, and
+        is entered behind `TaskSession.renew`."""
         task, home = self._cluster.ps[store.number], self.addresses[store.home]
         if not self.placement.is_own(store.number):
             task.park()
@@ -376,7 +367,9 @@ class Replication:
         """A way to each backup that has all, not used yet."""
         servers, make_link = self._cluster.ps, self._make_link
         return [
-            BackupTask(servers[store.number].name, store.number, copy, make_link)
+            BackupTask(
+                f"{servers[store.number].name} backup", store.number, copy, make_link
+            )
             for store in self.placement.stores
             if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
         ]
@@ -394,6 +387,7 @@ class Replication:
             return
         if task.gone:
             self._known.lives[task.place] += 1
+            # Not in this call: the session that tells of the loss is still at it.
             asyncio.get_running_loop().call_soon(self._take_back, task)
         self.process_lost(task, reason)
 
@@ -421,7 +415,7 @@ class Replication:
             self._known.take_back(task, view)
 
     def store_lost(self, task: TaskSession, reason: str) -> None:
-        """Who serves the store does not answer, or not with what it had."""
+        """The server of the store does not answer, or does not have what it had."""
         orders = self.placement.primary_lost(task.place, task.address, reason)
         self.carry_out(orders)
         place = self.placement.stores[task.place]
@@ -501,6 +495,6 @@ class Replication:
 
 
 def _unheeded(answer: asyncio.Future[Message]) -> None:
-    """Who does not hear it is told again when it is back."""
+    """A process that did not hear of it is told again when it is back."""
     if not answer.cancelled() and (error := answer.exception()) is not None:
         log.info("dropping a copy: %s", error)

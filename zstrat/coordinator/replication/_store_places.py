@@ -98,8 +98,8 @@ class ProcessPlace:
 
 @final
 class StorePlaces:
-    """That of all stores of a session: they are dealt out to the processes. Store ``i``
-    is what the process ``i`` has by itself; others it is asked to make.
+    """Where all stores of a session are. They are dealt out to the processes: store
+    ``i`` is what the process ``i`` has by itself; it is asked to make others.
 
     Args:
         addresses: Of the processes.
@@ -151,14 +151,16 @@ class StorePlaces:
         return sum(copy.process == process for copy in copies)
 
     def begin_anew(self, store: StorePlace) -> None:
-        """It is alone where it belongs, in another session. Views go on."""
+        """The store begins anew where it belongs, without a backup, in another session.
+        Its views go on."""
         self.end_move(store)
         self._change(store, CopyPhase.ALONE)
         store.backup, store.is_reported_lost = None, False
         store.primary = self.copy_at(store.home)
 
     def create(self, store: StorePlace) -> list[PlacementOrder]:
-        """It is made where it belongs, by a process that has it not by itself."""
+        """The store is made where it belongs, by a process that does not have it by
+        itself."""
         self._change(store, CopyPhase.CREATING, "")
         return [Establish(store.number, store.view, store.home)]
 
@@ -173,8 +175,10 @@ class StorePlaces:
         return [Promote(store.number, store.view, store.backup)]
 
     def await_backup(self, store: StorePlace) -> None:
-        """Only the backup may go on with it, and is asked when its process is back."""
+        """Only the backup may go on with the store, and is asked when its process is
+        back."""
         self._go_on(store, CopyPhase.PROMOTING)
+        # A life that no process has: nothing that comes back there is the primary.
         store.primary = Copy(store.primary.process, -1, store.primary.address)
 
     def detach(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -191,21 +195,21 @@ class StorePlaces:
         return [served, Attach(store.number, store.view, store.backup)]
 
     def serve(self, store: StorePlace) -> list[PlacementOrder]:
-        """The primary has it, alone, and is to get a backup."""
+        """The primary has the store, alone, and is to get a backup."""
         self._go_on(store, CopyPhase.ALONE)
         store.is_reported_lost = False
         served = Serve(store.number, store.view, store.primary)
         return [served, *self.seek(store)]
 
     def report_store_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        """Nobody serves it for now; it may be that a copy comes back."""
+        """Nobody serves the store for now; a copy of it may come back."""
         if store.is_reported_lost:
             return []
         store.is_reported_lost = True
         return [Lose(store.number, reason)]
 
     def lose_store(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        """No copy of it is left that has all."""
+        """No copy of the store is left that has all."""
         if store.phase is CopyPhase.EMPTY:
             return []
         self.end_move(store)
@@ -224,6 +228,7 @@ class StorePlaces:
             return []
         at, count = store.primary.process, len(self.processes)
         fit = self._fit_for_backup(store)
+        # The target is away, or will not have it: the store stays where it is.
         if store.target is not None and store.target not in fit:
             self.end_move(store)
         if store.target is not None:
@@ -232,6 +237,7 @@ class StorePlaces:
             return []
         if not fit:
             return []
+        # Of equals the next one behind the primary, so that backups go round.
         chosen = min(fit, key=lambda n: (self._copies_of(n), (n - at) % count))
         self._change(store, CopyPhase.HOSTING)
         store.backup = Copy(chosen, self.processes[chosen].life, "")
@@ -276,7 +282,7 @@ class StorePlaces:
             self.processes[store.backup.process].unwilling.add(store.number)
 
     def forget_backup(self, store: StorePlace) -> None:
-        """And the move that it was for."""
+        """The store has no backup any more, and does not move if it was for that."""
         self._end_move_with_backup(store)
         store.backup = None
 
@@ -303,12 +309,13 @@ class StorePlaces:
     def _change(
         self, store: StorePlace, phase: CopyPhase, reason: str | None = None
     ) -> None:
-        """In a new view: answers to earlier orders are not heard any more."""
+        """Changes the phase in a new view: answers to earlier orders are not heard any
+        more."""
         store.view += 1
         self._go_on(store, phase)
         if reason is not None:
             store.reason = reason
 
     def _go_on(self, store: StorePlace, phase: CopyPhase) -> None:
-        """In the same view: an order was answered, or was in vain."""
+        """Changes the phase in the same view: an order was answered, or was in vain."""
         store.phase = phase

@@ -53,7 +53,7 @@ class StoreProcesses:
         serves what this one has by itself; nothing if none does."""
 
     def add(self, number: int, index: int, address: str) -> TaskSession:
-        """One more, with the next index; it is not greeted yet.
+        """Adds a process, with the next index; it is not greeted yet.
 
         Args:
             number: The task's.

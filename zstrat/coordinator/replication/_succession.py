@@ -168,6 +168,6 @@ def _alone(found: Sequence[FoundCopy]) -> list[FoundCopy]:
 
 
 def session_lost(name: str, store: int, why: str) -> PSUnavailableError:
-    """Of the store nothing is left that has all."""
+    """The error of a store of which no copy is left that has all."""
     words = f"it cannot go on with the session {name!r}: {why}. {_AGAIN}"
     return PSUnavailableError(f"/job:ps/task:{store}", words, lost=True)

@@ -159,7 +159,7 @@ class LoopCoordinator:
         loop.call_soon(self._dispatcher.fence, end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
-        """Nobody may block here."""
+        """Refused: nothing may block on this loop."""
         raise RuntimeError(f"step {kept.step}: await its value, on this loop")
 
     async def bring_async(self, kept: Kept) -> list[np.ndarray]:

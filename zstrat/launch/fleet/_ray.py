@@ -188,7 +188,7 @@ def ray(
     engine = _ray()
     if not engine.is_initialized():
         engine.init()
-    rooms = _Rooms(engine, time.monotonic() + wait)
+    rooms = _PlacementGroups(engine, time.monotonic() + wait)
     try:
         ps = rooms.group([dict(ps_resources or {"CPU": 1})] * num_ps)
         workers = [
@@ -215,7 +215,7 @@ def ray(
         raise
 
 
-class _Rooms:
+class _PlacementGroups:
     """Placement groups: asked for all at once, then waited for."""
 
     def __init__(self, ray: Any, deadline: float) -> None:

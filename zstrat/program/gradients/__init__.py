@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from ._survey import is_live as is_live
+from ._lookup_discovery import is_live as is_live

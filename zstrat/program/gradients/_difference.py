@@ -1,9 +1,9 @@
 """Values and gradients of one call, tables and all.
 
 Without lookups this is `jax.value_and_grad` under a `Substitution`. A function that
-looks rows up is surveyed first (`_survey`); its rows are then among what jax
-differentiates with respect to, and the gradient of a table that was only looked up is
-the gradient of these rows.
+looks rows up is looked through first (`_lookup_discovery`); its rows are then among
+what jax differentiates with respect to, and the gradient of a table that was only
+looked up is the gradient of these rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from zstrat.variables import (
     rows_of_component,
 )
 
-from ._survey import Met, Substitution, Survey, Surveyed
+from ._lookup_discovery import (
+    DiscoveredLookups,
+    LookupDiscovery,
+    NotKnownYet,
+    Substitution,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.variables import TraceRecorder
 
-    from ._survey import Sought
+    from ._lookup_discovery import SoughtLookup
 
 
 def _floating(leaf: Any, place: str) -> Any:
@@ -129,7 +134,7 @@ class Difference:
             differentiate = jax.value_and_grad(attempt, (0, 1), has_aux=self.has_aux)
             try:
                 value, (of_given, of_values) = differentiate(given, values)
-            except Met as met:
+            except NotKnownYet as met:
                 # A function that is differentiated around this one has met the lookup.
                 if not recordings or met.by is not recordings[-1]:
                     raise
@@ -146,8 +151,9 @@ class Difference:
         outer = Immediate() if self.outer is None else self.outer
         stand_for: list[VariableHandle | None]
         stand_for = [variable for cut in self.cuts for _, variable in cut.given]
-        survey = Survey(self._plain, outer, given, stand_for, values, self._late())
-        found = survey.run()
+        found = LookupDiscovery(
+            self._plain, outer, given, stand_for, values, self._late()
+        ).run()
         floating = [
             n
             for n, rows in enumerate(found.rows)
@@ -200,7 +206,7 @@ class Difference:
 class _LookedUp:
     """A lookup and the gradient of its rows."""
 
-    sought: Sought
+    sought: SoughtLookup
     ids: jax.Array
     gradient: jax.Array
 
@@ -218,7 +224,7 @@ class _LookedUp:
 class _Gathered:
     """Gradients of arrays by number, of values by key, and of rows."""
 
-    found: Surveyed
+    found: DiscoveredLookups
     of_given: Sequence[jax.Array]
     of_keys: dict[int, jax.Array]
     looked_up: Sequence[_LookedUp]
@@ -296,7 +302,7 @@ class _Gathered:
         return dense
 
 
-def _meets(sought: Sought, key: int, number: int | None) -> bool:
+def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:
     """Whether a lookup goes to this variable, by that array or by itself."""
     return any(
         component.spec.key == key and via == number

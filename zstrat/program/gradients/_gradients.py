@@ -6,8 +6,8 @@ leaf: the array itself for arrays, the value for dense variables. Variables that
 function reads by itself are differentiated by `Substitution`, a recorder that hands out
 the arrays of jax's trace in place of values read from outside.
 
-A function that looks rows up is looked through first (`_survey`), and the gradient of a
-table that it only looked up is one of those rows (`_difference`).
+A function that looks rows up is looked through first (`_lookup_discovery`), and the
+gradient of a table that it only looked up is one of those rows (`_difference`).
 
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
 are captured) and outside of one (reads go to the home, at each call).
@@ -27,7 +27,7 @@ from ._difference import Difference, Differentiated
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._survey import Substitution
+    from ._lookup_discovery import Substitution
 
 Argnums = int | tuple[int, ...] | list[int]
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program.gradients._survey import Substitution
+from zstrat.program.gradients._lookup_discovery import Substitution
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._eager import Immediate
 from zstrat.variables import (

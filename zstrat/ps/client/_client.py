@@ -203,6 +203,7 @@ class PsClient(VariableCalls, SnapshotCalls):
         def take(ps: int, answer: AppliedParts) -> None:
             found.update((part, tuple(names)) for part, names in answer.parts)
             asked = open_.pop(ps)
+            # Else a server that repeats itself would be asked for ever.
             if answer.more and answer.more <= asked:
                 raise ValueError(f"parts from {asked} on, and more from {answer.more}")
             if answer.more:

@@ -131,6 +131,7 @@ def exchange(
         ServerCall(len(asked), reading.result),
         deadline,
     )
+    # Nothing is read of these: their push goes by itself.
     for ps in left.keys() - {each.ps for each in asked}:
         both.send_push(lines[ps], ps, left.pop(ps))
     for each in asked:
@@ -178,6 +179,7 @@ class _Both:
 
     def send(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
         """Sends both parts to one server, in one message if that can be."""
+        # One of the two has failed already, and must not take the other with it.
         if self.pushed.outcome.done() or self.pulled.outcome.done():
             self.send_apart(line, push, asked)
             return

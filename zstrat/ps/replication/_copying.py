@@ -128,6 +128,7 @@ def _variables(store: Store) -> Iterator[Message]:
         )
         for held in variables.values()
     ]
+    # One at least: it tells the first version, too.
     for at in range(0, max(1, len(entries)), _ENTRIES):
         yield CopyVariables(variables.first_version, entries[at : at + _ENTRIES])
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol, final, get_args
+from typing import TYPE_CHECKING, Final, final, get_args
 
 from zstrat.errors import (
     NotPrimaryError,
@@ -25,7 +25,6 @@ from zstrat.wire import (
     BeginAnew,
     CopyWhole,
     Done,
-    Hello,
     Job,
     LogMade,
     LogTaken,
@@ -40,6 +39,7 @@ from ._repeating import CHANGES, Computation, repeat
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from zstrat.ps._roles import Caller
     from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
 
@@ -53,20 +53,6 @@ _AT_ONCE: Final = 4 * 2**20
 
 _CHANGES: Final = frozenset(get_args(CHANGES))
 _LOG: Final = logging.getLogger("zstrat.ps")
-
-
-class Primary(Protocol):
-    """What is needed of a `zstrat.transport.Remote`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def hello(self) -> Hello: ...
-    @property
-    def role(self) -> Job: ...
-    @property
-    def is_heard(self) -> bool: ...
-    def notify(self, message: Message) -> None: ...
 
 
 @final
@@ -88,7 +74,7 @@ class Following:
         session: int,
         view: int,
         named: int,
-        on_promoted: Callable[[Primary, int], None],
+        on_promoted: Callable[[Caller, int], None],
         clock: Callable[[], float],
         on_made: Callable[[Message, float], None],
     ) -> None:
@@ -102,7 +88,7 @@ class Following:
         self._clock, self._on_made = clock, on_made
         self._since = 0.0
         """When the change that is made was begun."""
-        self._primary: Primary | None = None
+        self._primary: Caller | None = None
         self._promotion: asyncio.Future[None] | None = None
         self._queue: deque[Message] = deque()
         self._nbytes = 0
@@ -130,7 +116,7 @@ class Following:
         }
 
     def handle(
-        self, remote: Primary, message: Message
+        self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
         """What its primary and the coordinator say.
 
@@ -166,7 +152,7 @@ class Following:
                 f"view {self.view}, not to {session:#x} and {view}"
             )
 
-    def _open(self, remote: Primary, opening: OpenLog) -> LogTaken | Awaitable[Message]:
+    def _open(self, remote: Caller, opening: OpenLog) -> LogTaken | Awaitable[Message]:
         known = opening.session in self._earlier
         self.require(self.session if known else opening.session, opening.view)
         if remote.hello.incarnation != self._named:
@@ -341,7 +327,7 @@ class Following:
         self._nbytes = 0
         self._look_at_promotion()
 
-    async def _promote(self, remote: Primary, view: int) -> Message:
+    async def _promote(self, remote: Caller, view: int) -> Message:
         """Nothing more is taken from now on. The primary is told when all is made that
         was: that it is replaced, or that this copy is of no use."""
         if not self.is_whole:
@@ -352,6 +338,7 @@ class Following:
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
                 self._look_at_promotion()
+        # Who asks may go, and ask again by a new line: it goes on meanwhile.
         await asyncio.shield(self._promotion)
         if self.trouble:
             raise UnavailableError(
@@ -370,6 +357,7 @@ class Following:
             return
         if not self.trouble:
             self._store.variables.jump(JUMP)
+            # The old primary was to tell of that, and did not any more.
             if self._begun != self.session:
                 self._store.begin_anew()
             self._tell(PromoteBackup(self.session, self.view))

@@ -200,6 +200,7 @@ class HostedStores:
         """
         self._is_over = True
         async with self._changing:
+            # Taken out first: `look` must not drop what the next process is to have.
             copies, self._copies = self._copies, {}
             ends = [await each.close(reason, returns) for each in copies.values()]
             if not all(ends):

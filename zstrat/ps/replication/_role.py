@@ -18,10 +18,11 @@ from zstrat.wire import LeftCopy
 
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
+    from zstrat.ps._roles import Caller
     from zstrat.ps.store._store import Store
     from zstrat.wire import Message, Owner, Ownership
 
-    from ._following import Following, Primary
+    from ._following import Following
     from ._standing import Standing
 
 
@@ -106,7 +107,7 @@ class StoreServingRole:
         if left.role is not StoreRole.ALONE:
             self._standing.step_aside(is_dropped=left.role is StoreRole.NOTHING)
 
-    def promoted(self, remote: Primary, view: int) -> None:
+    def promoted(self, remote: Caller, view: int) -> None:
         """Is the primary from now on, for the coordinator that has asked for it."""
         standing, host, session = self._standing, self._host, self._ownership.session
         if standing.following is not None:

@@ -71,6 +71,7 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
             f"{who} was asked for {dtype.name}{list(shape)} and returned "
             f"{value.dtype.name}{list(value.shape)}"
         )
+    # Two: the name here, and the argument of the question.
     if value.nbytes > SMALL and _is_ours(value) and sys.getrefcount(value) <= 2:
         return Cell.around(value)
     return Cell(value)

@@ -345,6 +345,7 @@ class Store:
         Returns:
             The steps of ``asked`` that have applied something here.
         """
+        # Before the mark is raised: what is below it is forgotten.
         applied = [step for step in asked if self.ledger.has_applied(step)]
         self.raise_mark(low_water)
         return applied

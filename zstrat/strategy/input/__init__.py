@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from ._epoch_sync import Length as Length
-from ._epoch_sync import Paced as Paced
+from ._epoch_sync import PassLength as PassLength
+from ._epoch_sync import SynchronizedPass as SynchronizedPass

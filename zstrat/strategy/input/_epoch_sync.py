@@ -33,7 +33,7 @@ _NEVER: Final = 2**31 - 1
 
 @final
 @dataclass(frozen=True, slots=True)
-class Length:
+class PassLength:
     """What a worker knows of the length of its passes before they begin.
 
     Args:
@@ -47,14 +47,14 @@ class Length:
     is_common: bool = False
 
 
-class _Way(enum.Enum):
+class _EndRule(enum.Enum):
     OWN = "each to its own end"
     FOREVER = "without an end"
     COUNTED = "so many steps"
     ASKED = "asking before each step"
 
 
-class Accord(Protocol):
+class WorkerAgreement(Protocol):
     """Brings the workers together."""
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
@@ -63,7 +63,7 @@ class Accord(Protocol):
 
 
 @final
-class Paced:
+class SynchronizedPass:
     """One worker's pass, as long as any worker's.
 
     Args:
@@ -77,9 +77,9 @@ class Paced:
     def __init__(
         self,
         elements: Elements[Any],
-        accord: Accord,
+        accord: WorkerAgreement,
         *,
-        length: Length,
+        length: PassLength,
         empty: Callable[[], Any],
         is_partial: bool,
         order: str = "",
@@ -91,7 +91,7 @@ class Paced:
         self._order: Final = order
         # Of negative numbers the largest is that of the worker that stops first.
         self._sign: Final = 1 if is_partial else -1
-        self._way: _Way | None = None
+        self._way: _EndRule | None = None
         """None: not asked yet."""
         self._is_endless = False
         self._left = 0
@@ -103,17 +103,17 @@ class Paced:
         if self._way is None:
             self._way = self._agreed()
         match self._way:
-            case _Way.OWN:
+            case _EndRule.OWN:
                 return next(self._elements)
-            case _Way.FOREVER:
+            case _EndRule.FOREVER:
                 pass
-            case _Way.COUNTED:
+            case _EndRule.COUNTED:
                 if not self._left:
                     raise StopIteration
                 self._left -= 1
-            case _Way.ASKED:
+            case _EndRule.ASKED:
                 if not self._largest(self._has_more()):
-                    self._way = _Way.COUNTED
+                    self._way = _EndRule.COUNTED
                     raise StopIteration
             case _:
                 assert_never(self._way)
@@ -123,7 +123,7 @@ class Paced:
         """Ends the pass of this worker; the others hear of it in no way."""
         self._elements.close()
 
-    def _agreed(self) -> _Way:
+    def _agreed(self) -> _EndRule:
         length, sign = self._length, self._sign
         steps = length.steps
         if length.is_infinite:
@@ -146,13 +146,13 @@ class Paced:
         if high > -low:
             raise _unlike(self._order)
         if not apart:
-            return _Way.OWN
+            return _EndRule.OWN
         if sign * forever:
-            return _Way.FOREVER
+            return _EndRule.FOREVER
         if unknown:
-            return _Way.ASKED
+            return _EndRule.ASKED
         self._left = sign * most
-        return _Way.COUNTED
+        return _EndRule.COUNTED
 
     def _own_or_empty(self) -> Any:
         if self._has_more():

@@ -20,29 +20,29 @@ from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import NarrowingWarning, is_cut, what_is_lost
 
-from ._epoch_sync import Length, Paced
+from ._epoch_sync import PassLength, SynchronizedPass
 from ._replica_batches import Share, leaf_by_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ._epoch_sync import Accord
+    from ._epoch_sync import WorkerAgreement
     from ._input_options import InputOptions
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]
-    Shares = Callable[[], "Begun"]
+    Shares = Callable[[], "BegunPass"]
 
 _NAME: Final = "a distributed dataset"
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Begun:
+class BegunPass:
     """A pass over the sources.
 
     Args:
-        order: See `Paced`.
+        order: See `SynchronizedPass`.
     """
 
     shares: Iterator[Share]
@@ -51,7 +51,7 @@ class Begun:
 
 @final
 @dataclass(slots=True)
-class Described:
+class KnownElementSpec:
     """What the elements of a dataset look like, once one of its passes has made one."""
 
     spec: Any = None
@@ -71,10 +71,10 @@ class DatasetFeed:
     shares: Shares
     place: Place
     options: InputOptions
-    accord: Accord | None
+    accord: WorkerAgreement | None
     is_partial: bool
-    length: Length = field(default_factory=Length)
-    described: Described = field(default_factory=Described)
+    length: PassLength = field(default_factory=PassLength)
+    described: KnownElementSpec = field(default_factory=KnownElementSpec)
 
     def begin(self) -> DatasetPass:
         return DatasetPass(self)
@@ -93,9 +93,9 @@ class DatasetPass:
         self._elements: Final[Elements[Any]] = Elements(
             Prefetcher(maker.elements(), size), _NAME
         )
-        self._drawn: Elements[Any] | Paced = self._elements
+        self._drawn: Elements[Any] | SynchronizedPass = self._elements
         if feed.accord is not None:
-            self._drawn = Paced(
+            self._drawn = SynchronizedPass(
                 self._elements,
                 feed.accord,
                 length=feed.length,

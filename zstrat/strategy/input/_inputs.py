@@ -20,8 +20,8 @@ from zstrat.program import StepDataset, building, kept
 from zstrat.variables import line_outside
 
 from ._distributed_dataset import DistributedDataset
-from ._epoch_sync import Length
-from ._feed import Begun, DatasetFeed
+from ._epoch_sync import PassLength
+from ._feed import BegunPass, DatasetFeed
 from ._input_options import InputOptions
 from ._replica_batches import (
     per_replica,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from zstrat.data import Allotment, Dataset
 
-    from ._epoch_sync import Accord
+    from ._epoch_sync import WorkerAgreement
     from ._feed import Place
     from ._replica_batches import Share
 
@@ -74,7 +74,7 @@ class ProcessInputs:
     context: InputContext
     local: int = 1
     place: Place = per_replica
-    accord: Accord | None = None
+    accord: WorkerAgreement | None = None
     static_shapes: bool = False
     per_replica: bool = False
 
@@ -93,7 +93,7 @@ class ProcessInputs:
         if not is_partial:
             self._require_even(allotment.batch_size)
 
-        def shares() -> Begun:
+        def shares() -> BegunPass:
             begun, order = allotment.begin()
             batches = self._read(begun, allotment, chosen)
             if alone:
@@ -106,9 +106,9 @@ class ProcessInputs:
                 found = shares_of_batches(
                     batches, cutter, is_partial=is_partial, is_fresh=is_fresh
                 )
-            return Begun(_ending_with(batches, found), order)
+            return BegunPass(_ending_with(batches, found), order)
 
-        length = Length(
+        length = PassLength(
             is_infinite=allotment.is_infinite,
             is_common=allotment.ends_with_others and is_partial,
         )
@@ -127,18 +127,18 @@ class ProcessInputs:
         made = allotted(_made(dataset_fn, self.context), Worker())
         is_partial = not self.static_shapes
 
-        def shares() -> Begun:
+        def shares() -> BegunPass:
             elements = self._read(made.elements(), made, chosen)
             found = shares_of_elements(
                 elements, self.local, is_partial=is_partial, is_fresh=made.is_fresh
             )
-            return Begun(_ending_with(elements, found))
+            return BegunPass(_ending_with(elements, found))
 
         size = made.recipe.size()
         steps = None
         if size >= 0:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
-        length = Length(steps, is_infinite=made.is_infinite)
+        length = PassLength(steps, is_infinite=made.is_infinite)
         return self._fed(_FUNCTION, shares, chosen, self.accord, length)
 
     def _of_functions(
@@ -152,19 +152,19 @@ class ProcessInputs:
         made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
         is_partial = not self.static_shapes
 
-        def shares() -> Begun:
+        def shares() -> BegunPass:
             pipelines = [self._read(each.elements(), each, options) for each in made]
-            return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
+            return BegunPass(shares_of_pipelines(pipelines, is_partial=is_partial))
 
-        return self._fed(_FUNCTION, shares, options, None, Length())
+        return self._fed(_FUNCTION, shares, options, None, PassLength())
 
     def _fed(
         self,
         name: str,
-        shares: Callable[[], Begun],
+        shares: Callable[[], BegunPass],
         options: InputOptions,
-        accord: Accord | None,
-        length: Length,
+        accord: WorkerAgreement | None,
+        length: PassLength,
     ) -> DistributedDataset:
         place = self.place if options.fetches else per_replica
         is_partial = not self.static_shapes

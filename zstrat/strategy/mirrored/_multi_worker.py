@@ -140,6 +140,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
                 mesh = join_job(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
+        # Formed anew: the others have been at work, and this process comes to them.
         late = self._channel is not None and self._channel.collective.generation > 0
         names = task_names(self._local, *task)
         self._variables = MirroredVariables(
@@ -223,7 +224,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     def _inputs(self) -> ProcessInputs:
         inputs, channel = super()._inputs(), self._channel
         if channel is not None:
-            inputs = replace(inputs, accord=_Accord(channel))
+            inputs = replace(inputs, accord=_ProcessAgreement(channel))
         if len(self._local) == 1 or (channel is not None and channel.mesh is not None):
             return inputs  # a program of all processes takes rows of its own
         layout = MeshLayout(mesh_over(self._local))
@@ -239,7 +240,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Accord:
+class _ProcessAgreement:
     """The processes, brought together by the collective that they reduce with."""
 
     channel: Channel

@@ -41,7 +41,7 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
-from ._copy_home import copies_of
+from ._copies import copies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,9 +21,9 @@ import numpy as np
 
 from zstrat.errors import InvalidArgumentError
 from zstrat.variables import (
-    Beside,
     DeviceHome,
     LocalHome,
+    SlotValues,
     VariableAggregation,
     VariableSynchronization,
 )
@@ -172,7 +172,7 @@ def _put(
             leaves = [next(left) for _ in kinds]
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
-            home.take_over_shown_slots(rule.id, Beside(names, leaves, rows))
+            home.take_over_shown_slots(rule.id, SlotValues(names, leaves, rows))
 
 
 def _home(
@@ -198,7 +198,7 @@ def _home(
     return home
 
 
-def _described(slots: Beside) -> list[Any]:
+def _described(slots: SlotValues) -> list[Any]:
     """Name, shape and dtype of each, and whether it has the variable's rows."""
     return [
         [name, list(array.shape), array.dtype.name, has]

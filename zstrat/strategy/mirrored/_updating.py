@@ -22,7 +22,7 @@ from zstrat.strategy.replica._per_replica import (
 from zstrat.strategy.replica._regroup import regroup
 from zstrat.variables import Variable
 
-from ._copy_home import copies_of
+from ._copies import copies_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -172,6 +172,7 @@ class TeamReduction(abc.ABC):
         )
         if self._team.channel is None:
             return whole
+        # Between processes rows are gathered, which are of the first axis.
         fronts = [_moved(x, axis, 0) for x in whole]
         return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
 
@@ -217,10 +218,10 @@ class TeamReduction(abc.ABC):
             return operands[0]
         columns = list(zip(*operands, strict=True))
         has_rows = len(columns) > 1
-        how = together(variable, op, has_rows)
-        if how is Together.FIRST:
+        how = aggregation_rule(variable, op, has_rows)
+        if how is AggregationRule.FIRST:
             return tuple(self.firsts(columns))
-        mean = how is Together.MEAN
+        mean = how is AggregationRule.MEAN
         if has_rows:
             indices, values = columns
             return self._rows(indices, values, mean)
@@ -231,6 +232,7 @@ class TeamReduction(abc.ABC):
             cut = zip(*[cut_for_mean(x, size) for x in column], strict=True)
             sums = self.reduced(list(cut), mean=False)
             return (mean_of_cut(sums, size).astype(dtype),)
+        # Back from the dtype that holds the sum (`summable`).
         return (self.reduced(columns, mean)[0].astype(dtype),)
 
     def aggregated_call(self, calls: Sequence[GradientCall]) -> GradientCall:
@@ -324,7 +326,7 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
     return unique, mean_of_cut(sums, count).astype(values.dtype)
 
 
-class Together(enum.Enum):
+class AggregationRule(enum.Enum):
     """How what several replicas do to a variable becomes one update."""
 
     SUM = enum.auto()
@@ -333,7 +335,9 @@ class Together(enum.Enum):
     """The first replica's update, and none of the others'."""
 
 
-def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together:
+def aggregation_rule(
+    variable: VariableHandle, op: UpdateOp, has_rows: bool
+) -> AggregationRule:
     """The way of an update. Gradients are summed; all else follows the variable.
 
     Raises:
@@ -342,7 +346,7 @@ def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together
             mean of factors that are integers.
     """
     if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-        return Together.SUM
+        return AggregationRule.SUM
     match variable.aggregation:
         case VariableAggregation.NONE:
             raise ValueError(
@@ -352,7 +356,7 @@ def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together
                 "zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
             )
         case VariableAggregation.ONLY_FIRST_REPLICA:
-            return Together.FIRST
+            return AggregationRule.FIRST
         case aggregation if has_rows and op in _NOT_ADDITIVE:
             raise NotImplementedError(
                 f"{op.name.lower()} of {variable.spec} in replica context is "
@@ -367,8 +371,8 @@ def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together
                 "VariableAggregation.ONLY_FIRST_REPLICA"
             )
         case VariableAggregation.MEAN:
-            return Together.MEAN
-    return Together.SUM
+            return AggregationRule.MEAN
+    return AggregationRule.SUM
 
 
 def _is_integer(variable: VariableHandle) -> bool:

@@ -10,9 +10,9 @@ object (an item of a list, a global of another module) is not seen, as by
 
 The function itself and what it has captured are compared at each call. What is beneath
 them, the functions of its module that it may call, is only watched, in one flat list
-(`Watched`): whether each name and each cell still has the object that it had when the
-function was traced, and each function its code and defaults. A helper is looked into
-when a step is made, and never at a call.
+(`FunctionDependencies`): whether each name and each cell still has the object that it
+had when the function was traced, and each function its code and defaults. A helper is
+looked into when a step is made, and never at a call.
 
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     Module = dict[str, Any]
 
 
-class Watched:
+class FunctionDependencies:
     """What some functions are bound to: their names and cells, their code and defaults.
 
     A name that nothing is bound to counts, too: one may hide a builtin, later.
@@ -218,7 +218,7 @@ class CachedStep:
     marks: Hashable
     held: CapturedObjects
     """The objects that ``marks`` names by their identity."""
-    watched: Watched
+    watched: FunctionDependencies
     origin: weakref.ref[Any] | None
     why_not: str | None = None
 
@@ -300,7 +300,7 @@ class FunctionCache:
             Function(_called_like(self._make(), fn)),
             marks,
             CapturedObjects([*captured, *[each.__code__ for each in compared]]),
-            Watched(x for x in functions if x not in compared),
+            FunctionDependencies(x for x in functions if x not in compared),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )

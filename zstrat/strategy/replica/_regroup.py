@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zstrat.strategy.mirrored._copy_home import copied
+from zstrat.strategy.mirrored._copies import copied
 from zstrat.variables import IndexedSlices
 
 from ._per_replica import DistributedValues, PerReplica

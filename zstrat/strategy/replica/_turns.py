@@ -135,6 +135,7 @@ class ReplicaFiber:
         self._trace: object = None
         self._settings: JaxSettings | None = None
         self._greenlet = greenlet(self._run)
+        # A context of its own: what is current in one replica is not in the others.
         self._greenlet.gr_context = contextvars.copy_context()
 
     @property
@@ -150,6 +151,7 @@ class ReplicaFiber:
                 in a context that sets something in jax.
         """
         if self._is_over:
+            # It cleans up, and nobody comes to meet it any more.
             raise GreenletExit
         if self.is_inside:
             raise RuntimeError(
@@ -269,7 +271,8 @@ def _all_of(meetings: Sequence[ReplicaRendezvous | None]) -> list[ReplicaRendezv
 def _difference(
     meetings: Sequence[ReplicaRendezvous | None], came: Sequence[ReplicaRendezvous]
 ) -> str | None:
-    """Who came to another meeting than replica 0, or to none, in words."""
+    """Says which replica came to another meeting than replica 0, or to none; None: all
+    came to the same."""
     if len(came) < len(meetings):
         waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
         ended = next(n for n, meeting in enumerate(meetings) if meeting is None)

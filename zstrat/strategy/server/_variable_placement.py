@@ -287,7 +287,8 @@ class Numbers:
         return self._optimizers
 
     def give_back(self, optimizer: int) -> None:
-        """Nobody has a handle to that one; if others came after it, it stays."""
+        """Gives the number of an optimizer out again, to which nobody has a handle; if
+        others came after it, it stays taken."""
         if optimizer == self._optimizers:
             self._optimizers -= 1
             self._optimizers_at_risk.append(optimizer)

@@ -1,7 +1,13 @@
-"""The file of a time line: which format it has, and how it comes to be there whole.
+"""The file of a time line: which format it has, how it comes to be there whole, and its
+JSON in the format of Chrome's traces, which Perfetto opens.
 
 What can be wrong with the place is found before anything is measured. What is written
 gets its name when it is complete, so that a full disk leaves what was there before.
+
+The JSON is an array of events. A task is a process (``pid``), a row one of its threads
+(``tid``); a span is an event ``X``, a curve is events ``C``, and an arrow is a pair of
+``s`` and ``f``, each at the begin of its span, behind it in the file. Times are
+microseconds, from the first of them on, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -9,18 +15,24 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import json
 import os
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO, cast
 
-from ._json import write_json
 from ._otlp import write_otlp
+from ._picture import earliest, placed
 from ._protobuf import write_protobuf
 
 if TYPE_CHECKING:
-    from ._picture import Timeline
+    from collections.abc import Iterator
+
+    from ._picture import Timeline, TimelineCurve, TimelineSpan, TimelineTask
+
+    Event = dict[str, Any]
+
 
 SUFFIXES: Final = (".json", ".json.gz", ".pftrace", ".otlp.json")
 
@@ -76,3 +88,96 @@ def _write(timeline: Timeline, name: str, file: BinaryIO) -> None:
         else:
             write_json(timeline, text)
         text.detach()
+
+
+CATEGORY: Final = "zstrat"
+
+
+def write_json(timeline: Timeline, file: TextIO) -> None:
+    """Writes it event by event.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    about = json.dumps(timeline.about)
+    file.write(f'{{"displayTimeUnit": "ms", "otherData": {about}, "traceEvents": [')
+    between = "\n"
+    for event in _events(timeline):
+        file.write(between + json.dumps(event))
+        between = ",\n"
+    file.write("\n]}\n")
+
+
+def _events(timeline: Timeline) -> Iterator[Event]:
+    start = earliest(timeline)
+    arrows = _tips_of_arrows(timeline)
+    yield {
+        "ph": "i",
+        "s": "g",
+        "pid": 1,
+        "tid": 0,
+        "ts": 0,
+        "name": "about this file",
+        "cat": CATEGORY,
+        "args": timeline.about,
+    }
+    for pid, task in enumerate(timeline.tasks, 1):
+        yield from _of_task(pid, task, start, arrows)
+
+
+def _of_task(
+    pid: int, task: TimelineTask, start: float, arrows: dict[int, list[Event]]
+) -> Iterator[Event]:
+    yield _meta(pid, 0, "process_name", {"name": task.name})
+    yield _meta(pid, 0, "process_labels", {"labels": task.label})
+    yield _meta(pid, 0, "process_sort_index", {"sort_index": pid})
+    for tid, row in enumerate(task.rows, 1):
+        yield _meta(pid, tid, "thread_name", {"name": row.name})
+        yield _meta(pid, tid, "thread_sort_index", {"sort_index": tid})
+        for span, begin, end in placed(row, start):
+            place = {"pid": pid, "tid": tid, "ts": begin / 1e3}
+            yield {**_complete(span, end - begin), **place}
+            for tip in arrows.get(id(span), ()):
+                yield {**tip, **place}
+    for curve in task.curves:
+        yield from _counts(pid, curve, start)
+
+
+def _complete(span: TimelineSpan, nanoseconds: int) -> Event:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": CATEGORY,
+        "dur": nanoseconds / 1e3,
+        "args": dict(span.details),
+    }
+
+
+def _counts(pid: int, curve: TimelineCurve, start: float) -> Iterator[Event]:
+    for at, value in curve.points:
+        yield {
+            "ph": "C",
+            "pid": pid,
+            "tid": 0,
+            "ts": round((at - start) * 1e9) / 1e3,
+            "name": curve.name,
+            "args": {curve.unit: value},
+        }
+
+
+def _meta(pid: int, tid: int, name: str, args: dict[str, Any]) -> Event:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
+
+
+def _tips_of_arrows(timeline: Timeline) -> dict[int, list[Event]]:
+    """What follows each span, by its identity."""
+    tips: dict[int, list[Event]] = {}
+
+    def add(span: TimelineSpan, event: Event) -> None:
+        common = {"name": "step", "cat": CATEGORY}
+        tips.setdefault(id(span), []).append({**event, **common})
+
+    for number, (tail, head) in enumerate(timeline.arrows, 1):
+        add(tail, {"ph": "s", "id": number})
+        add(head, {"ph": "f", "bp": "e", "id": number})
+    return tips

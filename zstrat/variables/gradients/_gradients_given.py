@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenGradients:
     """Gradients of leaves of a tree: ``gradients`` by the number of the leaf."""
 
     structure: TreeStructure
@@ -82,7 +82,7 @@ class Given:
         )
 
 
-def given_pairs(pairs: Any, tree: Tree | None) -> Given:
+def given_pairs(pairs: Any, tree: Tree | None) -> GivenGradients:
     """The gradients of an iterable of ``(gradient, variable)``.
 
     Raises:
@@ -96,10 +96,10 @@ def given_pairs(pairs: Any, tree: Tree | None) -> Given:
     variables = tuple([variable for _, variable in found])
     structure = TreeStructure.of_pairs([variable.name for variable in variables])
     gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
-    return Given(structure, variables, gradients)
+    return GivenGradients(structure, variables, gradients)
 
 
-def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
+def given_tree(grads: Any, variables: Any, tree: Tree | None) -> GivenGradients:
     """The gradients of two pytrees of one structure.
 
     Raises:
@@ -116,10 +116,10 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
     left = treedef.unflatten([v if g is not None else None for g, v in listed])
     targets, rest = jax.tree.flatten(left)
     gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
-    return Given(TreeStructure(rest), tuple(targets), gradients)
+    return GivenGradients(TreeStructure(rest), tuple(targets), gradients)
 
 
-def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> Given:
+def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> GivenGradients:
     structure, targets = tree
     # By key: another handle of the same variable is that leaf, too.
     places = {_key(variable): n for n, variable in enumerate(targets)}
@@ -133,7 +133,7 @@ def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> Given:
                 "make another optimizer for this variable"
             )
         gradients[leaf] = gradient
-    return Given(structure, targets, gradients)
+    return GivenGradients(structure, targets, gradients)
 
 
 def _key(variable: AbstractVariable) -> tuple[int, ...]:

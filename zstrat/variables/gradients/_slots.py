@@ -81,11 +81,11 @@ class SlotRule:
             pairs = zip(made, self.kinds, strict=True)
             return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
 
-    def beside(self, leaves: list[Any]) -> Beside:
+    def beside(self, leaves: list[Any]) -> SlotValues:
         """Slots in the order of the names."""
-        return Beside(self.names, leaves, self.leaf.has_rows)
+        return SlotValues(self.names, leaves, self.leaf.has_rows)
 
-    def fitted(self, variable: str, beside: Beside) -> Beside:
+    def fitted(self, variable: str, beside: SlotValues) -> SlotValues:
         """What is there, in the order of the names.
 
         Raises:
@@ -116,7 +116,7 @@ class SlotRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SlotValues:
     """What one optimizer keeps beside a variable: names, and arrays in their order, as
     steps take them and put them back. ``rows``: the first axis of an array is that of
     the variable."""
@@ -125,15 +125,15 @@ class Beside:
     leaves: list[Any]
     rows: tuple[bool, ...]
 
-    def on_host(self) -> Beside:
+    def on_host(self) -> SlotValues:
         """The same slots as arrays of numpy."""
-        return Beside(self.names, [np.asarray(x) for x in self.leaves], self.rows)
+        return SlotValues(self.names, [np.asarray(x) for x in self.leaves], self.rows)
 
     def items(self) -> Iterator[tuple[str, Any, bool]]:
         """Name, array, and whether it has the rows of the variable."""
         return zip(self.names, self.leaves, self.rows, strict=True)
 
-    def replaced(self, name: str, array: Any) -> Beside:
+    def replaced(self, name: str, array: Any) -> SlotValues:
         """These slots, with another array under one name.
 
         Raises:
@@ -143,7 +143,7 @@ class Beside:
             raise KeyError(name)
         pairs = zip(self.names, self.leaves, strict=True)
         leaves = [array if known == name else leaf for known, leaf in pairs]
-        return Beside(self.names, leaves, self.rows)
+        return SlotValues(self.names, leaves, self.rows)
 
     @property
     def is_lost(self) -> bool:

@@ -3,7 +3,7 @@
 Its recorder, a `Substitution`, hands out the arrays of jax's trace in place of the
 values of variables and of the rows that are looked up. Which rows those are is not
 known when a function is met for the first time: the first lookup then ends the attempt
-(`Met`), and the function is looked through before it is differentiated.
+(`NotKnownYet`), and the function is looked through before it is differentiated.
 
 For that it is traced twice, and none of these traces is run. The first one finds its
 lookups, the second one has their rows as inputs and their ids as outputs. Then the ids
@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     )
 
 
-class Met(BaseException):
-    """What cannot be had yet is asked of ``by``. No `Exception`: it is nobody's error,
-    and the function that is differentiated must not catch it."""
+class NotKnownYet(BaseException):
+    """Raised where ``by`` is asked for rows or values that are not known before the
+    function was looked through. No `Exception`: it is nobody's error, and the function
+    that is differentiated must not catch it."""
 
     def __init__(self, by: Substitution) -> None:
         self.by = by
@@ -57,7 +58,7 @@ class Live(Protocol):
     live: bool
 
 
-class Sought(NamedTuple):
+class SoughtLookup(NamedTuple):
     """A lookup by the function. ``via`` tells of each component of the table which of
     the arrays that it was given (by number) was used in place of the variable."""
 
@@ -78,8 +79,9 @@ class Substitution:
     Args:
         values: What to hand out, by key of the variable.
         given: Arrays among the arguments with the variables that they stand for.
-        late: Variables, by key, whose values ``value_of`` gives; without it, `Met`.
-        rows_of: Gives the rows of a lookup; without it, `Met`.
+        late: Variables, by key, whose values ``value_of`` gives; without it their reads
+            raise `NotKnownYet`.
+        rows_of: Gives the rows of a lookup; without it a lookup raises `NotKnownYet`.
         is_staged: The function is only looked through: nothing of this trace is run.
     """
 
@@ -91,12 +93,12 @@ class Substitution:
         *,
         late: Collection[int] = (),
         value_of: Callable[[VariableHandle], jax.Array] | None = None,
-        rows_of: Callable[[int, Sought], jax.Array] | None = None,
+        rows_of: Callable[[int, SoughtLookup], jax.Array] | None = None,
         is_staged: bool = False,
     ) -> None:
         self.live = not is_staged and (outer is None or is_live(outer))
         """Whether values are real, so that nothing is being captured."""
-        self.sought: list[Sought] = []
+        self.sought: list[SoughtLookup] = []
         self._outer = Immediate() if outer is None else outer
         self._values = values
         self._given = given
@@ -127,7 +129,7 @@ class Substitution:
         if key not in self._late:
             return self._outer.read(variable)
         if self._value_of is None:
-            raise Met(self)
+            raise NotKnownYet(self)
         return self._value_of(variable)
 
     def copies(self, variable: VariableHandle) -> jax.Array:
@@ -144,9 +146,9 @@ class Substitution:
         if current_trace() != self._outermost:
             raise _refusals.lookup_inside(table)
         if self._rows_of is None:
-            raise Met(self)
+            raise NotKnownYet(self)
         via = tuple(via) or (None,) * len(table.components)
-        self.sought.append(Sought(table, ids, via, here()))
+        self.sought.append(SoughtLookup(table, ids, via, here()))
         return self._rows_of(len(self.sought) - 1, self.sought[-1])
 
     def behind(self, array: object) -> tuple[VariableHandle, int] | None:
@@ -186,22 +188,24 @@ what is differentiated, without aux."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surveyed:
+class DiscoveredLookups:
     """What was found. ``ids`` and ``rows`` are those of ``sought``; ``late`` the values
     by key that were asked for; ``used_given`` (by number) and ``used_keys`` say on
     which arrays and values the result depends."""
 
-    sought: list[Sought]
+    sought: list[SoughtLookup]
     ids: list[jax.Array]
     rows: list[jax.Array]
     late: dict[int, jax.Array]
     used_given: frozenset[int]
     used_keys: frozenset[int]
 
-    def rows_of(self, rows: list[jax.Array]) -> Callable[[int, Sought], jax.Array]:
+    def rows_of(
+        self, rows: list[jax.Array]
+    ) -> Callable[[int, SoughtLookup], jax.Array]:
         """Hands these rows out in order, in place of ``rows``."""
 
-        def handed(number: int, sought: Sought) -> jax.Array:
+        def handed(number: int, sought: SoughtLookup) -> jax.Array:
             known = self.sought[number] if number < len(self.sought) else None
             if known is None or not _is_same(known, sought):
                 raise _refusals.changed(
@@ -213,8 +217,8 @@ class Surveyed:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """A function to be looked through.
+class LookupDiscovery:
+    """Finds the lookups of a function, which is looked through for them.
 
     ``late`` are variables, by key, whose values are read only if it asks for them.
     """
@@ -226,7 +230,7 @@ class Survey:
     values: dict[int, jax.Array]
     late: dict[int, VariableHandle]
 
-    def run(self) -> Surveyed:
+    def run(self) -> DiscoveredLookups:
         """Traces it and does its lookups.
 
         Raises:
@@ -258,12 +262,13 @@ class Survey:
 
         for number, wanted in enumerate(sought):
             part, needed = flow.part([first + number])
+            # In order: these ids may be made of rows that were looked up before.
             ids += part(*[given(n) for n in needed])
             with claimed(wanted.where):
                 rows.append(self.outer.lookup(wanted.table, ids[-1]))
         used = flow.inputs_of(range(first))
         names = [*sorted(self.values), *keys]
-        return Surveyed(
+        return DiscoveredLookups(
             sought,
             ids,
             rows,
@@ -274,7 +279,7 @@ class Survey:
             ),
         )
 
-    def _found(self) -> tuple[list[Sought], list[int]]:
+    def _found(self) -> tuple[list[SoughtLookup], list[int]]:
         """The lookups, and which of the late values are asked for."""
         keys: list[int] = []
         found: list[Substitution] = []
@@ -302,9 +307,9 @@ class Survey:
         jax.eval_shape(abstract, np.zeros((), np.float32), self.given, self.values)
         return found[-1].sought, keys
 
-    def _traced(self, sought: list[Sought], keys: list[int]) -> Flow:
+    def _traced(self, sought: list[SoughtLookup], keys: list[int]) -> Flow:
         """The function with rows as inputs (the last ones) and ids as outputs."""
-        checked = Surveyed(sought, [], [], {}, frozenset(), frozenset())
+        checked = DiscoveredLookups(sought, [], [], {}, frozenset(), frozenset())
 
         def replayed(given: Any, values: Any, late: Any, rows: Any) -> Any:
             known = dict(
@@ -327,11 +332,11 @@ class Survey:
         return Substitution(self.outer, values, handed, is_staged=True, **how)
 
 
-def _shape(sought: Sought) -> tuple[int, ...]:
+def _shape(sought: SoughtLookup) -> tuple[int, ...]:
     return (*sought.ids.shape, *sought.table.shape[1:])
 
 
-def _is_same(one: Sought, other: Sought) -> bool:
+def _is_same(one: SoughtLookup, other: SoughtLookup) -> bool:
     return (one.table, one.ids.shape, one.via) == (
         other.table,
         other.ids.shape,

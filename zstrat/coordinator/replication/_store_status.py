@@ -1,14 +1,17 @@
-"""What is told of stores and their copies: in the log, in errors, and in metrics."""
+"""What is told of stores and their copies: in the log, in errors and in metrics; and
+when a program hears that nobody serves one. On the loop thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from ._orders import CopyPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import PlainTree
@@ -16,12 +19,84 @@ if TYPE_CHECKING:
     from ._placement import StorePlacement
     from ._store_places import StorePlace
 
+
 log = logging.getLogger("zstrat.coordinator")
+
+
+class LosingCluster(Protocol):
+    """The cluster that hears of lost stores (`Cluster`)."""
+
+    @property
+    def ps(self) -> Sequence[TaskSession]:
+        """The sessions with those that serve the stores, by number."""
+        ...
+
+    def store_lost(self, store: int, reason: str) -> None:
+        """No process serves the store; its task session says whether it is gone for
+        good."""
+        ...
+
+
+@final
+class StoreLosses:
+    """When a program hears that nobody serves a store of its session: at once if what
+    the store held is gone, else when whoever has it had the time to be back.
+
+    Args:
+        processes: All that may have a store.
+        reconnect: Seconds that a connection that has broken has to come back.
+        reported: Called behind each report.
+    """
+
+    def __init__(
+        self,
+        cluster: LosingCluster,
+        processes: Sequence[TaskSession],
+        reconnect: float,
+        reported: Callable[[], None],
+    ) -> None:
+        self._cluster, self._processes = cluster, processes
+        self._reconnect, self._reported = reconnect, reported
+        self._due: dict[int, asyncio.TimerHandle] = {}
+
+    def is_due(self, store: int) -> bool:
+        """Whether a report of it is under way."""
+        return store in self._due
+
+    def report(self, store: int, reason: str) -> None:
+        """Reports the loss now, unless the server of the store is there."""
+        self.cancel(store)
+        task = self._cluster.ps[store]
+        if not task.is_ready:
+            task.give_up(reason)
+            self._cluster.store_lost(store, reason)
+        self._reported()
+
+    def report_later(self, store: int, reason: str) -> None:
+        """Reports the loss when no process that has the store is to be expected back.
+        As for a server without a copy: a line may be cut for so long, and a process
+        says for how long it is away."""
+        self.cancel(store)
+        loop = asyncio.get_running_loop()
+        until = [task.back_by for task in (*self._processes, *self._cluster.ps)]
+        until.append(loop.time() + self._reconnect)
+        self._due[store] = loop.call_at(max(until), self.report, store, reason)
+
+    def cancel(self, store: int) -> None:
+        """The store is served again: nothing is reported."""
+        due = self._due.pop(store, None)
+        if due is not None:
+            due.cancel()
+
+    def stop(self) -> None:
+        """Reports nothing any more."""
+        for store in list(self._due):
+            self.cancel(store)
 
 
 @final
 class CopiesStatus:
-    """That of all stores of a session.
+    """Tells of all stores of a session.
 
     Args:
         replicas: Second copies that each store is to have.
@@ -49,7 +124,7 @@ class CopiesStatus:
                 self._log_change(store)
 
     def words(self) -> str:
-        """Of each store without a backup, what becomes of it."""
+        """Says of each store without a backup what becomes of it."""
         return "; ".join(
             f"{self._servers[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"
