@@ -115,14 +115,15 @@ def sums(found: Runs, rows: np.ndarray) -> np.ndarray:
     total = _rows(rows, found.order.take(found.starts)).astype(dtype, copy=False)
     if found.are_distinct:
         return total.astype(rows.dtype, copy=False)
-    for turn in range(1, min(int(found.counts.max()), _ROUNDS)):
-        some = np.flatnonzero(found.counts > turn)
-        total[some] += _rows(rows, found.order[found.starts[some] + turn])
-    for hot in np.flatnonzero(found.counts > _ROUNDS):
-        start = found.starts[hot] + _ROUNDS
-        end = found.starts[hot] + found.counts[hot]
-        total[hot] += rows[found.order[start:end]].sum(axis=0, dtype=total.dtype)
-    return total.astype(rows.dtype, copy=False)
+    with np.errstate(all="ignore"):  # what is too large is inf, which the caller sees
+        for turn in range(1, min(int(found.counts.max()), _ROUNDS)):
+            some = np.flatnonzero(found.counts > turn)
+            total[some] += _rows(rows, found.order[found.starts[some] + turn])
+        for hot in np.flatnonzero(found.counts > _ROUNDS):
+            start = found.starts[hot] + _ROUNDS
+            end = found.starts[hot] + found.counts[hot]
+            total[hot] += rows[found.order[start:end]].sum(axis=0, dtype=total.dtype)
+        return total.astype(rows.dtype, copy=False)
 
 
 def divided(values: np.ndarray, found: Runs, rows: np.ndarray) -> np.ndarray:

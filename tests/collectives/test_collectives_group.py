@@ -278,6 +278,22 @@ def test_sparse_gradients_become_dense(on_all):
         np.testing.assert_array_equal(result, [[4, 4], [1, 1], [1, 1]])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(np.float64, 0.1), (np.int64, 2**40 + 1), (np.uint8, 1)]
+)
+def test_numbers_of_64_bits_stay_what_they_are_when_they_become_dense(
+    on_all, dtype, least
+):
+    def mine(rank):
+        values = np.array([least, least, 7], dtype)
+        return zs.IndexedSlices(values, np.array([1, 1 - rank, -1]), (2,))
+
+    for result in on_all(lambda g: g.all_reduce(mine(g.rank), densify=True)):
+        assert type(result) is np.ndarray
+        want = [least, least + least + least + least]  # rank 2 names no row once
+        np.testing.assert_array_equal(result, np.array(want, dtype))
+
+
 def test_many_operations_in_flight(on_all):
     def work(group):
         data = [np.full(1000 * (i + 1), group.rank + i) for i in range(50)]

@@ -46,6 +46,23 @@ def test_a_step_draws_from_the_iterator_of_its_worker(world):
     assert step.trace_count == 1
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_bytes_may_come_in_the_order_of_another_machine(world, eager):
+    """As files have them; jax takes those of this machine alone."""
+    rows = np.arange(4, dtype=">f4"), np.arange(4, dtype=">i2")
+    iterator = iter(world.coordinator().create_per_worker_dataset(lambda: [rows]))
+
+    @zs.function(eager=eager)
+    def step(iterator):
+        floats, whole = next(iterator)
+        return floats * 0.5, whole + 300
+
+    value = world.coordinator().schedule(step, args=(iterator,))
+    floats, whole = value.fetch()
+    assert (floats.dtype, floats.tolist()) == (np.float32, [0, 0.5, 1, 1.5])
+    assert (whole.dtype, whole.tolist()) == (np.int16, [300, 301, 302, 303])
+
+
 def test_the_element_spec_is_what_a_worker_says(world):
     dataset = world.coordinator().create_per_worker_dataset(numbers)
     spec = dataset.element_spec

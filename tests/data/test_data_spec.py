@@ -92,6 +92,12 @@ def test_looking_changes_no_order_and_fills_no_buffer():
         (1, TensorSpec((), np.float32), np.float32(1)),
         (300, TensorSpec((), np.int16), np.int16(300)),
         (np.float64(0.1), TensorSpec((), np.float32), np.float32(0.1)),
+        (
+            [-(2**63), 2**62],
+            TensorSpec((2,), np.float32),
+            np.float32([-(2**63), 2**62]),
+        ),
+        ([np.inf, np.nan], TensorSpec((2,), np.float16), np.float16([np.inf, np.nan])),
         ([1, 2], TensorSpec((None,), np.int32), np.array([1, 2], np.int32)),
         ("ä", TensorSpec((), bytes), "ä".encode()),
         (b"a", TensorSpec((), bytes), b"a"),
@@ -113,6 +119,10 @@ PAIR = (TensorSpec((), np.int32), TensorSpec((), np.int32))
         (1.5, TensorSpec((), np.int32), "of dtype float64 where int32 was expected"),
         (3000, TensorSpec((), np.int8), "of dtype int64 where int8 was expected"),
         (True, TensorSpec((), str), "of dtype bool where str was expected"),
+        (2**24 + 1, TensorSpec((), np.float32), "float32 was expected, which cannot"),
+        (2**63 - 1, TensorSpec((), np.float64), "float64 was expected, which cannot"),
+        (-(2**53) - 1, TensorSpec((), np.complex128), "which cannot hold its values"),
+        (7e4, TensorSpec((), np.float16), "float16 was expected, which cannot"),
         ([1, 2, 3], TensorSpec((2,), int), r"of shape \(3,\) .* \(2,\) was expected"),
         (1, PAIR, "did not match the expected structure"),
         ([1, 2], PAIR, "A list is one array"),
@@ -132,5 +142,7 @@ def test_the_element_and_the_component_are_named():
     )
     with pytest.raises(TypeError, match=r"\(number 1, component \['x'\]\)"):
         list(dataset)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted"):
+        TensorSpec((2.5,))
     with pytest.raises(TypeError, match=r"must be a zs.data.TensorSpec.*it is 'int"):
         Dataset.from_generator(never, output_signature={"x": "int32"})

@@ -78,6 +78,10 @@ def test_zip_of_infinite_and_unknown_ones():
         (lambda d: d.reduce(0, 3), "must be callable"),
         (lambda d: d.reduce(0, lambda s, x: (s, x)), "another structure"),
         (lambda d: d.reduce(0, lambda s, x: s + 1.5), "float64 .* has int64"),
+        (lambda d: d.reduce(np.int8(0), lambda s, x: x + 127), "1, .* has int8, which"),
+        (lambda d: d.reduce(np.int64(0), lambda s, x: np.uint64(2**63)), "has int64"),
+        (lambda d: d.reduce(np.float32(0), lambda s, x: x + 1e39), "has float32"),
+        (lambda d: d.batch(2).rebatch([1.5]), "'float' object cannot be interpreted"),
     ],
 )
 def test_what_has_the_wrong_type(call, words):
@@ -173,6 +177,40 @@ def test_rebatch_keeps_every_row(lengths, sizes):
     wanted = itertools.islice(itertools.cycle(sizes), len(found))
     assert all(len(batch) == n for batch, n in zip(found[:-1], wanted, strict=False))
     assert all(found)
+
+
+BATCHED = {
+    "batch": lambda d: d.unbatch().batch(3),
+    "rebatch": lambda d: d.rebatch(3),
+    "padded_batch": lambda d: d.unbatch().padded_batch(3),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ([2**53 + 1], [0.5], r"float64, and element 0 is int64 .* beyond 2\*\*53"),
+        ([-(2**53) - 1], np.float32([0.5]), "element 0 is int64"),
+        ([-1], np.uint64([2**53 + 1]), "element 1 is uint64"),
+        ([1], np.array(["a"]), "the first is an array, element 1 is text"),
+        ([1], np.array([b"a"]), "element 1 is text of bytes"),
+        ([1], np.array([b"a"], object), "element 1 is .* of bytes"),
+        ([1], np.array([1], "m8[s]"), "element 1 is spans of time"),
+        ([1], np.array(["2020-01-01"], "M8[s]"), "element 1 is dates"),
+    ],
+)
+def test_what_would_be_others_together_is_no_batch(name, first, second, words):
+    """numpy makes floats of the digits of integers, and text of numbers."""
+    dataset = Dataset.from_generator(lambda: [first, second])
+    with pytest.raises(ValueError, match=words):
+        list(BATCHED[name](dataset))
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_numbers_of_several_dtypes_are_a_batch_that_has_them(name):
+    dataset = Dataset.from_generator(lambda: [[2**53, -(2**53)], [0.5], np.uint64([7])])
+    assert plain(BATCHED[name](dataset)) == [[2**53, -(2**53), 0.5], [7]]
 
 
 @pytest.mark.shows("tf.data.Dataset.reduce")

@@ -233,6 +233,37 @@ def test_what_cannot_be_saved_is_refused_at_once(wrong):
     Checkpoint(x=[None, Variable(1.0)])  # an absent part of a model
 
 
+@pytest.mark.parametrize(
+    "keys", [(1, "1"), (True, "True"), (1.5, "1.5"), (None, "None")]
+)
+def test_keys_that_are_written_alike_are_refused(keys):
+    """One of the two values would not be in the checkpoint."""
+    with pytest.raises(TypeError, match=rf"are written '{keys[1]}'"):
+        Checkpoint(x={key: Variable(1.0) for key in keys})
+    module = Module()
+    module.sizes = dict.fromkeys(keys, 3)  # nothing to save, and no error in a module
+    Checkpoint(m=module)
+
+
+def test_two_values_for_one_variable_are_refused(tmp_path):
+    path = Checkpoint(x=Variable(1.0), y=Variable(2.0), z=Variable(2.0)).write(
+        tmp_path / "c"
+    )
+    tied = Variable(0.0, name="tied")
+    with pytest.raises(
+        InvalidArgumentError, match=r"variable 'tied' .* is one here.*at x and y"
+    ):
+        Checkpoint(x=tied, y=tied).restore(path, expect_partial=True)
+    assert tied.numpy() == 0
+    Checkpoint(y=tied, z=tied).restore(path)  # it has the value of both
+    assert tied.numpy() == 2
+    late = Checkpoint(y=tied)
+    late.restore(path)
+    with pytest.raises(InvalidArgumentError, match="is one here"):
+        late.x = tied
+    assert tied.numpy() == 2
+
+
 def test_names_of_its_own():
     with pytest.raises(ValueError, match="save_counter"):
         Checkpoint(save_counter=Variable(1))

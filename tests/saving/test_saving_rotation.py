@@ -144,7 +144,33 @@ def test_numbers_of_ones_own(checkpoint, tmp_path):
     assert checkpoint.save_counter.numpy() == 3
 
 
+def test_checkpoints_of_other_names_are_left_alone(checkpoint, tmp_path, caplog):
+    best = CheckpointManager(checkpoint, tmp_path, 2, checkpoint_name="best")
+    last = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="last")
+    checkpoint.save(tmp_path / "first")
+    best.save()
+    for _ in range(3):
+        last.save()
+    assert folders(tmp_path) == ["best-2", "first-1", "last-5"]
+    assert (names(best), names(last)) == (["best-2"], ["last-5"])
+    assert last.restore_or_initialize() == latest_checkpoint(tmp_path)
+    assert latest_checkpoint(tmp_path, "best") == best.latest_checkpoint
+    (tmp_path / "checkpoint").unlink()
+    assert (names(best), names(last)) == (["best-2"], ["last-5"])
+    best.save(0)
+    best.save(9)
+    assert folders(tmp_path) == ["best-0", "best-9", "first-1", "last-5"]
+    other = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="other")
+    assert other.restore_or_initialize() is None
+    assert "has checkpoints of other names (best-9)" in caplog.text
+
+
 def test_arguments(checkpoint, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path, 1)
+    for number in (-1, 1.5):
+        with pytest.raises(ValueError, match="a whole number from 0 on"):
+            manager.save(number)
+    assert folders(tmp_path) == []
     for keep in (0, -1):
         with pytest.raises(ValueError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)

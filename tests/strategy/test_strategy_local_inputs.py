@@ -179,3 +179,23 @@ def test_elements_may_stay_on_the_host():
     )
     assert element.whole is None
     assert all(isinstance(part, np.ndarray) for part in element.values)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_bytes_may_come_in_the_order_of_another_machine(devices):
+    """As files have them; jax takes those of this machine alone."""
+    strategy = zs.MirroredStrategy(jax.devices()[:devices])
+    given = np.arange(8, dtype=">f4"), np.arange(8, dtype=">i8")
+    whole = Dataset.from_tensor_slices(given).batch(8)
+    parts = whole.unbatch().batch(3)  # a replica's rows are of two of them
+    for dataset in (whole, parts, [given]):
+        found = [
+            strategy.reduce(
+                "sum",
+                strategy.run(lambda x: (x[0].sum(), x[1].sum()), (batch,)),
+                axis=None,
+            )
+            for batch in strategy.experimental_distribute_dataset(dataset)
+        ]
+        assert sum(float(x) for x, _ in found) == sum(range(8))
+        assert sum(int(y) for _, y in found) == sum(range(8))

@@ -83,3 +83,26 @@ def test_a_team_of_eight_and_a_byte():
         v = zs.Variable(np.zeros(1, np.int8), aggregation=A.MEAN)
     eight.run(lambda: v.assign(own(values)).value())
     assert v.numpy().tolist() == [123]  # 123.5
+
+
+FAR = np.array([[2**31 - 1, 2**30, 5], [2**31 - 1, 2**30 + 1, 6]], np.int32)
+
+
+@pytest.mark.parametrize("values", [FAR, -FAR, WIDE])
+def test_what_is_reduced_does_not_wrap_on_the_way(two, run, values):
+    mean = values.astype(float).mean(0)
+    found = run(two, lambda: zs.get_replica_context().all_reduce("mean", own(values)))
+    for each in two.experimental_local_results(found):
+        assert each.dtype == np.float32
+        np.testing.assert_allclose(each, mean, rtol=1e-7)
+    parts = run(two, lambda: own(values))
+    here = zs.PerReplica(tuple(values))
+    for each in (parts, here):
+        np.testing.assert_allclose(two.reduce("mean", each, None), mean, rtol=1e-7)
+        np.testing.assert_allclose(
+            two.reduce("mean", each, 0), values.astype(float).mean(), rtol=1e-7
+        )
+        there = two.extended.reduce_to("mean", each, "CPU:0")
+        np.testing.assert_allclose(there, mean, rtol=1e-7)
+    reduce = zs.function(lambda: two.reduce("mean", two.run(lambda: own(values)), 0))
+    np.testing.assert_allclose(reduce(), values.astype(float).mean(), rtol=1e-7)

@@ -1,5 +1,7 @@
 """Pytrees of variables, modules, slices and initial values."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +86,16 @@ def test_slices_of_no_row_count_nowhere_in_the_dense_array(made, rows):
 def test_slices_of_rows_that_jax_would_take_for_others(indices):
     slices = zv.IndexedSlices(jnp.ones(2), np.array(indices, np.int64), (3,))
     np.testing.assert_array_equal(slices.to_dense(), [0, 1, 0])
+
+
+@pytest.mark.parametrize(("values", "lost"), [([2**40, 1], "becomes 0"), ([3, 1], "")])
+def test_a_dense_array_says_which_digits_it_lost(values, lost):
+    slices = zv.IndexedSlices(np.array(values, np.int64), np.array([0, 1]), (2,))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        slices.to_dense()
+    assert [lost in str(each.message) for each in told] == [True] * bool(lost)
+    assert all(each.filename == __file__ for each in told)
 
 
 DRAWN = [

@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from ._elements import ending
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
-from ._spec import TensorSpec, first_axis, row_spec, stacked_spec, unknown
-from ._tree import leaves, mapped, stacked, with_leaves
+from ._spec import TensorSpec, first_axis, kept, row_spec, stacked_spec, unknown
+from ._tree import leaves, mapped, require_joint, stacked, with_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -159,7 +160,13 @@ def _concatenated(column: list[Any], path: str) -> np.ndarray:
             f"Cannot bring batches together: component {path or 0} has rows of "
             f"different shapes: {shapes}"
         )
-    return np.concatenate(column)
+    try:
+        found = np.concatenate(column)
+    except TypeError:
+        require_joint(column, np.dtype(object), path)
+        raise
+    require_joint(column, found.dtype, path)
+    return found
 
 
 @final
@@ -255,7 +262,7 @@ def _no_shape(leaf: Any) -> Any:
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:
     given = [shape] if isinstance(shape, int | np.integer) else list(shape)
-    return tuple(None if size in (None, -1) else int(size) for size in given)
+    return tuple(None if size in (None, -1) else index(size) for size in given)
 
 
 def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndarray:
@@ -269,6 +276,7 @@ def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndar
     longest = [max(sizes) for sizes in zip(*[a.shape for a in arrays], strict=True)]
     target = longest if shape is None else _target(shape, longest, path)
     dtype = np.result_type(*[array.dtype for array in arrays])
+    require_joint(arrays, dtype, path)
     batch = np.full((len(arrays), *target), _filler(value, dtype, path), dtype)
     for number, array in enumerate(arrays):
         filled: tuple[Any, ...] = (number, *map(slice, array.shape))
@@ -309,12 +317,8 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
     array = np.asarray(value, object if dtype.kind == "O" else None)
     if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
         return value
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast = array.astype(dtype)
-    same = np.array_equal(cast, array, equal_nan=dtype.kind in "fc")
-    if array.dtype.kind == "f" and dtype.kind == "f":
-        same = True  # 0.1 in fewer bits is 0.1 still
-    if not same:
+    cast = kept(array, dtype)
+    if cast is None:
         raise TypeError(
             f"Invalid `padding_values`. {value!r} does not match type {dtype} of "
             f"component {path}"

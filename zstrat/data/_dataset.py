@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from operator import index
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -272,7 +273,7 @@ class Dataset(Sources):
                 `unbatch`, or batches differ in structure or in the shape of their rows.
         """
         is_one = isinstance(batch_size, int | np.integer)
-        sizes = tuple(map(int, [batch_size] if is_one else batch_size))  # type: ignore[arg-type]
+        sizes = tuple(map(index, [batch_size] if is_one else batch_size))  # type: ignore[arg-type]
         if not sizes:
             raise ValueError("`batch_size` must be at least one number, got none")
         for size in sizes:

@@ -14,7 +14,7 @@ from zstrat.errors import OutOfRangeError
 from ._elements import ending
 from ._passes import Derived
 from ._shuffle import Shuffled
-from ._spec import spec_of
+from ._spec import kept, spec_of
 from ._tree import as_element, leaves, owned, with_leaves
 
 if TYPE_CHECKING:
@@ -60,13 +60,16 @@ def _cast(leaf: Any, dtype: Any, path: str, number: int) -> Any:
     kind = _dtype(leaf)
     if kind == dtype:
         return leaf
-    if not np.can_cast(kind, dtype, "same_kind"):
+    cast = None
+    if np.can_cast(kind, dtype, "same_kind"):
+        cast = kept(np.asarray(leaf), dtype)
+    if cast is None:
         raise TypeError(
             f"`reduce_func` returned {kind} at element {number}, where `initial_state` "
-            f"has {dtype}{f' (component {path})' if path else ''}: begin with a value "
-            f"of {kind}, or convert the result"
+            f"has {dtype}{f' (component {path})' if path else ''}, which cannot hold "
+            f"its values: begin with a value of {kind}, or convert the result"
         )
-    return np.asarray(leaf).astype(dtype)[()]
+    return cast[()]
 
 
 def _dtype(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -40,7 +41,7 @@ class TensorSpec:
             of dtype object), `str` for text of any length.
 
     Raises:
-        TypeError: numpy does not know the dtype.
+        TypeError: numpy does not know the dtype, or a length is no whole number.
     """
 
     shape: tuple[int | None, ...]
@@ -53,7 +54,7 @@ class TensorSpec:
         dtype: Any = np.float32,
         name: str | None = None,
     ) -> None:
-        sizes = tuple(None if size is None else int(size) for size in shape)
+        sizes = tuple(None if size is None else index(size) for size in shape)
         object.__setattr__(self, "shape", sizes)
         object.__setattr__(self, "dtype", _dtype(dtype))
         object.__setattr__(self, "name", name)
@@ -227,11 +228,24 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
         numbers = {dtype.kind, array.dtype.kind} <= set("biufc")
         if not numbers or not np.can_cast(array.dtype, dtype, "same_kind"):
             return None
+    cast = kept(array, dtype)
+    return cast if cast is None or cast.ndim else cast[()]
+
+
+def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
+    """Numbers in another dtype, floats rounded. None where they would be others: an
+    integer that it does not have, a float that would become infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
-    if dtype.kind in "iu" and not np.array_equal(cast, array):
-        return None
-    return cast if cast.ndim else cast[()]
+        if array.dtype.kind in "fc" and dtype.kind in "fc":
+            return cast if (np.isfinite(cast) | ~np.isfinite(array)).all() else None
+        if array.dtype.kind not in "iu" or dtype.kind not in "fc":
+            return cast if np.array_equal(cast, array) else None
+        # Back again, as numpy compares 64 bits and a float by their floats. A float of
+        # 2**63 is none of int64, and what it is there depends on the processor.
+        limit = 2.0 ** int(np.iinfo(array.dtype).max).bit_length()
+        same = (cast.real < limit) & (cast.real.astype(array.dtype) == array)
+    return cast if same.all() else None
 
 
 def _fits(shape: Any, wanted: tuple[int | None, ...]) -> bool:

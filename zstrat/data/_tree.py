@@ -83,6 +83,13 @@ def own(leaf: Any) -> Any:
     return leaf
 
 
+def native(array: np.ndarray) -> np.ndarray:
+    """The array in the byte order of this machine, which jax takes alone; itself, if it
+    is so. Files of other machines have the other one."""
+    dtype = array.dtype
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
 def gathered(arrays: Element, rows: np.ndarray) -> Element:
     """The rows of these numbers, all of which are there, of every array: a copy, where
     jax takes it as it is."""
@@ -170,9 +177,43 @@ def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
         _same_kind(arrays, path)
         _same_shape(arrays, path)
         raise
-    if found.dtype.kind in _KINDS:  # what is beside such becomes one
-        _same_kind(arrays, path)
+    require_joint(arrays, found.dtype, path)
     return found
+
+
+def require_joint(arrays: Sequence[Any], dtype: np.dtype[Any], path: str) -> None:
+    """Refuses arrays that numpy joined in a dtype in which they are not what they were:
+    numbers beside text become text, and integers of 64 bits beside floats, or int64
+    beside uint64, lose their last digits.
+
+    Raises:
+        ValueError: Says where, and what came.
+    """
+    if dtype.kind in _KINDS:  # what is beside such becomes one
+        _same_kind(arrays, path)
+    elif dtype.kind in "fc" and dtype.itemsize >= _FLOAT64:
+        for number, array in enumerate(arrays):
+            _require_digits(np.asarray(array), dtype, number, path)
+
+
+def _require_digits(
+    array: np.ndarray, dtype: np.dtype[Any], number: int, path: str
+) -> None:
+    if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
+        return
+    if max(int(array.max()), -int(array.min())) > _WHOLE:
+        raise ValueError(
+            f"Cannot batch elements of different dtypes in component {path or 0}: "
+            f"together they are {dtype}, and element {number} is {array.dtype} with "
+            f"integers beyond 2**53, which would lose digits. Give all elements one "
+            "dtype"
+        )
+
+
+_WHOLE: Final = 2**53
+"""Up to here float64, which numpy takes for them, has all integers."""
+_FLOAT64: Final = 8
+"""Its bytes: what is narrower holds all integers that numpy joins in it."""
 
 
 def _same_shape(arrays: Sequence[Any], path: str) -> None:

@@ -37,7 +37,7 @@ class Checkpoint(Tracked):
 
     Raises:
         TypeError: Something is none of these, or holds an array or a number where a
-            variable should be.
+            variable should be, or has two keys with one text (1 and "1").
     """
 
     _tracked: dict[str, Any]
@@ -187,8 +187,9 @@ class Checkpoint(Tracked):
         Raises:
             NotFoundError: It is no checkpoint, or lacks something that is there now;
                 says what. Nothing was restored.
-            InvalidArgumentError: Shapes or dtypes differ; names all of them. Nothing
-                was restored.
+            InvalidArgumentError: Shapes or dtypes differ, or one variable is at two
+                places where the checkpoint has different values; names all of them.
+                Nothing was restored.
             DataLossError: It is damaged; names file and tensor. Nothing was restored.
             PSUnavailableError: A parameter server is gone.
             OSError: As the system says.

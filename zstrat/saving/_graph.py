@@ -25,7 +25,7 @@ from jax.tree_util import (
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 SAVE_COUNTER: Final = "save_counter"
 
@@ -81,7 +81,8 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
 
     Raises:
         TypeError: A container that was given to be saved has something in it that
-            cannot be: an array or a number, which no restore could replace in place.
+            cannot be: an array or a number, which no restore could replace in place;
+            or two keys with one text.
     """
     first = ObjectNode(root, name)
     nodes, known = [first], {id(root): first}
@@ -119,7 +120,7 @@ def held(value: Any) -> dict[str, Any]:
         case Module():
             return dict(sorted(vars(value).items()))
         case dict():
-            return {str(key): each for key, each in value.items()}
+            return _by_text((str(key), each) for key, each in value.items())
     if isinstance(value, list) or type(value) is tuple:
         return {str(place): each for place, each in enumerate(value)}
     return _tree_level(value)
@@ -147,7 +148,25 @@ def _tree_level(value: Any) -> dict[str, Any]:
     if value is None or jax.tree_util.all_leaves([value]):
         return {}
     paths, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    return dict(_keyed(paths))
+    return _by_text(_keyed(paths))
+
+
+def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Children by their keys as texts, as a checkpoint has them.
+
+    Raises:
+        TypeError: Two of them, one of which is to be saved, have the same text.
+    """
+    found: dict[str, Any] = {}
+    for key, each in pairs:
+        if key in found and (is_trackable(each) or is_trackable(found[key])):
+            raise TypeError(
+                f"two keys of a container are written {key!r} (such as 1 and '1'), and "
+                "a checkpoint would hold one of the two values: give them keys whose "
+                "texts differ"
+            )
+        found[key] = each
+    return found
 
 
 def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:

@@ -64,7 +64,8 @@ class Found:
 
     def require_right(self, path: str) -> None:
         """Raises:
-        InvalidArgumentError: Something has another shape or dtype; names all of it.
+        InvalidArgumentError: Something has another shape or dtype, or two values;
+            names all of it.
         """
         if self.wrong:
             raise InvalidArgumentError(
@@ -106,6 +107,7 @@ class Matching:
         """
         found = Found()
         self._walk(value, place, path, found, set())
+        self._find_twice(found)
         self._find_slots(found)
         return found
 
@@ -189,6 +191,28 @@ class Matching:
             found.wrong.append(f"  {words(variable)} at {path}: some rows are missing")
         else:
             found.loads.append(Load(variable, None, "", tensor))
+
+    def _find_twice(self, found: Found) -> None:
+        """Variables that are at two places of the program and were two in the
+        checkpoint, with values that differ."""
+        new = {id(value) for value, _ in found.pairs}
+        first: dict[int, StoredNode] = {}
+        for variable, at in self._by_kind(found, AbstractVariable):
+            node = self._nodes[at]
+            other = first.setdefault(id(variable), node)
+            if id(variable) in new and not self._are_same(node, other):
+                found.wrong.append(
+                    f"  {words(variable)} is one here, and in the checkpoint there are "
+                    f"two with different values, at {other.path} and {node.path}"
+                )
+
+    def _are_same(self, node: StoredNode, other: StoredNode) -> bool:
+        if node is other:
+            return True
+        one, two = self._tensors[node.tensor], self._tensors[other.tensor]
+        return [(p.start, p.stop, p.digest) for p in one.pieces] == [
+            (p.start, p.stop, p.digest) for p in two.pieces
+        ]
 
     def _find_slots(self, found: Found) -> None:
         """Slots of each pair of an optimizer and a variable of which one is new."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.checkpoint import remove
 from zstrat.errors import DataLossError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from zstrat.checkpoint import FolderLock
 
     from ._checkpoint import Checkpoint
+
+
+log: Final = logging.getLogger("zstrat.saving")
 
 
 class CheckpointWarning(UserWarning):
@@ -62,8 +66,9 @@ class _StepNote:
 class CheckpointManager:
     """Saves numbered checkpoints to a folder and deletes the oldest ones.
 
-    Made anew for a folder with checkpoints it goes on with them. From its first save
-    until `close` (or until it is dropped) no other process can save to the folder.
+    Made anew for a folder with checkpoints of its name it goes on with them; those of
+    other names, of other managers say, it neither restores nor deletes. From its first
+    save until `close` (or until it is dropped) no other process can save to the folder.
 
     Args:
         max_to_keep: So many of the newest are kept; None: all.
@@ -154,11 +159,14 @@ class CheckpointManager:
         the interval has not passed.
 
         Args:
-            checkpoint_number: A number or variable in place of the `save_counter`,
-                which grows all the same. One of that number is replaced.
+            checkpoint_number: A whole number or variable in place of the
+                `save_counter`, which grows all the same. One of that number is
+                replaced.
             check_interval: False: saves however few steps have passed.
 
-        Raises: As `zs.Checkpoint.save`. What was saved before is as it was.
+        Raises:
+            ValueError: ``checkpoint_number`` is no whole number, or below 0.
+            Exception: Else as `zs.Checkpoint.save`. What was saved before is as it was.
         """
         return run_blocking(self.save_async(checkpoint_number, check_interval))
 
@@ -181,7 +189,9 @@ class CheckpointManager:
             # The counter itself grows when the checkpoint is written, so a save that
             # fails leaves it.
             count = int(self._checkpoint.save_counter.numpy()) + 1
-            number = count if checkpoint_number is None else int(checkpoint_number)
+            number = count
+            if checkpoint_number is not None:
+                number = _whole(checkpoint_number)
             name = f"{self._name}-{number}"
             path = os.path.join(self._directory, name)
             note = _StepNote(step, None if callable(self._counter) else self._step)
@@ -224,7 +234,8 @@ class CheckpointManager:
                 preserved_at=self._began if preserved is None else preserved,
             )
             added = state.with_saved(name, self._clock())
-            return added.rotated(self._keep, self._hours)
+            mine = added.rotated(self._keep, self._hours)
+            return stored.with_those_of(self._name, mine, name)
 
         # The list first: what is deleted by half when the program is killed is in no
         # list then.
@@ -275,9 +286,31 @@ class CheckpointManager:
             return path
         if first is not None:
             raise first
+        if others := read_state(self._directory).names:
+            log.warning(
+                "%s has checkpoints of other names (%s), and none called %s-<N>: "
+                "nothing was restored",
+                self._directory,
+                others[-1],
+                self._name,
+            )
         if self._init_fn is not None:
             self._init_fn()
         return None
 
     def __repr__(self) -> str:
         return f"<zstrat.CheckpointManager of {self._directory}>"
+
+
+def _whole(number: Any) -> int:
+    """A checkpoint's number, from what a caller gave.
+
+    Raises:
+        ValueError: It is none.
+    """
+    whole = int(number)
+    if whole < 0 or whole != number:
+        raise ValueError(
+            f"checkpoint_number={number!r}: expected a whole number from 0 on"
+        )
+    return whole

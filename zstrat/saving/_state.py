@@ -69,6 +69,17 @@ class SavedList:
                 doomed.append(name)
         return SavedList(tuple(saved), tuple(doomed), preserved)
 
+    def with_those_of(self, prefix: str, mine: SavedList, newest: str) -> SavedList:
+        """The list with all that are called ``prefix`` as ``mine`` has them; others
+        stay, and stay where they are. ``newest`` goes to the end."""
+        kept = set(mine.names) - {newest}
+        here = [
+            each for each in self.saved if _prefix(each[0]) != prefix or each[0] in kept
+        ]
+        known = {name for name, _ in here}
+        more = [each for each in mine.saved if each[0] not in known]
+        return replace(mine, saved=(*here, *more))
+
     def without(self, names: set[str]) -> SavedList:
         """The list without some that are no checkpoints any more."""
         saved = tuple(each for each in self.saved if each[0] not in names)
@@ -80,24 +91,33 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
     of the same names that did not get into it.
 
     Args:
-        prefix: Without a list, only those that are called so; None: all.
+        prefix: Only those that are called so; None: all, or those whose names are in
+            the list, if there is one.
     """
     state = _stored(directory)
     found = _on_disk(directory)
-    prefixes = {_prefix(name) for name in state.names} if state.saved else {prefix}
+    prefixes = {_prefix(name) for name in state.names}
     if prefix is not None:
-        prefixes.add(prefix)
-    listed = [each for each in state.saved if each[0] in found]
+        prefixes = {prefix}
+    elif not state.saved:
+        prefixes = {_prefix(name) for name in found}
+    listed = [
+        each
+        for each in state.saved
+        if each[0] in found and _prefix(each[0]) in prefixes
+    ]
     # A save that was killed before it was listed has a higher number than all that are.
     # What has a lower one was kept for good, and left the list on purpose.
-    newest = max((found[name][0] for name, _ in listed), default=-1)
+    newest: dict[str | None, int] = {}
+    for name, _ in listed:
+        newest[_prefix(name)] = max(newest.get(_prefix(name), -1), found[name][0])
     known = {*state.names, *state.doomed}
     more = [
         (number, name, at)
         for name, (number, at) in found.items()
         if name not in known
-        and number > newest
-        and (_prefix(name) in prefixes or prefixes == {None})
+        and _prefix(name) in prefixes
+        and number > newest.get(_prefix(name), -1)
     ]
     extra = [(name, at) for _, name, at in sorted(more)]
     return replace(state, saved=(*listed, *extra))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import warnings
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ._narrowing import NarrowingWarning, outside, what_is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,15 +65,26 @@ class IndexedSlices:
 
         Raises:
             ValueError: ``dense_shape`` is not known.
+
+        Warns:
+            NarrowingWarning: The values lose bits where jax computes with 32.
         """
         if self.dense_shape is None:
             raise ValueError("these IndexedSlices do not say their dense_shape")
+        if (lost := what_is_lost(self.values)) is not None:
+            warnings.warn(
+                f"IndexedSlices.to_dense() gives an array of jax, which computes with "
+                f"32 bits, and the values have dtype {self.dtype}: {lost}. Convert "
+                "them before, or switch on jax_enable_x64 (JAX_ENABLE_X64=1)",
+                NarrowingWarning,
+                stacklevel=outside(),
+            )
         values = jnp.asarray(self.values)
         zeros = jnp.zeros(self.dense_shape, values.dtype)
         height, indices = self.dense_shape[0], self.indices
         if isinstance(indices, np.ndarray):  # before jax narrows them to 32 bits
-            outside = (indices < 0) | (indices >= height)
-            indices = np.where(outside, height, indices).astype(np.int32)
+            is_none = (indices < 0) | (indices >= height)
+            indices = np.where(is_none, height, indices).astype(np.int32)
         indices = reaching(jnp.asarray(indices))
         return zeros.at[jnp.where(indices < 0, height, indices)].add(values)
 

@@ -10,6 +10,7 @@ Variables are opaque leaves of pytrees. jax functions that are compiled at the c
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.wire import UpdateOp
@@ -28,7 +29,8 @@ from ._creator import (
 )
 from ._home import Home, NamesDevices
 from ._local import Detached, LocalHome
-from ._narrowing import warn_of_wide
+from ._narrowing import NarrowingWarning, narrow, outside
+from ._operators import ArrayOperators
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
 from ._tracing import asked_name
@@ -274,7 +276,7 @@ def create(
         made: Sequence[AbstractVariable] = [_local(request) for request in requests]
     else:
         made = current.create_variables(requests)
-    warn_of_wide(requests, made)
+    _warn_of_wide(requests, made)
     return made
 
 
@@ -316,3 +318,41 @@ def owned(request: VariableRequest, array: np.ndarray, home: Home) -> Variable:
         request.synchronization,
     )
     return handle(spec, home)
+
+
+_NAMED: Final = 3
+"""Variables of one call that are named."""
+
+
+def _warn_of_wide(
+    requests: Sequence[VariableRequest], made: Sequence[AbstractVariable]
+) -> None:
+    """Says which new variables no step will take, because nobody said their dtype and
+    their first value happens to have floats of 64 bits. (Integers of 64 bits are meant:
+    they count what is outside of steps.)
+
+    Warns:
+        NarrowingWarning: Once for all of them.
+    """
+    wide = [
+        variable
+        for request, variable in zip(requests, made, strict=True)
+        if request.dtype is None
+        and variable.dtype.kind in "fc"
+        and narrow(variable.dtype).itemsize < variable.dtype.itemsize
+        and not isinstance(request.initial_value, ArrayOperators)
+    ]
+    if not wide:
+        return
+    own, kind = wide[0].dtype, narrow(wide[0].dtype)
+    names = ", ".join(repr(variable.name) for variable in wide[:_NAMED])
+    more = f" and {len(wide) - _NAMED} more" if len(wide) > _NAMED else ""
+    warnings.warn(
+        f"{names}{more}: created with dtype {own}, that of the initial value, and a "
+        f"step would refuse it, because jax computes with {kind}. Give "
+        f'dtype="{kind}", or value.astype("{kind}"); or, if {own} is meant, '
+        f'dtype="{own}", and switch on jax_enable_x64 (JAX_ENABLE_X64=1) to use it in '
+        "steps",
+        NarrowingWarning,
+        stacklevel=outside(),
+    )

@@ -19,6 +19,7 @@ from zstrat.collectives._leaves import described, flatten, is_slices, leaf_of
 from zstrat.collectives._reduction import reduction_of
 from zstrat.collectives._terms import ReduceOp
 from zstrat.collectives.schedules._algorithms import algorithm_named
+from zstrat.rows import runs, sums
 
 from . import _operations as operations
 from ._operations import CallOptions
@@ -26,7 +27,7 @@ from ._operations import CallOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from zstrat.collectives._leaves import ArrayLeaf
+    from zstrat.collectives._leaves import ArrayLeaf, SlicesLike
 
     from ._operations import CallFactory, Steps
 
@@ -54,7 +55,7 @@ def all_reduce(
     _check_algorithm(CallKind.ALL_REDUCE, options)
     found, rebuild, where = flatten(tree)
     if densify:
-        found = [x.to_dense() if is_slices(x) else x for x in found]
+        found = [_dense(x) if is_slices(x) else x for x in found]
     sparse = {at: x for at, x in enumerate(found) if is_slices(x)}
     leaves = [leaf_of(x) for at, x in enumerate(found) if at not in sparse]
     _check_reducible(size, op, leaves, options.compression)
@@ -229,6 +230,19 @@ def _gathered(slices: Any, divisor: int | None, values: Any, indices: Any) -> An
     if divisor is not None:
         values = values / divisor
     return dataclasses.replace(slices, values=values, indices=indices)
+
+
+def _dense(slices: SlicesLike) -> Any:
+    """The whole array: of numpy if the slices are, as jax would cut 64 bits."""
+    values, indices, shape = slices.values, slices.indices, slices.dense_shape
+    are_numpy = isinstance(values, np.ndarray) and isinstance(indices, np.ndarray)
+    if shape is None or not are_numpy:
+        return slices.to_dense()
+    inside = (indices >= 0) & (indices < shape[0])
+    found = runs(indices[inside])
+    whole = np.zeros(shape, values.dtype)
+    whole[found.unique] = sums(found, values[inside])
+    return whole
 
 
 def _check_algorithm(kind: CallKind, options: CallOptions) -> None:

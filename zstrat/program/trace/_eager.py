@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.data import native
 from zstrat.variables import (
     Gathering,
     Table,
@@ -136,8 +137,7 @@ class Immediate:
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():
             raise _refusals.draw_inside()
-        # A copy: on a CPU asarray would share the memory, which is the user's.
-        element = joined.mapped(jnp.array, self._draw(iterator))
+        element = joined.mapped(_copied, self._draw(iterator))
         self._drawn.extend(joined.leaves(element))
         return element
 
@@ -174,6 +174,12 @@ def _later(variable: VariableHandle, read: Callable[[], np.ndarray]) -> jax.Arra
     like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
     value: jax.Array = jax.pure_callback(read, like)
     return value
+
+
+def _copied(leaf: Any) -> jax.Array:
+    """What was drawn, as an array of jax: a copy, as on a CPU asarray would share the
+    memory, which is the user's."""
+    return jnp.array(native(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def rows_now(

@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import ClosingIterator, is_steady, own
+from zstrat.data import ClosingIterator, is_steady, native, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import is_weak, recorder
 
@@ -375,7 +375,9 @@ class Element:
         leaves: list[Any]
         leaves, treedef = joined.flatten(element)
         for number, leaf in enumerate(leaves):
-            if type(leaf) is not np.ndarray and not _is_strong(leaf):
+            if type(leaf) is np.ndarray:
+                leaves[number] = native(leaf)
+            elif not _is_strong(leaf):
                 leaves[number] = _array(leaf)
         self.leaves = leaves
         self.treedef: TreeDef = treedef
@@ -409,4 +411,4 @@ def _array(leaf: Any) -> Any:
             f"an element of the dataset contains {type(leaf).__name__} ({leaf!r:.80}): "
             "a step draws arrays of numbers or booleans; map the dataset first"
         )
-    return array
+    return native(array)

@@ -309,6 +309,7 @@ def total_of(
     for array in arrays:
         if array.dtype.kind in "SU":
             raise TypeError(f"reduce: numbers are added up, got {array.tolist()!r:.80}")
+    arrays = [summable(array, mean=mean) for array in arrays]
     count = len(arrays)
     if axes is not None:
         count = sum(
@@ -316,7 +317,7 @@ def total_of(
         )
         arrays = [a.sum(axis=axes) for a in arrays]
     require_alike("reduce", arrays, "give an axis to reduce over, or use gather")
-    first, *others = computable([summable(array, mean=mean) for array in arrays])
+    first, *others = computable(arrays)
     return sum(others, start=first), count
 
 

@@ -167,7 +167,9 @@ def as_of_several(leaf: Any) -> jax.Array:
 
 def summable(array: Any, *, mean: bool) -> Any:
     """The array in a dtype that holds the sum of several: booleans are counted, and
-    narrow integers, whose mean is a float, do not wrap on the way to it."""
-    dtype = array.dtype
-    is_narrow = mean and dtype.kind in "iu" and dtype.itemsize < 4
-    return array.astype(int) if dtype.kind == "b" or is_narrow else array
+    integers, whose mean is a float, do not wrap on the way to it. Narrow ones are added
+    as integers, which is exact, and those of 32 bits as floats, as in ``jnp.mean``."""
+    bits = 8 * array.dtype.itemsize if mean and array.dtype.kind in "iu" else 0
+    if array.dtype.kind == "b" or 0 < bits < 32:
+        return array.astype(int)
+    return array.astype(float) if bits == 32 else array

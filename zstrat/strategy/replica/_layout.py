@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from zstrat.data import native
 from zstrat.program.trace import fits
 from zstrat.rows import ALIGNMENT
 from zstrat.transport import POOL
@@ -113,6 +114,8 @@ class MeshLayout:
         computes ids of rows from them refuses them."""
         if not is_known(array):
             return array
+        if isinstance(array, np.ndarray):
+            array = native(array)
         if not fits(array):
             return np.array(array)
         own = self._own(array, is_fresh)
@@ -143,7 +146,8 @@ class MeshLayout:
     def placed(self, parts: Sequence[Any], is_fresh: bool = False) -> PerReplica:
         """One leaf of `place`: an array for each replica."""
         arrays = [
-            part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
+            part if isinstance(part, jax.Array) else native(np.asarray(part))
+            for part in parts
         ]
         kinds = {(array.shape, array.dtype) for array in arrays}
         if len(kinds) > 1 or not is_known(arrays[0]):
