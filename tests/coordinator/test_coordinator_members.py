@@ -162,6 +162,34 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
 
 
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_who_has_work_gets_more_when_a_third_of_it_is_over(prefetch):
+    depth = 24
+    members = opened(1, closures_in_flight=depth, prefetch=prefetch)
+    (member,) = members.members
+    assert give(members, 100) == {0: depth}
+    messages, first = [], 1000
+    for _ in range(10 * depth):
+        del member.in_flight[min(member.in_flight)]
+        members.ended(member, 1, 0.0)
+        messages += give(members, 100, first=first).values()
+        first += depth
+        assert len(member.in_flight) > depth * 2 / 3
+    assert messages == [depth // 3] * 30
+
+
+def test_who_has_nothing_beyond_what_it_works_on_gets_more_at_once():
+    members = opened(1, closures_in_flight=24)
+    (member,) = members.members
+    # The program schedules one at a time.
+    assert [give(members, 1, first=n) for n in range(1, 10)] == [{0: 1}] * 9
+    for _ in range(9):
+        del member.in_flight[min(member.in_flight)]
+        members.ended(member, 1, 0.0)
+    assert give(members, 1, first=10) == {0: 1}
+    assert give(members, 100, first=20) == {0: 23}
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_slow_steps_too_are_there_in_time_to_be_prefetched(prefetch):
     members = opened(1, prefetch=prefetch)

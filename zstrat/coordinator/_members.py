@@ -10,8 +10,9 @@ resources built. Nobody waits for anybody else's recovery.
 
 Each worker holds what it works on, the steps that it prefetches and about 20 ms of
 work, so that the round trip to it is hidden and little is lost with it: the depth
-follows the rate at which its closures end. Everything is told by *incarnation and
-connection* (`epoch`): what an earlier one says is stale.
+follows the rate at which its closures end. It gets more when a third of that is over,
+or when it has nothing beyond what it works on and prefetches. Everything is told by
+*incarnation and connection* (`epoch`): what an earlier one says is stale.
 """
 
 from __future__ import annotations
@@ -110,7 +111,12 @@ class Member:
         """How many more closures it may get now."""
         if not self.is_open or self.alone:
             return 0
-        return max(0, self.depth - len(self.in_flight))
+        has, depth = len(self.in_flight), self.depth
+        free = max(0, depth - has)
+        # A message wakes three threads of each side, which costs as much as a short
+        # step does: so it is not sent for one step where the worker has some.
+        has_work = has >= MIN_DEPTH + self.prefetch
+        return 0 if has_work and 3 * free < depth else free
 
 
 @dataclass(frozen=True, slots=True)
