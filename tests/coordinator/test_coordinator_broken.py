@@ -9,6 +9,7 @@ from coordinator_fakes import good
 
 from zstrat.coordinator import _outcomes
 from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
+from zstrat.variables import VariableSpec
 from zstrat.wire import Outcome
 
 
@@ -65,6 +66,16 @@ def test_a_fetch_of_what_waits_says_that_a_ps_is_lost(make_world, fetched):
     world.on_loop(ps.come_back, same=True)
     world.until(lambda: world.session.cluster.outage_error is None)
     assert fetched(values[1]) == 1, "it was cut off, and the step has waited"
+
+
+def test_an_error_of_a_read_shows_no_frames_of_the_machinery(world):
+    world.coordinator()
+    world.on_loop(world.ps[0].kill, "killed")
+    world.until(lambda: world.session.cluster.outage_error)
+    with pytest.raises(PSUnavailableError) as raised:
+        world.read([VariableSpec(1, "v", (), "float32", 0)])
+    last = raised.traceback[-1].path.name
+    assert last == "coordinator_fakes.py", "which asks the session"
 
 
 def test_a_ps_that_was_started_again_has_lost_the_variables(world):
