@@ -251,7 +251,7 @@ def test_nothing_to_restore(tmp_path):
         status.assert_consumed()
     with pytest.raises(NotFoundError, match="is no checkpoint: it has no manifest"):
         Checkpoint().restore(tmp_path)
-    with pytest.raises(NotFoundError, match="none is no .*: there is no such folder"):
+    with pytest.raises(NotFoundError, match=r"none is no .*: there is no such folder"):
         Checkpoint().restore(tmp_path / "none")
 
 

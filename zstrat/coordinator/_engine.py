@@ -52,8 +52,7 @@ class ClosureEngine:
         self.lock = threading.Lock()
         self.queue = queue
         self.outage_error: ZstratError | None = None
-        """Raised by every call that schedules, joins, or fetches what has not run, while a
-        ps is lost."""
+        """While a ps is lost: what calls that schedule, join or fetch raise."""
         self.deserted: ZstratError | None = None
         """Why work waits in vain: no worker was there for long."""
         self.must_wake = True

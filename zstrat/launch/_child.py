@@ -150,8 +150,7 @@ class Child:
             code = self._running().wait()
             self.keep_log()
             raise UnavailableError(
-                f"{self.task} {end_words(code)} before it was ready; "
-                f"{self.tail()}"
+                f"{self.task} {end_words(code)} before it was ready; {self.tail()}"
             )
         if self._heard.endswith(b"\n"):
             self.address = json.loads(self._heard)["address"]
