@@ -203,7 +203,6 @@ def draw(path, history, predicted, labels):
     right.set(xlabel="predicted", ylabel="true", xticks=ticks, yticks=ticks)
     right.set_title(f"Test images, {np.mean(predicted == labels):.2%} right")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -232,11 +231,15 @@ def arguments():
     add("--every", type=int, default=100, help="steps between two tests")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("out/digits.png"), help="the picture")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps: expected 1 or more")
+    return options
 
 
 def main():
     options = arguments()
+    options.out.parent.mkdir(parents=True, exist_ok=True)  # before anything is trained
     if options.keys:
         os.environ["ZSTRAT_KEYS"] = options.keys
     train, test = load_digits()

@@ -46,6 +46,8 @@ def rows_of(batch, rank, ranks):
 def train_together(strategy, train, options):
     """Loss of every step, and the trained weights."""
     replicas = strategy.num_replicas_in_sync
+    if options.batch % replicas:
+        raise SystemExit(f"--batch {options.batch}: not a multiple of {replicas}")
     with strategy.scope():
         params = zs.create_variables(init_params(options.seed))
         optimizer = zs.Optimizer(optax.adam(options.rate))

@@ -1,5 +1,7 @@
 """Parameter servers that go, come back, and change hands; and hiccups on the way."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,7 @@ from coordinator_fakes import good
 
 from zstrat.coordinator import _outcomes
 from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
+from zstrat.variables import VariableSpec
 from zstrat.wire import Outcome
 
 
@@ -28,6 +31,51 @@ def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
     world.on_loop(ps.come_back, same=True)
     world.on_loop(world.release)
     assert coordinator.schedule(good).fetch() == 1, "a cut line is mended"
+
+
+def fetch(value):
+    return value.fetch()
+
+
+def await_it(value):
+    async def awaited():
+        return await value
+
+    return asyncio.run(awaited())
+
+
+@pytest.mark.parametrize("fetched", [fetch, await_it])
+def test_a_fetch_of_what_waits_says_that_a_ps_is_lost(make_world, fetched):
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=1)
+    world.on_loop(world.hold)
+    values = [coordinator.schedule(good) for _ in range(2)]
+    world.until(lambda: world.running == 1)
+    with ThreadPoolExecutor() as threads:
+        fetching = threads.submit(fetched, values[1])
+        (ps,) = world.ps
+        world.on_loop(ps.kill, "killed")
+        world.until(lambda: world.session.cluster.outage_error)
+        world.on_loop(world.release)
+        with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
+            fetching.result(20)
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="killed"):
+            fetched(values[1])
+    assert fetched(values[0]) == 1, "that one ran"
+    world.on_loop(ps.come_back, same=True)
+    world.until(lambda: world.session.cluster.outage_error is None)
+    assert fetched(values[1]) == 1, "it was cut off, and the step has waited"
+
+
+def test_an_error_of_a_read_shows_no_frames_of_the_machinery(world):
+    world.coordinator()
+    world.on_loop(world.ps[0].kill, "killed")
+    world.until(lambda: world.session.cluster.outage_error)
+    with pytest.raises(PSUnavailableError) as raised:
+        world.read([VariableSpec(1, "v", (), "float32", 0)])
+    last = raised.traceback[-1].path.name
+    assert last == "coordinator_fakes.py", "which asks the session"
 
 
 def test_a_ps_that_was_started_again_has_lost_the_variables(world):

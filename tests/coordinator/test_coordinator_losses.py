@@ -185,6 +185,19 @@ def test_join_waits_for_a_worker_only_so_long(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
+def test_a_fetch_waits_for_a_worker_only_so_long(world):
+    coordinator = world.coordinator(worker_wait_timeout=0.05)
+    for worker in world.workers:
+        world.on_loop(worker.kill, "power cut")
+    value = coordinator.schedule(good)
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match=r"task:0: power cut; .*task:1"):
+            value.fetch()
+    world.on_loop(world.workers[1].come_back)
+    world.until(lambda: world.workers[1].ran)
+    assert value.fetch() == 1
+
+
 def test_a_trace_waits_for_a_worker_only_so_long(world):
     coordinator = world.coordinator(worker_wait_timeout=0.05)
     for worker in world.workers:

@@ -58,6 +58,14 @@ def test_the_first_failure_ends_all_and_is_the_exit_code():
     assert lines == ["worker:1 ended with exit code 7: ending the others"]
 
 
+def test_a_copy_that_was_killed_is_said_to_be():
+    kill = "import signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code, lines = started(f"if me == 1:\n    {kill}\n{FOREVER}", 2)
+
+    assert code == 128 + 9
+    assert lines == ["worker:1 was ended by SIGKILL: ending the others"]
+
+
 def test_the_others_may_say_whom_they_lost_before_they_end(tmp_path):
     for number in (1, 2):
         os.mkfifo(tmp_path / str(number))

@@ -280,8 +280,10 @@ def test_nothing_to_restore(tmp_path):
     status.expect_partial()
     with pytest.raises(AssertionError, match="the path was None"):
         status.assert_consumed()
-    with pytest.raises(NotFoundError, match="is no checkpoint"):
+    with pytest.raises(NotFoundError, match="is no checkpoint: it has no manifest"):
         Checkpoint().restore(tmp_path)
+    with pytest.raises(NotFoundError, match=r"none is no .*: there is no such folder"):
+        Checkpoint().restore(tmp_path / "none")
 
 
 def test_what_is_created_later_gets_its_value_when_it_is_attached(tmp_path):

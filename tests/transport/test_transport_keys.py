@@ -323,6 +323,13 @@ def test_each_task_needs_its_own_secret_alone(per_task):
         Security.load(per_task, "worker", 7)
 
 
+def test_a_folder_without_keys_is_told_from_one_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no keys: .*has made for this cluster"):
+        Security.load(tmp_path, "worker", 0)
+    with pytest.raises(ValueError, match="none does not exist: "):
+        Security.load(tmp_path / "none", "worker", 0)
+
+
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 

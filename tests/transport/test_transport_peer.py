@@ -71,6 +71,7 @@ def test_whoever_does_not_greet_is_told_and_forgotten():
     server = new_peer(hello("ps", 0), False)
     (closed,) = server.received([encode(Beat(False))[0]], 0.0)
     assert "expected Hello, got Beat" in closed.reason
+    assert "broke the protocol" not in closed.reason, "it was silent, and does not know"
     assert kinds(server.transmit(0.0)) is Goodbye
 
 

@@ -196,10 +196,10 @@ class Manifest:
             with blamed(path, "reading"), open(path, "rb") as file:
                 data = file.read()
         except (NotFoundError, NotADirectoryError):
-            raise NotFoundError(
-                f"{folder} is no checkpoint: it has no {MANIFEST}, which is written "
-                "when all else is"
-            ) from None
+            words = "there is no such folder"
+            if os.path.isdir(folder):
+                words = f"it has no {MANIFEST}, which is written when all else is"
+            raise NotFoundError(f"{folder} is no checkpoint: {words}") from None
         manifest = Manifest.decode(data, path)
         manifest._require_files(folder)
         return manifest

@@ -52,7 +52,7 @@ class ClosureEngine:
         self.lock = threading.Lock()
         self.queue = queue
         self.outage_error: ZstratError | None = None
-        """Raised by every call that schedules or joins, while a ps is lost."""
+        """While a ps is lost: what calls that schedule, join or fetch raise."""
         self.deserted: ZstratError | None = None
         """Why work waits in vain: no worker was there for long."""
         self.must_wake = True
@@ -176,6 +176,15 @@ class ClosureEngine:
     def unfinished(self) -> str:
         """What there is still to do, in words. Lock held."""
         return f"{self.queue.unfinished}{self.oldest()}"
+
+    @property
+    def standstill(self) -> ZstratError | None:
+        """Why closures that wait are handed to nobody, while none runs. Lock held."""
+        if self.queue.running or not self.queue.runs:
+            return None  # what was cancelled ends by itself
+        if self.outage_error is None and self.queue.phase is QueuePhase.FAILED:
+            return self.deserted  # once it was raised a worker is waited for again
+        return self.outage_error
 
     @property
     def needs_worker(self) -> bool:

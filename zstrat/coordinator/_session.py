@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.errors import BusyError, ClosedError, PSUnavailableError
+from zstrat.program import hide_frames
 
 from ._servers import ParameterServers
 
@@ -135,14 +136,22 @@ class ClusterSession:
             # Nobody knows how long filling a server takes; what is asked of the servers
             # has deadlines, and so has waiting for one.
             timeout = math.inf
-        return self.portal.run(work, timeout, what)
+        try:
+            return self.portal.run(work, timeout, what)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """`run`, awaited on any event loop.
 
         Cancellation: gives up the outcome, while what was sent is carried out.
         """
-        return await self.portal.run_async(work, what)
+        try:
+            return await self.portal.run_async(work, what)
+        except Exception as error:  # to the caller
+            hide_frames(error)
+            raise
 
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[Cut | None]:

@@ -156,6 +156,8 @@ class RemoteValue:
             CancelledError: The closure was cancelled, or its resource was aborted.
             ClosureAbortedError: A large result went away with its worker.
             DeadlineExceededError: ``timeout`` has passed; the closure goes on.
+            PSUnavailableError, UnavailableError: It has not run, and does not while a
+                parameter server, or every worker, is away; fetch it again later.
             KeyboardInterrupt: Ctrl-C, which cancels what waits, as in
                 `ClusterCoordinator.join`.
             Exception: What the step function raised, every time.

@@ -98,6 +98,11 @@ class GuardedQueue(Protocol):
         """What there is still to do, in words. Lock held."""
         ...
 
+    @property
+    def standstill(self) -> Exception | None:
+        """Why nothing that waits will run, while no worker has anything. Lock held."""
+        ...
+
 
 @final
 class Waiters:
@@ -111,9 +116,15 @@ class Waiters:
         self.fetches = 0
         """How often a value was fetched."""
         self._guarded = guarded
+        self._fetching: dict[Bell, None] = {}
+        """Of each fetch that waits: none of them is asked while things go on."""
 
     def notify(self) -> None:
         """Wakes the calls whose condition holds now. Lock held."""
+        if self._fetching and self._guarded.standstill is not None:
+            bells, self._fetching = self._fetching, {}
+            for bell in bells:
+                bell.ring()
         if not self.watchers:
             return
         for bell in [bell for bell, ready in self.watchers.items() if ready()]:
@@ -172,52 +183,66 @@ class Waiters:
             self.echo.place = None
 
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
-        """Waits until the value is settled."""
-        self.fetches += 1
-        if self.echo.is_behind:
-            self.echo.show()
-        if value.state is not _NOT_READY:
-            return
-        with self._guarded.lock:
-            if value.state is not _NOT_READY:
-                return
-            bell = ThreadBell()
-            value._listen(bell)
-        rang, began = False, time.monotonic()
-        self.echo.place = copy_context()
-        try:
-            rang = bell.wait(timeout)
-        finally:
-            self._note_fetch(began)
-            if not rang:  # else the thread that rang it, which has the lock, forgets it
-                with self._guarded.lock:
-                    value._unlisten(bell)
-            self.show()
-        if not rang and value.state is _NOT_READY:
-            raise DeadlineExceededError(
-                f"fetch: {value!r} is not there after {timeout} s"
-            )
+        """Waits until the value is settled.
+
+        Raises:
+            PSUnavailableError, UnavailableError: That will not come to be, as nothing
+                runs; the value may be there later.
+            DeadlineExceededError: It took more than ``timeout`` seconds.
+        """
+        self._begin_fetch()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (bell := self._bell_of(value, ThreadBell)) is not None:
+            began = time.monotonic()
+            self.echo.place = copy_context()
+            try:
+                rest = None if deadline is None else deadline - began
+                rang = bell.wait(rest)
+            finally:
+                self._end_fetch(value, bell, began)
+            if not rang and value.state is _NOT_READY:
+                raise DeadlineExceededError(
+                    f"fetch: {value!r} is not there after {timeout} s"
+                )
 
     async def wait_value_async(self, value: RemoteValue) -> None:
         """`wait_value`, awaited. Cancellation: nothing is lost."""
+        self._begin_fetch()
+        while (bell := self._bell_of(value, LoopBell)) is not None:
+            began = time.monotonic()
+            self.echo.place = copy_context()
+            try:
+                await bell.future
+            finally:
+                self._end_fetch(value, bell, began)
+
+    def _begin_fetch(self) -> None:
         self.fetches += 1
         if self.echo.is_behind:
             self.echo.show()
+
+    def _bell_of(self, value: RemoteValue, make_bell: Callable[[], B]) -> B | None:
+        """What rings when the value is settled, or cannot be; None: it is settled."""
         if value.state is not _NOT_READY:
-            return
+            return None
         with self._guarded.lock:
             if value.state is not _NOT_READY:
-                return
-            bell = LoopBell()
+                return None
+            if (error := self._guarded.standstill) is not None:
+                raise error.with_traceback(None)
+            bell = make_bell()
             value._listen(bell)
-        self.echo.place, began = copy_context(), time.monotonic()
-        try:
-            await bell.future
-        finally:
-            self._note_fetch(began)
+            self._fetching[bell] = None
+        return bell
+
+    def _end_fetch(self, value: RemoteValue, bell: Bell, began: float) -> None:
+        self._note_fetch(began)
+        # Without the lock: the thread that rang the bell may still have it.
+        self._fetching.pop(bell, None)
+        if value.state is _NOT_READY:  # else who settled it has forgotten the bell
             with self._guarded.lock:
                 value._unlisten(bell)
-            self.show()
+        self.show()
 
     def _note_fetch(self, began: float) -> None:
         if (notes := self._guarded.notes) is not None:

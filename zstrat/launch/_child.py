@@ -150,8 +150,7 @@ class Child:
             code = self._running().wait()
             self.keep_log()
             raise UnavailableError(
-                f"{self.task} ended with exit code {code} before it was ready; "
-                f"{self.tail()}"
+                f"{self.task} {end_words(code)} before it was ready; {self.tail()}"
             )
         if self._heard.endswith(b"\n"):
             self.address = json.loads(self._heard)["address"]
@@ -213,10 +212,9 @@ class Child:
 
     def _judge(self, code: int) -> None:
         """Notes an end that is an error of its own, or that somebody else brought."""
-        if code < 0 and -code not in self._told:
-            self.failures.append(f"was ended by {signal_name(-code)}")
-        elif code > 0 and code != TRY_AGAIN:
-            self.failures.append(f"ended with exit code {code}")
+        by_us = -code in self._told
+        if code not in (0, TRY_AGAIN) and not by_us:
+            self.failures.append(end_words(code))
 
     def _open_log(self) -> int:
         """A descriptor of the file that the child prints to."""
@@ -234,6 +232,13 @@ def quoted_end(log: Path) -> str:
     """The last `TAIL` lines of a log with its path, for an error."""
     lines = log.read_text("utf-8", "replace").splitlines()[-TAIL:]
     return "\n  ".join([f"the end of {log}:", *(lines or ["(nothing)"])])
+
+
+def end_words(code: int) -> str:
+    """How a process ended, by its exit code; -N is that of signal N."""
+    if code < 0:
+        return f"was ended by {signal_name(-code)}"
+    return f"ended with exit code {code}"
 
 
 def signal_name(number: int) -> str:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.cluster import free_ports
 
-from ._child import inherited
+from ._child import end_words, inherited
 from ._runtime_dir import divided
 
 if TYPE_CHECKING:
@@ -121,16 +121,18 @@ class _CopiesRun:
             await self._end(tasks)
 
     async def _copy(self, index: int) -> int:
-        """One copy and its successors; the exit code of the last of them."""
+        """One copy and its successors; the exit code of the last of them, as shells
+        give it: above 128 it was a signal."""
         while True:
             code = await self._process(index)
+            of_shell = code if code >= 0 else 128 - code
             if not code or self._is_ending:
-                return code
-            ended = f"worker:{index} ended with exit code {code}"
+                return of_shell
+            ended = f"worker:{index} {end_words(code)}"
             if not self._left:
                 self._is_ending = True  # others that fail now were brought down by it
                 self._write(f"{ended}: ending the others")
-                return code
+                return of_shell
             self._left -= 1
             self._write(f"{ended}: starting it anew")
 
@@ -147,7 +149,7 @@ class _CopiesRun:
                 self._groups.discard(process.pid)
         except ExceptionGroup as failed:  # of the relay alone: nobody takes its lines
             raise failed.exceptions[0] from None
-        return code if code >= 0 else 128 - code
+        return code
 
     async def _relay(self, index: int, output: IO[bytes] | None) -> None:
         reader = asyncio.StreamReader(_LONGEST_LINE)

@@ -81,13 +81,20 @@ class KeyFolder:
         """
         stamp = self.stamp()  # before: what changes meanwhile is read the next time
         publics = _publics(self.folder)
+        if not publics:
+            there = "holds no keys" if self.folder.is_dir() else "does not exist"
+            raise ValueError(
+                f"key folder {self.folder} {there}: give the folder that `zstrat "
+                "keygen` has made for this cluster, or a copy of it; where none was "
+                f"made yet, make one with `zstrat keygen {self.folder}`"
+            )
         own = f"{self.job}-{self._index}"
         name = own if own in publics else str(self.job)
         if name not in publics or len(set(publics.values())) != len(publics):
             raise ValueError(
                 f"key folder {self.folder}: expected {name}.public and a different key "
-                f"for each role and task, found {', '.join(publics) or 'none'}: make "
-                f"one with `zstrat keygen {self.folder}`"
+                f"for each role and task, found {', '.join(publics)}: copy the "
+                "folder again that `zstrat keygen` has made"
             )
         secret = self._secret(name)
         if zmq.curve_public(secret.encode()).decode() != publics[name]:

@@ -83,7 +83,9 @@ class ThreadBell:
         self._lock.acquire()
 
     def ring(self) -> None:
-        self._lock.release()
+        # One that was rung already raises.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
 
     def wait(self, timeout: float | None) -> bool:
         """Blocks the thread; False when ``timeout`` seconds have passed."""

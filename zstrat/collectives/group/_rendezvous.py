@@ -236,8 +236,9 @@ class MembershipState(Generic[Token]):
         ]
         return CollectiveTimeoutError(
             f"{waited}{listed(missing)} did not come, {len(here)} of "
-            f"{len(self._seats)} ranks did: start what is missing, or give the group "
-            "more time"
+            f"{len(self._seats)} ranks did: start what is missing, or wait longer "
+            "(ZSTRAT_CONNECT_TIMEOUT=SECONDS, rendezvous_timeout= of a Group, timeout= "
+            "of reform)"
         )
 
 

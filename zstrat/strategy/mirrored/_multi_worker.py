@@ -24,6 +24,7 @@ from zstrat.cluster import (
 )
 from zstrat.collectives import Group
 from zstrat.config import environment
+from zstrat.program import hide_frames
 from zstrat.program.stages import Channel
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
@@ -83,12 +84,16 @@ class MultiWorkerMirroredExtended(StrategyExtended):
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
-    group = Group(
-        resolver,
-        name=_NAME,
-        timeout=options.timeout_seconds,
-        bytes_per_pack=options.bytes_per_pack,
-    )
+    try:
+        group = Group(
+            resolver,
+            name=_NAME,
+            timeout=options.timeout_seconds,
+            bytes_per_pack=options.bytes_per_pack,
+        )
+    except Exception as error:  # to the caller
+        hide_frames(error)
+        raise
     return ChosenGroup(group, options)
 
 

@@ -309,7 +309,7 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         kind = announced.message_kind
         if self.state is not _OPEN:
-            raise ProtocolError(f"expected Hello, got {kind.__name__}")
+            return self._ungreeted(kind)
         if kind in _UNORDERED:
             raise ProtocolError(
                 f"{kind.__name__} {announced.request}: it has no number"
@@ -405,8 +405,7 @@ class Peer(Generic[Token]):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
         if self.state is OrderState.GREETING:
-            # Somebody whom we gave up long ago goes on talking: he has to hear of it.
-            raise ProtocolError(f"expected Hello, got {type(message).__name__}")
+            return self._ungreeted(type(message))
         return ()
 
     def _on_chunk(self, chunk: Chunk, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
@@ -442,6 +441,20 @@ class Peer(Generic[Token]):
     def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
         self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
         return self._close(f"it broke the protocol: {error}")
+
+    def _ungreeted(self, kind: type[Message]) -> Sequence[Order[Token]]:
+        """Somebody whom we gave up long ago goes on talking: he has to hear of it."""
+        words = f"expected Hello, got {kind.__name__}"
+        self.outbox.say(
+            Goodbye(
+                f"it does not know this connection any more ({words}): "
+                "one of the two was silent for too long, or was started again"
+            )
+        )
+        return self._close(
+            f"{words}: it goes on with a connection that was given up here, as after "
+            "a long silence, and is told to connect anew"
+        )
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
         return DeadlineExceededError(
