@@ -5,6 +5,7 @@ neither fleets nor doctors. What stands behind the others would be a sixth of it
 
 The names stand in the stub beside the package, ``__init__.pyi``, one import a line.
 Type checkers and editors read it, as imports that happen, and so does `fetched_late`.
+What freezes programs is told to take stubs along (``--collect-data zstrat``).
 
 What a name brings with it is imported without collections of garbage: imports leave
 next to none, and there would be hundreds, a tenth of the time that jax takes.
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _LINE: Final = re.compile(
     r"^from (?P<module>\S+) import \(?\s*(?P<name>\w+) as \w+"
-    r"|^(?P<alias>\w+) = (?P<of>\w+)$",
+    r"|^(?P<alias>\w+) = (?P<of>\w+)\r?$",
     re.MULTILINE,
 )
 
@@ -67,7 +68,7 @@ def homes_of(package: str) -> dict[str, tuple[str, str]]:
     homes: dict[str, tuple[str, str]] = {}
     for line in _LINE.finditer(stub):
         if line["alias"]:
-            homes[line["alias"]] = homes.pop(line["of"])
+            homes[line["alias"]] = homes[line["of"]]
         else:
             homes[line["name"]] = (line["module"], line["name"])
     return homes

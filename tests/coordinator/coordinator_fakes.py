@@ -26,6 +26,7 @@ from zstrat.coordinator import (
 from zstrat.errors import (
     BusyError,
     HeldError,
+    OutOfRangeError,
     to_wire,
 )
 from zstrat.program import StepIterator, Structure, fill_inputs, load
@@ -265,7 +266,8 @@ class FakeWorker(FakeTask):
             self.resources[message.resource] = made
             return ResourceBuilt(LayoutMessage(0, [], [], None))
         elements = iter(made)
-        first = next(elements)
+        if (first := next(elements, None)) is None:
+            raise OutOfRangeError("End of sequence")
         self.resources[message.resource] = StepIterator(
             itertools.chain([first], elements)
         )

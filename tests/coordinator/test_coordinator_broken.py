@@ -1,6 +1,8 @@
 """Parameter servers that go, come back, and change hands; and hiccups on the way."""
 
 import asyncio
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -66,6 +68,56 @@ def test_a_fetch_of_what_waits_says_that_a_ps_is_lost(make_world, fetched):
     world.on_loop(ps.come_back, same=True)
     world.until(lambda: world.session.cluster.outage_error is None)
     assert fetched(values[1]) == 1, "it was cut off, and the step has waited"
+
+
+def test_with_errors_once_what_a_fetch_has_said_of_a_ps_is_said(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=1, errors_once=True)
+    world.on_loop(world.hold)
+    values = [coordinator.schedule(good) for _ in range(2)]
+    world.until(lambda: world.running == 1)
+    (ps,) = world.ps
+    world.on_loop(ps.kill, "killed")
+    world.until(lambda: world.session.cluster.outage_error)
+    world.on_loop(world.release)
+    try:
+        raise KeyError("of somebody else")
+    except KeyError:
+        with pytest.raises(PSUnavailableError):
+            values[1].fetch()
+    with pytest.raises(PSUnavailableError) as raised:
+        values[1].fetch()
+    assert raised.value.__context__ is None
+    world.on_loop(ps.come_back, same=True)
+    world.until(lambda: world.session.cluster.outage_error is None)
+    assert values[1].fetch() == 1
+    assert coordinator.schedule(good).fetch() == 1
+
+
+def test_a_value_is_not_kept_by_who_awaited_it_on_a_loop_that_was_closed(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+    value = coordinator.schedule(good)
+    loop = asyncio.new_event_loop()
+
+    async def awaited(value):
+        await value
+
+    async def begin(value):
+        task = asyncio.ensure_future(awaited(value))
+        await asyncio.sleep(0)
+        return task
+
+    task = loop.run_until_complete(begin(value))
+    loop.close()
+    world.on_loop(world.release)
+    coordinator.join()
+    task._log_destroy_pending = False  # the point: nobody has cancelled it
+    gone = weakref.ref(value)
+    del value, task
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_error_of_a_read_shows_no_frames_of_the_machinery(world):
@@ -272,6 +324,7 @@ def test_a_step_that_always_raises_that_something_is_busy_fails(world, monkeypat
     monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
     coordinator = world.coordinator()
+    monkeypatch.setattr(_outcomes, "BUSY_SECONDS", 0.01)
     failing_ps(world, -1, BusyError("another writer is at work in the folder"))
     value = coordinator.schedule(good)
     with pytest.raises(BusyError, match="another writer"):

@@ -156,11 +156,7 @@ def test_the_end_of_data_is_raised_by_join(make_world):
 
 def test_a_dataset_of_no_element_is_at_its_end(make_world):
     coordinator = make_world(workers=1).coordinator()
-
-    def none():
-        raise OutOfRangeError("End of sequence")  # as a worker finds out
-
-    iterator = iter(coordinator.create_per_worker_dataset(none))
+    iterator = iter(coordinator.create_per_worker_dataset(list))
     value = coordinator.schedule(step, args=(iterator,))
     with pytest.raises(OutOfRangeError, match="no element on /job:worker/task:0"):
         coordinator.join()

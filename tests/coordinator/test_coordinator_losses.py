@@ -198,6 +198,19 @@ def test_a_fetch_waits_for_a_worker_only_so_long(world):
     assert value.fetch() == 1
 
 
+def test_with_errors_once_what_a_fetch_has_said_of_workers_is_said(world):
+    coordinator = world.coordinator(worker_wait_timeout=0.05, errors_once=True)
+    for worker in world.workers:
+        world.on_loop(worker.kill, "power cut")
+    value = coordinator.schedule(good)
+    for _ in range(2):  # each time a worker is waited for again
+        with pytest.raises(UnavailableError, match="power cut"):
+            value.fetch()
+    world.on_loop(world.workers[0].come_back)
+    assert value.fetch() == 1
+    assert coordinator.schedule(good).fetch() == 1
+
+
 def test_a_trace_waits_for_a_worker_only_so_long(world):
     coordinator = world.coordinator(worker_wait_timeout=0.05)
     for worker in world.workers:

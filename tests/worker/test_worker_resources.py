@@ -216,6 +216,17 @@ async def test_a_dataset_of_no_element_is_at_its_end(world):
     assert isinstance(error, OutOfRangeError)
 
 
+async def test_a_function_that_raises_as_at_an_end_has_failed(world):
+    def dataset_fn():
+        raise OutOfRangeError("no such shard")
+
+    with pytest.raises(ClosureInputError, match="no such shard"):
+        await world.build(dataset_fn, resource=50)
+    (error,) = await drawn(world, 50, 1)
+    assert isinstance(error, ClosureInputError)
+    assert isinstance(error.original_exception, OutOfRangeError)
+
+
 async def test_an_error_can_be_mended_by_building_again(world):
     with pytest.raises(ZeroDivisionError):
         await world.build(lambda: 1 / 0, resource=50)

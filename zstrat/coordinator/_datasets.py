@@ -129,6 +129,7 @@ class PerWorkerIterator(PerWorker):
 
         Raises:
             ClosureInputError: It could not be built on any worker that is there.
+            OutOfRangeError: It has no element on the first that says anything.
             DeadlineExceededError: No worker has built it in ten minutes.
         """
         while (spec := self._stand_in_spec()) is None:
@@ -143,6 +144,7 @@ class PerWorkerIterator(PerWorker):
 
         Raises:
             ClosureInputError: A worker could not; the first one that says so.
+            OutOfRangeError: It has no element there.
             DeadlineExceededError: ``timeout`` seconds were not enough.
         """
         record = self._record
@@ -187,6 +189,7 @@ class PerWorkerIterator(PerWorker):
 
         Raises:
             ClosureInputError: It could not be built on any worker that is there.
+            OutOfRangeError: It has no element on the first that says anything.
         """
         while (made := self._stand_in()) is None:
             _ = self.element_spec  # waits, or raises

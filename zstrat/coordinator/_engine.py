@@ -224,7 +224,10 @@ class ClosureEngine:
     def fetched(self, error: Exception) -> None:
         """A fetch raises the error of a value."""
         with self.lock:
+            before = self.queue.phase
             self.queue.fetched(error)
+            if self.queue.phase is not before:
+                self.loop.wake()  # a worker is waited for again, with a time limit
             self.waiters.notify()
 
     def settle(self, ended: Iterable[Ended]) -> None:

@@ -45,9 +45,9 @@ STRIKES: Final = 6
 our own link needs to notice that the server is gone."""
 FIRST_PAUSE: Final = 0.2
 LONGEST_PAUSE: Final = 5.0
-BUSY_ATTEMPTS: Final = 60
-"""Attempts of one closure after which a task that is busy is its error: five minutes of
-pauses. A step may raise the error by itself, and would be tried for ever."""
+BUSY_SECONDS: Final = 300.0
+"""After which a task that is busy is the error of a closure that found it so each time.
+A step may raise the error by itself, and would be tried for ever."""
 
 
 @dataclass(slots=True)
@@ -232,7 +232,11 @@ class Outcomes:
                 pass
             case StaleSessionError():
                 task = "the session"
-            case BusyError() if closure.attempt < BUSY_ATTEMPTS:
+            case BusyError():
+                if closure.busy_since is None:
+                    closure.busy_since = now
+                if now - closure.busy_since > BUSY_SECONDS:
+                    return None
                 return self._trouble(worker, "a busy task").reported(now)
             case _:
                 return None

@@ -103,6 +103,8 @@ class Closure:
     step: int = -1
     attempt: int = 0
     """How often it was handed to a worker."""
+    busy_since: float | None = None
+    """When it found a task too busy for it first."""
     losses: tuple[str, ...] = ()
     """The workers that were lost while they had it."""
     begun: bool = False

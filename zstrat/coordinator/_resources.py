@@ -137,11 +137,14 @@ class Record:
 
     def failed(self, worker: int, task: str, error: Exception) -> Exception:
         """Building raised; returns what closures get that want to use it there. A
-        dataset of no element is at its end, as any that was read to it."""
+        dataset of no element is at its end, as any that was read to it: a worker says
+        that by an `OutOfRangeError` of its own, none that the user's function raised.
+        """
         wrapped: Exception
         if isinstance(error, OutOfRangeError):
             words = f"End of sequence: {self.name} has no element on {task}"
             wrapped = OutOfRangeError(words)
+            wrapped.__cause__ = error
         else:
             words = f"{self.name} could not be built on {task}"
             wrapped = ClosureInputError(words, error)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
+from weakref import WeakSet
 
 from zstrat.errors import DeadlineExceededError
 from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
@@ -98,6 +99,10 @@ class GuardedQueue(Protocol):
         """What there is still to do, in words. Lock held."""
         ...
 
+    def fetched(self, error: Exception) -> None:
+        """A fetch raises the error, now. Takes the lock."""
+        ...
+
     @property
     def standstill(self) -> Exception | None:
         """Why nothing that waits will run, while no worker has anything. Lock held."""
@@ -116,14 +121,15 @@ class Waiters:
         self.fetches = 0
         """How often a value was fetched."""
         self._guarded = guarded
-        self._fetching: dict[Bell, None] = {}
-        """Of each fetch that waits: none of them is asked while things go on."""
+        self._fetching: WeakSet[Bell] = WeakSet()
+        """Of each fetch that waits: none of them is asked while things go on. A bell is
+        here as long as somebody waits: a loop that was closed does not say so."""
 
     def notify(self) -> None:
         """Wakes the calls whose condition holds now. Lock held."""
         if self._fetching and self._guarded.standstill is not None:
-            bells, self._fetching = self._fetching, {}
-            for bell in bells:
+            bells, self._fetching = self._fetching, WeakSet()
+            for bell in list(bells):
                 bell.ring()
         if not self.watchers:
             return
@@ -228,17 +234,17 @@ class Waiters:
         with self._guarded.lock:
             if value.state is not _NOT_READY:
                 return None
-            if (error := self._guarded.standstill) is not None:
-                raise error.with_traceback(None)
-            bell = make_bell()
-            value._listen(bell)
-            self._fetching[bell] = None
-        return bell
+            if (error := self._guarded.standstill) is None:
+                bell = make_bell()
+                value._listen(bell)
+                self._fetching.add(bell)
+                return bell
+        self._guarded.fetched(error)
+        error.__context__ = None  # of the call that raised it before
+        raise error.with_traceback(None)
 
     def _end_fetch(self, value: RemoteValue, bell: Bell, began: float) -> None:
         self._note_fetch(began)
-        # Without the lock: the thread that rang the bell may still have it.
-        self._fetching.pop(bell, None)
         if value.state is _NOT_READY:  # else who settled it has forgotten the bell
             with self._guarded.lock:
                 value._unlisten(bell)

@@ -12,8 +12,9 @@ is still open when the interpreter exits is closed before: a thread that is froz
 the middle of a socket call could otherwise hang or crash the exit.
 
 A thread or a coroutine of the user waits by a bell. A bell is made only when somebody
-really has to wait, is rung at most once, and is rung with the engine's lock held.
-Waiting on a thread's bell is an acquire of a lock, which Ctrl-C interrupts.
+really has to wait, ends one wait however often it is rung, and is rung with the
+engine's lock held. Waiting on a thread's bell is an acquire of a lock, which Ctrl-C
+interrupts.
 
 Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
 a callback of the garbage collector, as jax has one, or a finalizer, nobody can catch
@@ -76,7 +77,7 @@ class Bell(Protocol):
 class ThreadBell:
     """Wakes the thread that blocks in `wait`."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("__weakref__", "_lock")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,7 +102,7 @@ class ThreadBell:
 class LoopBell:
     """Wakes the coroutine that awaits ``future``, on whichever loop it runs."""
 
-    __slots__ = ("_loop", "future")
+    __slots__ = ("__weakref__", "_loop", "future")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -257,8 +257,12 @@ class Resources:
         if not callable(maker):
             return maker  # a dataset itself
         if not args and not kwargs and _wants_context(maker):
-            return maker(self._context())
-        return maker(*args, **kwargs)
+            args = (self._context(),)
+        try:
+            return maker(*args, **kwargs)
+        except OutOfRangeError as error:  # else taken for the end of what it makes
+            words = f"the function of a resource failed on {self._task}"
+            raise ClosureInputError(words, error) from error
 
     def _iterate(self, number: int, made: object) -> LayoutMessage:
         name = f"the dataset of {self._task}"

@@ -447,13 +447,13 @@ class Peer(Generic[Token]):
         words = f"expected Hello, got {kind.__name__}"
         self.outbox.say(
             Goodbye(
-                f"it does not know this connection any more ({words}): "
-                "one of the two was silent for too long, or was started again"
+                f"it does not know this connection ({words}): one of the two was "
+                "silent for too long, or was started again"
             )
         )
         return self._close(
             f"{words}: it goes on with a connection that was given up here, as after "
-            "a long silence, and is told to connect anew"
+            "a long silence, or is no task of this cluster"
         )
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
