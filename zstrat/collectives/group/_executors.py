@@ -3,7 +3,8 @@
 By messages any number of operations are under way, and the loop carries them on. An
 engine takes one at a time, in an order: a turn is drawn where the operation gets its
 number, so that it stands in the same order on all ranks; whoever has drawn it waits for
-it, uses the engine, and passes it on.
+it, uses the engine, and passes it on. Ctrl-C may strike between any two of these, so
+that a turn is lost: when the generation ends nobody waits for a turn any more.
 """
 
 from __future__ import annotations
@@ -157,15 +158,19 @@ class EngineExecutor:
     ) -> None:
         self._messages, self._generation, self._engine = messages, generation, engine
         self._turns = CallTurns()
+        self._using = threading.Lock()
+        """Held by whoever uses the engine."""
         self._lock = threading.Lock()
         self._bell: ThreadBell | None = None
         self._queue: deque[CallTurn] = deque()
         """Turns of operations that nobody waits for, as they were drawn."""
+        self._is_begun = False
+        """The thread is asked for; it is there a moment later."""
         self._thread: threading.Thread | None = None
         self._is_closed = False
         generation.engine_waits = engine.waits
         generation.engine_waited = engine.waited
-        generation.on_broken = engine.abort
+        generation.on_broken = self._ended
 
     def draw(self, *, blocking: bool) -> CallTurn:
         """A turn at the engine; see `CallTurns.draw`. It is for `run` if ``blocking``,
@@ -200,15 +205,35 @@ class EngineExecutor:
     def put(self, turn: CallTurn, operation: StartedOperation) -> None:
         """Has it carried out after those before it."""
         with self._lock:
+            is_lost = self._is_closed
             turn.operation = operation
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._live,
-                    name=f"zstrat group {self._generation.group}",
-                    daemon=True,
-                )
-                self._thread.start()
+            is_first, self._is_begun = not self._is_begun, True
             self._wake()
+        if is_first and not is_lost:
+            # By the loop: Ctrl-C in the middle of it would break a lock of Python's.
+            is_lost = not self._messages.soon(self._begin)
+        if is_lost:
+            operation.pending.fail(self._generation.wait_broken(0.0))
+
+    def _begin(self) -> None:
+        """Starts the thread; on the loop."""
+        thread = threading.Thread(
+            target=self._live,
+            name=f"zstrat group {self._generation.group}",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more of them
+            self._generation.abort_by(error)
+            with self._lock:
+                queued, self._queue = self._queue, deque()
+                self._is_closed = True
+            for turn in queued:
+                if turn.operation is not None:
+                    turn.operation.pending.fail(error)
+        else:
+            self._thread = thread
 
     def drop(self, turn: CallTurn) -> None:
         """Nothing is carried out in this turn, which its owner enters and leaves."""
@@ -224,22 +249,29 @@ class EngineExecutor:
             self._is_closed = True
             self._wake()
             thread = self._thread
+        self._turns.end()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        with self._turns.draw():
+        with self._using:
             self._engine.close()
+
+    def _ended(self, error: ZstratError) -> None:
+        """The generation has: who uses the engine is to stop, and nobody begins."""
+        self._engine.abort(error)
+        self._turns.end()
 
     def _finish(self, operation: StartedOperation) -> Any:
         """Carries all steps out; what makes the result."""
         calls = operation.calls
-        while True:
-            if self._generation.broken is not None:
-                raise self._generation.wait_broken(0.0)  # it had begun before
-            self._step(calls)
-            try:
-                calls = next(operation.steps)
-            except StopIteration as end:
-                return end.value
+        with self._using:
+            while True:
+                if self._generation.broken is not None:
+                    raise self._generation.wait_broken(0.0)  # it had begun before
+                self._step(calls)
+                try:
+                    calls = next(operation.steps)
+                except StopIteration as end:
+                    return end.value
 
     def _step(self, calls: Sequence[CollectiveCall]) -> None:
         # Messages first: they travel while the engine keeps this thread busy.
@@ -284,8 +316,11 @@ class EngineExecutor:
     def _live(self) -> None:
         while True:
             with self._lock:
-                if not self._queue and self._is_closed:
-                    return
+                if self._is_closed:  # who has not put his operation yet hears of it
+                    put = [each for each in self._queue if each.operation is not None]
+                    self._queue = deque(put)
+                    if not put:
+                        return
                 operation = self._queue[0].operation if self._queue else None
                 if operation is None:
                     bell = self._bell = ThreadBell()
@@ -311,7 +346,8 @@ class CallTurn:
         if self._bell is None:
             return
         try:
-            self._bell.wait(None)  # bounded: every operation before it has a deadline
+            # Bounded: every operation before it has a deadline, or the generation ends.
+            self._bell.wait(None)
         except BaseException:  # Ctrl-C: nobody leaves what was not entered
             self._turns.give_up(self._bell)
             raise
@@ -327,11 +363,12 @@ class CallTurns:
         self._lock = threading.Lock()
         self._waiting: deque[ThreadBell] = deque()
         self._is_taken = False
+        self._has_ended = False
 
     def draw(self) -> CallTurn:
         """The next turn. It must be entered, whatever happens, and is then left."""
         with self._lock:
-            if not self._is_taken:
+            if self._has_ended or not self._is_taken:
                 self._is_taken = True
                 return CallTurn(self, None)
             bell = ThreadBell()
@@ -350,6 +387,13 @@ class CallTurns:
                 self._waiting.remove(bell)
             else:  # it had come, unheard
                 self._ring_next()
+
+    def end(self) -> None:
+        """All turns have come: the order does not matter any more."""
+        with self._lock:
+            self._has_ended = True
+            while self._waiting:
+                self._waiting.popleft().ring()
 
     def _ring_next(self) -> None:
         if self._waiting:

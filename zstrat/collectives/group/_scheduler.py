@@ -48,10 +48,21 @@ class OperationScheduler:
         """Begins an operation; if ``blocking``, an engine may run it before this
         returns. Its number is drawn here, in the thread of the caller.
 
+        Ctrl-C: the generation ends, as for `carry_out`.
+
         Raises:
             UnavailableError: The generation has ended.
             BusyError: Too many are under way.
         """
+        try:
+            return self._launch(request, blocking=blocking)
+        except Exception:  # to the caller: the others have heard of it, if it began
+            raise
+        except BaseException:  # Ctrl-C, to the caller: its turn may have been lost
+            self.interrupt(request.words)
+            raise
+
+    def _launch(self, request: OperationRequest, *, blocking: bool) -> Pending[Any]:
         factory, turn = self._number(request, blocking=blocking)
         pending: Pending[Any] = Pending(request.words, partial(self._over, factory))
         try:
