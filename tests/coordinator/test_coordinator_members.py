@@ -162,32 +162,54 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
 
 
+def goes_on(members, member, now):
+    """One step ends, and the member may get more: how many it gets, if any."""
+    del member.in_flight[min(member.in_flight)]
+    members.ended(member, 1, now)
+    return [*give(members, 100, first=round(now * 1e6), now=now).values()]
+
+
 @pytest.mark.parametrize("prefetch", [0, 4])
 def test_who_has_work_gets_more_when_a_third_of_it_is_over(prefetch):
-    depth = 24
-    members = opened(1, closures_in_flight=depth, prefetch=prefetch)
+    members = opened(1, prefetch=prefetch)
+    (member,) = members.members
+    give(members, 100)
+    messages = []
+    for step in range(1, 1000):
+        got = goes_on(members, member, step * 0.001)
+        if step > 300:  # its rate is known
+            messages += got
+            assert len(member.in_flight) > member.depth * 2 / 3
+    depth = MIN_DEPTH + prefetch + 20
+    assert member.depth == depth
+    assert {*messages} == {-(-depth // 3)}
+
+
+@pytest.mark.parametrize("depth", [1, 3, 24])
+def test_a_member_holds_as_many_closures_as_the_user_says(depth):
+    members = opened(1, closures_in_flight=depth)
     (member,) = members.members
     assert give(members, 100) == {0: depth}
-    messages, first = [], 1000
-    for _ in range(10 * depth):
-        del member.in_flight[min(member.in_flight)]
-        members.ended(member, 1, 0.0)
-        messages += give(members, 100, first=first).values()
-        first += depth
-        assert len(member.in_flight) > depth * 2 / 3
-    assert messages == [depth // 3] * 30
+    for step in range(1, 100):
+        assert goes_on(members, member, step * 0.001) == [1]
 
 
 def test_who_has_nothing_beyond_what_it_works_on_gets_more_at_once():
-    members = opened(1, closures_in_flight=24)
+    members = opened(1)
     (member,) = members.members
+    give(members, 100)
+    for step in range(1, 300):
+        goes_on(members, member, step * 0.001)
+    assert member.depth == MIN_DEPTH + 20
+    member.in_flight.clear()
+    members.ended(member, 0, 0.3)
     # The program schedules one at a time.
-    assert [give(members, 1, first=n) for n in range(1, 10)] == [{0: 1}] * 9
-    for _ in range(9):
+    assert [give(members, 1, first=10**6 + n) for n in range(9)] == [{0: 1}] * 9
+    while len(member.in_flight) > 1:
         del member.in_flight[min(member.in_flight)]
-        members.ended(member, 1, 0.0)
-    assert give(members, 1, first=10) == {0: 1}
-    assert give(members, 100, first=20) == {0: 23}
+        members.ended(member, 0, 0.3)
+    assert give(members, 1, first=2 * 10**6) == {0: 1}
+    assert give(members, 100, first=3 * 10**6) == {0: MIN_DEPTH + 18}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])

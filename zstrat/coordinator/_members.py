@@ -11,8 +11,9 @@ resources built. Nobody waits for anybody else's recovery.
 Each worker holds what it works on, the steps that it prefetches and about 20 ms of
 work, so that the round trip to it is hidden and little is lost with it: the depth
 follows the rate at which its closures end. It gets more when a third of that is over,
-or when it has nothing beyond what it works on and prefetches. Everything is told by
-*incarnation and connection* (`epoch`): what an earlier one says is stale.
+or when it has nothing beyond what it works on and prefetches; if the user has said how
+many it holds, it always holds so many. Everything is told by *incarnation and
+connection* (`epoch`): what an earlier one says is stale.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ class Member:
             return 0
         has, depth = len(self.in_flight), self.depth
         free = max(0, depth - has)
+        if self.fixed_depth is not None or has < MIN_DEPTH + self.prefetch:
+            return free
         # A message wakes three threads of each side, which costs as much as a short
         # step does: so it is not sent for one step where the worker has some.
-        has_work = has >= MIN_DEPTH + self.prefetch
-        return 0 if has_work and 3 * free < depth else free
+        return free if 3 * free >= depth else 0
 
 
 @dataclass(frozen=True, slots=True)
