@@ -33,7 +33,7 @@ GOAL = 0.9
 
 def make_model():
     """Logits [n, 10] of images [n, 8, 8, 1]."""
-    model = keras.Sequential(
+    return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
             keras.layers.Flatten(),
@@ -42,9 +42,11 @@ def make_model():
             keras.layers.Dense(10),
         ]
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(loss=loss, metrics=["accuracy"])  # for evaluate
-    return model
+
+
+def make_loss():
+    """The loss of logits [n, 10] and labels [n]."""
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def values_of(keras_variables):
@@ -55,7 +57,7 @@ def values_of(keras_variables):
 def make_step(model, params, state, optimizer):
     """The step of a worker: ``params`` are moved by gradients, ``state`` (the averages
     of a BatchNormalization) is assigned."""
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss_of = make_loss()
 
     @zs.function
     def train_step(iterator):
@@ -110,6 +112,8 @@ def main():
     with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         losses = train(strategy, model, data, options.steps)
+    # Not before: a compiled model takes its optimizer along to the workers.
+    model.compile(loss=make_loss(), metrics=["accuracy"])
     _, accuracy = model.evaluate(*test, verbose=0)
     print(f"loss {np.mean(losses):.3f}, test accuracy {accuracy:.1%} (goal {GOAL:.0%})")
     return 0 if accuracy >= GOAL else 1
