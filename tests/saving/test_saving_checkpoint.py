@@ -245,6 +245,18 @@ def test_keys_that_are_written_alike_are_refused(keys):
     Checkpoint(m=module)
 
 
+@pytest.mark.parametrize("order", [(1, "1"), ("1", 1)])
+def test_of_keys_that_are_written_alike_what_is_to_be_saved_is_saved(order, tmp_path):
+    module = Module()
+    module.sizes = {key: Variable(2.0) if key == 1 else 3 for key in order}
+    path = Checkpoint(m=module).write(tmp_path / "c")
+    module.sizes[1].assign(0.0)
+    Checkpoint(m=module).restore(path).assert_consumed()
+    assert module.sizes[1].numpy() == 2
+    module.sizes = dict.fromkeys(order, module.sizes[1])  # one, at both of them
+    Checkpoint(m=module).restore(path).assert_consumed()
+
+
 def test_two_values_for_one_variable_are_refused(tmp_path):
     path = Checkpoint(x=Variable(1.0), y=Variable(2.0), z=Variable(2.0)).write(
         tmp_path / "c"

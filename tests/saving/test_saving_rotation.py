@@ -161,16 +161,19 @@ def test_checkpoints_of_other_names_are_left_alone(checkpoint, tmp_path, caplog)
     best.save(9)
     assert folders(tmp_path) == ["best-0", "best-9", "first-1", "last-5"]
     other = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="other")
-    assert other.restore_or_initialize() is None
-    assert "has checkpoints of other names (best-9)" in caplog.text
+    assert other.restore_or_initialize() == best.latest_checkpoint  # as TF does
+    assert "the newest of them is restored (best-9)" in caplog.text
+    assert names(other) == []
 
 
 def test_arguments(checkpoint, tmp_path):
     manager = CheckpointManager(checkpoint, tmp_path, 1)
-    for number in (-1, 1.5):
+    for number in (-1, 1.5, "x", float("inf"), "-1"):
         with pytest.raises(ValueError, match="a whole number from 0 on"):
             manager.save(number)
     assert folders(tmp_path) == []
+    assert manager.save("10").endswith("ckpt-10")
+    assert manager.save(2**53 + 1).endswith(f"ckpt-{2**53 + 1}")
     for keep in (0, -1):
         with pytest.raises(ValueError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)

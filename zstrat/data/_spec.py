@@ -238,7 +238,9 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
         if array.dtype.kind in "fc" and dtype.kind in "fc":
-            return cast if (np.isfinite(cast) | ~np.isfinite(array)).all() else None
+            finite = np.isfinite(cast)
+            rounded = finite.all() or (finite | ~np.isfinite(array)).all()
+            return cast if rounded else None
         if array.dtype.kind not in "iu" or dtype.kind not in "fc":
             return cast if np.array_equal(cast, array) else None
         # Back again, as numpy compares 64 bits and a float by their floats. A float of

@@ -67,8 +67,9 @@ class CheckpointManager:
     """Saves numbered checkpoints to a folder and deletes the oldest ones.
 
     Made anew for a folder with checkpoints of its name it goes on with them; those of
-    other names, of other managers say, it neither restores nor deletes. From its first
-    save until `close` (or until it is dropped) no other process can save to the folder.
+    other names, of other managers say, it does not delete, and restores only if there
+    are none of its own. From its first save until `close` (or until it is dropped) no
+    other process can save to the folder.
 
     Args:
         max_to_keep: So many of the newest are kept; None: all.
@@ -251,7 +252,8 @@ class CheckpointManager:
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint and returns its path; without any, calls
-        ``init_fn`` and returns None.
+        ``init_fn`` and returns None. If there are none of its own name it is the newest
+        of all in the folder, as with TensorFlow, and a line of the log says so.
 
         One that is damaged is left out with a `CheckpointWarning`, for the one before.
 
@@ -271,7 +273,7 @@ class CheckpointManager:
     async def _restore_or_initialize(self, line: tuple[str, int]) -> str | None:
         """Warnings are those of ``line``, a file and a number."""
         first: DataLossError | None = None
-        for path in reversed(self.checkpoints):
+        for path in reversed(self.checkpoints or self._others()):
             try:
                 await self._checkpoint.restore_async(path)
             except DataLossError as error:
@@ -286,17 +288,22 @@ class CheckpointManager:
             return path
         if first is not None:
             raise first
-        if others := read_state(self._directory).names:
-            log.warning(
-                "%s has checkpoints of other names (%s), and none called %s-<N>: "
-                "nothing was restored",
-                self._directory,
-                others[-1],
-                self._name,
-            )
         if self._init_fn is not None:
             self._init_fn()
         return None
+
+    def _others(self) -> list[str]:
+        """Paths of checkpoints of other names, the oldest first."""
+        names = read_state(self._directory).without(self._damaged).names
+        if names:
+            log.warning(
+                "%s has checkpoints of other names, and none called %s-<N>: the newest "
+                "of them is restored (%s)",
+                self._directory,
+                self._name,
+                names[-1],
+            )
+        return [os.path.join(self._directory, name) for name in names]
 
     def __repr__(self) -> str:
         return f"<zstrat.CheckpointManager of {self._directory}>"
@@ -308,9 +315,11 @@ def _whole(number: Any) -> int:
     Raises:
         ValueError: It is none.
     """
-    whole = int(number)
-    if whole < 0 or whole != number:
-        raise ValueError(
-            f"checkpoint_number={number!r}: expected a whole number from 0 on"
-        )
-    return whole
+    try:
+        whole = int(number)
+        # Not the float alone, which has not all integers beyond 2**53.
+        if whole >= 0 and (whole == number or whole == float(number)):
+            return whole
+    except (TypeError, ValueError, OverflowError):
+        pass  # to the words below
+    raise ValueError(f"checkpoint_number={number!r}: expected a whole number from 0 on")
