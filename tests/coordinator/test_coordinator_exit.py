@@ -2,7 +2,10 @@
 
 import asyncio
 import gc
+import inspect
+import itertools
 import signal
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -105,6 +108,59 @@ def test_ctrl_c_in_a_blocking_run(portal):
     with pytest.raises(KeyboardInterrupt):
         portal.run(wait(), 20.0, "a test")
     thread.join()
+
+
+class Strike:
+    """Raises as Ctrl-C does, where Python looks for it for that time: a function
+    begins, or one that is not written in Python has returned."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, frame, event, value):
+        self.left -= event in ("call", "c_return")
+        if event in ("call", "c_return") and not self.left:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_anywhere_in_a_blocking_run_leaves_a_loop_that_runs(portal):
+    assert portal.run(answer(), 20.0, "a test") == 42  # all is imported and made
+    for number in itertools.count(1):
+        work, strike = answer(), Strike(number)
+        try:
+            sys.setprofile(strike)
+            portal.run(work, 20.0, "a test")
+        except KeyboardInterrupt:
+            # Behind what was struck, so that it is over, begun or not.
+            assert portal.run(answer(), 20.0, "a test") == 42
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # nobody was asked for it
+        sys.setprofile(None)
+        if strike.left > 0:
+            break
+    assert number > 20
+
+
+async def test_who_awaits_work_when_it_is_closed_is_told_and_not_cancelled(portal):
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def wait():
+        loop.call_soon_threadsafe(begun.set)
+        await for_ever()
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(refused(portal.run_async(wait(), "a test")))
+        await begun.wait()
+        portal.retire()
+    assert "a test: the session was closed" in waiting.result()
+
+
+async def refused(work):
+    with pytest.raises(ClosedError) as caught:
+        await work
+    return str(caught.value)
 
 
 def test_dropping_the_strategy_ends_thread_and_tasks(make_world):

@@ -20,11 +20,11 @@ from ._keys import rotate_keys as rotate_keys
 from ._link import Link as Link
 from ._loop import Bell as Bell
 from ._loop import LoopBell as LoopBell
+from ._loop import LoopCall as LoopCall
 from ._loop import Portal as Portal
 from ._loop import ThreadBell as ThreadBell
 from ._loop import close_portals as close_portals
 from ._loop import new_event_loop as new_event_loop
-from ._loop import outcome as outcome
 from ._loop import run as run
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool

@@ -19,7 +19,10 @@ interrupts.
 Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
 a callback of the garbage collector, as jax has one, or a finalizer, nobody can catch
 it: Python says that it is ignored, and goes on. A program that schedules steps in a
-loop lost three of four, so they are raised again.
+loop lost three of four, so they are raised again. And where that is in the middle of a
+lock that is written in Python, as the one in each `concurrent.futures.Future`, the lock
+stays locked: the loop, or who ends the program, would wait for it for ever. So nothing
+here that the main thread shares with the loop has one (`LoopCall`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from __future__ import annotations
 import _thread
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import logging
 import math
@@ -36,7 +38,7 @@ import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 
 # Before `close_portals` is registered, so that it ends after it: then it frees the
 # memory of messages that libzmq has not sent yet, whoever reads it then.
@@ -154,6 +156,7 @@ log = logging.getLogger("zstrat.transport")
 T = TypeVar("T")
 _CLOSING: Final = 10.0
 """Seconds for the last coroutine and the thread to end."""
+_ENDED: Final = "the session was closed"
 
 
 class Portal:
@@ -202,12 +205,18 @@ class Portal:
             DeadlineExceededError: ``timeout`` seconds were not enough.
             ClosedError: The portal is closed.
         """
-        return outcome(self._submit(work, what), timeout, what)
+        self._require_open(work, what)
+        return LoopCall(self.loop, work, what, _ENDED).run(timeout)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """Awaits, on any event loop, a coroutine that runs on the portal's. There is no
-        deadline. Cancellation: cancels the work."""
-        return await asyncio.wrap_future(self._submit(work, what))
+        deadline. Cancellation: cancels the work.
+
+        Raises:
+            ClosedError: The portal is closed.
+        """
+        self._require_open(work, what)
+        return await LoopCall(self.loop, work, what, _ENDED).run_async()
 
     def retire(self) -> None:
         """Begins to close and returns at once; takes no lock (for finalizers)."""
@@ -231,20 +240,13 @@ class Portal:
     def is_closed(self) -> bool:
         return self._closed
 
-    def _submit(
-        self, work: Coroutine[Any, Any, T], what: str
-    ) -> concurrent.futures.Future[T]:
+    def _require_open(self, work: Coroutine[Any, Any, T], what: str) -> None:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
         if self._closed:
             work.close()
             raise ClosedError(f"{what}: {self._why}")
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
-        except RuntimeError:  # the loop was closed in between
-            work.close()
-            raise ClosedError(f"{what}: {self._why}") from None
 
     def _live(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -272,24 +274,96 @@ class Portal:
             self.loop.stop()
 
 
-def outcome(future: concurrent.futures.Future[T], timeout: float, what: str) -> T:
-    """Blocks until the work on a loop has ended; gives up and cancels it if that
-    takes too long, or if Ctrl-C ends the wait.
+@final
+class LoopCall(Generic[T]):
+    """A coroutine that ``loop`` carries out for somebody who waits elsewhere: who calls
+    `run` blocks, who calls `run_async` awaits. Once, one of the two.
 
-    Raises:
-        DeadlineExceededError: ``timeout`` seconds were not enough.
+    Args:
+        what: Names the work in errors.
+        ended: What is said there if the loop ended before the work.
+
+    Raises, `run` and `run_async`:
         ClosedError: The loop ended before the work.
     """
-    bell = ThreadBell()
-    future.add_done_callback(lambda _: bell.ring())
-    try:
-        if not bell.wait(timeout):
-            raise DeadlineExceededError(f"{what} did not end within {timeout} s")
-        return future.result()
-    except concurrent.futures.CancelledError:
-        raise ClosedError(f"{what}: the session was closed") from None
-    finally:
-        future.cancel()
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, T],
+        what: str,
+        ended: str = "the loop has ended",
+    ) -> None:
+        self._loop, self._work, self._what, self._ended = loop, work, what, ended
+        self._task: asyncio.Task[T] | None = None
+        self._is_over = False
+
+    def run(self, timeout: float) -> T:
+        """Gives the work up, and cancels it, if it takes too long, or if Ctrl-C ends
+        the wait.
+
+        Raises:
+            DeadlineExceededError: ``timeout`` seconds were not enough.
+        """
+        bell = ThreadBell()
+        try:
+            self._post(self._begin, bell)
+            if not bell.wait(timeout):
+                raise DeadlineExceededError(
+                    f"{self._what} did not end within {timeout} s"
+                )
+            return self._outcome()
+        finally:
+            self._give_up()
+
+    async def run_async(self) -> T:
+        """Cancellation: cancels the work."""
+        bell = LoopBell()
+        try:
+            self._post(self._begin, bell)
+            await bell.future
+            return self._outcome()
+        finally:
+            self._give_up()
+
+    def _post(self, function: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop was closed
+            self._work.close()
+            raise self._closed() from None
+
+    def _begin(self, bell: Bell) -> None:
+        self._task = self._loop.create_task(self._work)
+        self._task.add_done_callback(lambda task: self._end(task, bell))
+
+    def _end(self, task: asyncio.Task[T], bell: Bell) -> None:
+        self._is_over = True
+        if not task.cancelled():
+            task.exception()  # who has given it up does not ask
+        bell.ring()
+
+    def _outcome(self) -> T:
+        assert self._task is not None
+        try:
+            return self._task.result()
+        except asyncio.CancelledError:
+            raise self._closed() from None
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"{self._what}: {self._ended}")
+
+    def _give_up(self) -> None:
+        """Posted behind the beginning; if there was none, nothing is left to begin."""
+        if not self._is_over:
+            with contextlib.suppress(ClosedError):
+                self._post(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is None:
+            self._work.close()
+        else:
+            self._task.cancel()
 
 
 async def _end_tasks() -> None:

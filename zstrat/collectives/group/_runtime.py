@@ -14,14 +14,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from zstrat.errors import ClosedError
-from zstrat.transport import Endpoint, Portal, Security, hello, new_incarnation, outcome
+from zstrat.transport import (
+    Endpoint,
+    LoopCall,
+    Portal,
+    Security,
+    hello,
+    new_incarnation,
+)
 from zstrat.transport.health import register, serve_as_told
 
 from ._node import GROUP_MESSAGES, GroupNode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
-    from concurrent.futures import Future
 
     from zstrat.config import Settings
     from zstrat.transport import Remote
@@ -46,11 +52,11 @@ class GroupRuntime:
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Blocks until the work has ended on the loop; see `Portal.run`."""
-        return outcome(self._submit(work, what), timeout, what)
+        return LoopCall(self.node.loop, work, what).run(timeout)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """As `run`, awaitable from any loop. Cancellation: cancels the work."""
-        return await asyncio.wrap_future(self._submit(work, what))
+        return await LoopCall(self.node.loop, work, what).run_async()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> bool:
         """Runs the function on the loop; False: the loop has ended."""
@@ -59,13 +65,6 @@ class GroupRuntime:
         except RuntimeError:
             return False
         return True
-
-    def _submit(self, work: Coroutine[Any, Any, T], what: str) -> Future[T]:
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self.node.loop)
-        except RuntimeError:
-            work.close()
-            raise ClosedError(f"{what}: the loop has ended") from None
 
     def release(self) -> None:
         """A group that used it is closed."""
