@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -154,9 +156,9 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
     write = PsClient.write_snapshot
 
     async def interrupted(self, *arguments):
-        written = await write(self, *arguments)
-        signal.raise_signal(signal.SIGINT)
-        return written
+        await write(self, *arguments)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        await asyncio.Event().wait()  # it is cancelled
 
     with monkeypatch.context() as patched:
         patched.setattr(PsClient, "write_snapshot", interrupted)

@@ -1,21 +1,26 @@
 """One coroutine for both forms of a call, and a thread for what it does with files.
 
-The blocking form runs the coroutine to its end in a loop of its own: Ctrl-C cancels it
-there, so that it cleans up as a cancelled task does. Files are touched on one named
-thread an operation, one call after the other. Who waits at a terminal is told how far
-it is (`ProgressBar`).
+The blocking form runs the coroutine to its end in a loop on a thread of its own: a
+notebook's thread has a loop already, and Ctrl-C in the middle of a loop could lose the
+next step of a task, which would then be waited for in vain. It cancels the coroutine,
+which cleans up as a cancelled task does. Files are touched on one named thread an
+operation, one call after the other. Who waits at a terminal is told how far it is
+(`ProgressBar`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
+import math
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
 
 from zstrat.program import hide_frames
+from zstrat.transport import Portal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -27,30 +32,23 @@ P = ParamSpec("P")
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Runs the coroutine to its end, also where a loop is running already. Its errors
-    come with the user's lines alone."""
+    come with the user's lines alone.
+
+    Cancellation: Ctrl-C cancels it, and is raised when it has cleaned up.
+    """
     try:
-        return _beside(work) if _is_looping() else asyncio.run(work)
+        portal = Portal("zstrat saving")
+        try:
+            return portal.run(work, math.inf, "saving or restoring")
+        finally:
+            portal.close()
     except Exception as error:  # to the caller
         hide_frames(error)
         raise
-
-
-def _is_looping() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:  # the usual case: a script, or a worker thread of the user's
-        return False
-    return True
-
-
-def _beside(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on a thread: in a notebook the caller's own thread has its loop
-    already."""
-    pool = ThreadPoolExecutor(1, "zstrat saving")
-    try:
-        return pool.submit(asyncio.run, work).result()
     finally:
-        pool.shutdown(wait=False)  # a Ctrl-C here goes to the user at once
+        # Ctrl-C before anybody had it: Python would say that nobody awaited it.
+        if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+            work.close()
 
 
 class FileThread:

@@ -116,7 +116,9 @@ class LoopBell:
             self._loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
-        if not self.future.done():
+        # Not asked first whether it is done: who asks may be cancelled by Ctrl-C before
+        # the next line.
+        with contextlib.suppress(asyncio.InvalidStateError):
             self.future.set_result(None)
 
 
@@ -176,8 +178,12 @@ class Portal:
         if not isinstance(sys.unraisablehook, _KeptInterrupts):
             sys.unraisablehook = _KeptInterrupts(sys.unraisablehook)
         self._thread = threading.Thread(target=self._live, name=name, daemon=True)
-        self._thread.start()
-        _open.add(self)
+        try:
+            self._thread.start()
+            _open.add(self)
+        except BaseException:  # to the caller, who has no portal: of Ctrl-C, too
+            self.retire()
+            raise
 
     def at_close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """What the loop does last, whoever closes the portal."""

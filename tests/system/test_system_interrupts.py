@@ -1,0 +1,72 @@
+"""Programs that Ctrl-C strikes anywhere in a blocking call go on, and end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+STRIKES = """
+    import faulthandler, itertools, signal, sys
+    import numpy as np
+    import zstrat as zs
+
+    faulthandler.dump_traceback_later(100, exit=True)  # if something hangs
+
+    class Strikes:
+        # Ctrl-C where Python looks for it for that time: a function begins, or one that
+        # is not written in Python has returned.
+        def __init__(self, number):
+            self.left = number
+        def __call__(self, frame, event, value):
+            if "/jax/" in frame.f_code.co_filename:
+                return
+            self.left -= event in ("call", "c_return")
+            if event in ("call", "c_return") and not self.left:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+    def is_struck(number, call):
+        strikes = Strikes(number)
+        try:
+            sys.setprofile(strikes)
+            call()
+        except (KeyboardInterrupt, RuntimeError):  # what Thread.start makes of some
+            pass
+        finally:
+            sys.setprofile(None)
+        return strikes.left <= 0
+"""
+SAVING = """
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)  # asyncio leaves a handler that it finds
+    v = zs.Variable(np.arange(3, dtype="f4"), name="v")
+    manager = zs.CheckpointManager(zs.Checkpoint(v=v), sys.argv[1], 2)
+    for call in (manager.save, manager.restore_or_initialize):
+        call()
+        number = 1
+        while is_struck(number, call):
+            number += 1
+        assert number > 20, number
+    v.assign(np.zeros(3))
+    manager.restore_or_initialize()
+    np.testing.assert_array_equal(v.numpy(), np.arange(3.0))
+    print("goes on")
+"""
+
+
+def ends_well(program, *arguments):
+    source = textwrap.dedent(STRIKES) + textwrap.dedent(program)
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "goes on\n"), ended.stderr
+
+
+def test_ctrl_c_anywhere_in_a_blocking_save_or_restore(tmp_path):
+    ends_well(SAVING, tmp_path)
