@@ -243,6 +243,20 @@ def test_keys_that_are_written_alike_are_refused(keys):
     module = Module()
     module.sizes = dict.fromkeys(keys, 3)  # nothing to save, and no error in a module
     Checkpoint(m=module)
+    one = Variable(1.0)
+    Checkpoint(x=dict.fromkeys(keys, one))  # one value
+
+
+def test_a_name_beside_a_variable_hides_it_never(tmp_path):
+    """Whichever of the two keys comes last, the variable is in the checkpoint."""
+    one, module = Variable(1.0), Module()
+    for sizes in ({1: one, "1": "text"}, {"1": "text", 1: one}):
+        module.sizes = sizes
+        checkpoint = Checkpoint(m=module)
+        path = checkpoint.write(tmp_path / "c")
+        one.assign(0.0)
+        checkpoint.restore(path).assert_consumed()
+        assert one.numpy() == 1
 
 
 def test_two_values_for_one_variable_are_refused(tmp_path):
@@ -255,6 +269,11 @@ def test_two_values_for_one_variable_are_refused(tmp_path):
     ):
         Checkpoint(x=tied, y=tied).restore(path, expect_partial=True)
     assert tied.numpy() == 0
+    parts = ShardedVariable([Variable(np.ones(2, "f4")), Variable(np.ones(2, "f4"))])
+    cut = Checkpoint(x=parts, y=Variable(np.ones(4, "f4"))).write(tmp_path / "cut")
+    whole = Variable(np.zeros(4, "f4"))
+    with pytest.raises(InvalidArgumentError, match="or cut into other parts: make two"):
+        Checkpoint(x=whole, y=whole).restore(cut)
     Checkpoint(y=tied, z=tied).restore(path)  # it has the value of both
     assert tied.numpy() == 2
     late = Checkpoint(y=tied)

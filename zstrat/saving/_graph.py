@@ -154,12 +154,17 @@ def _tree_level(value: Any) -> dict[str, Any]:
 def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Children by their keys as texts, as a checkpoint has them.
 
+    Of two with the same text what is to be saved is kept.
+
     Raises:
-        TypeError: Two of them, one of which is to be saved, have the same text.
+        TypeError: Two that are to be saved, and are not one, have the same text.
     """
     found: dict[str, Any] = {}
     for key, each in pairs:
-        if key in found and (is_trackable(each) or is_trackable(found[key])):
+        other = found.get(key)
+        if other is not None and is_trackable(other):
+            if each is other or not is_trackable(each):
+                continue
             raise TypeError(
                 f"two keys of a container are written {key!r} (such as 1 and '1'), and "
                 "a checkpoint would hold one of the two values: give them keys whose "

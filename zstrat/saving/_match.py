@@ -194,7 +194,7 @@ class Matching:
 
     def _find_twice(self, found: Found) -> None:
         """Variables that are at two places of the program and were two in the
-        checkpoint, with values that differ."""
+        checkpoint, with values that differ, or that nothing says are equal."""
         new = {id(value) for value, _ in found.pairs}
         first: dict[int, StoredNode] = {}
         for variable, at in self._by_kind(found, AbstractVariable):
@@ -203,10 +203,14 @@ class Matching:
             if id(variable) in new and not self._are_same(node, other):
                 found.wrong.append(
                     f"  {words(variable)} is one here, and in the checkpoint there are "
-                    f"two with different values, at {other.path} and {node.path}"
+                    f"two, at {other.path} and {node.path}, with different values or "
+                    "cut into other parts: make two here, too, or leave one of the "
+                    "places out of the Checkpoint"
                 )
 
     def _are_same(self, node: StoredNode, other: StoredNode) -> bool:
+        """Whether the values are equal, by their digests: those of parts that were cut
+        at other rows say nothing of each other."""
         if node is other:
             return True
         one, two = self._tensors[node.tensor], self._tensors[other.tensor]
