@@ -303,6 +303,10 @@ def test_nothing_to_restore(tmp_path):
         Checkpoint().restore(tmp_path)
     with pytest.raises(NotFoundError, match=r"none is no .*: there is no such folder"):
         Checkpoint().restore(tmp_path / "none")
+    Checkpoint(a=Variable(1.0)).save(tmp_path / "c")
+    for file in ("checkpoint", "c-1/manifest.json"):
+        with pytest.raises(NotFoundError, match=r"it is a file, .*`save` returned"):
+            Checkpoint().restore(tmp_path / file)
 
 
 def test_what_is_created_later_gets_its_value_when_it_is_attached(tmp_path):
