@@ -71,6 +71,10 @@ def test_zip_of_infinite_and_unknown_ones():
         (lambda d: d.concatenate([1]), "got list"),
         (lambda d: d.concatenate(Dataset.from_tensors(("a",))), "Incompatible"),
         (lambda d: d.concatenate(Dataset.from_tensors(1.0)), "Incompatible"),
+        (lambda d: d.take(2.5), "`count` must be a whole number, got 2.5"),
+        (lambda d: d.batch(2.0), "`batch_size` must be a whole number, got 2.0"),
+        (lambda d: d.shard(2, 0.5), "`index` must be a whole number, got 0.5"),
+        (lambda d: d.enumerate(0.5), "`start` must be a whole number, got 0.5"),
         (lambda d: d.filter(3), "must be callable"),
         (lambda d: list(d.filter(lambda x: x)), "must return one bool"),
         (lambda d: d.interleave(3), "must be callable"),
@@ -298,6 +302,14 @@ def test_padding_that_does_not_fit(options, error, words):
     with pytest.raises(TypeError, match="must have the structure of an element"):
         list(pairs.padded_batch(2, padded_shapes=[4]))
     floats = Dataset.from_generator(lambda: [np.ones(1, "f4"), np.ones(2, "f4")])
+    words = Dataset.from_generator(lambda: [np.array(["a"]), np.array(["b", "c"])])
+    (batch,) = words.padded_batch(2, padding_values="<pad>")
+    assert batch.tolist() == [["a", "<pad>"], ["b", "c"]]
+    days = [np.array(["2020-01-01"], "M8[D]"), np.array(["2020-01-01"] * 2, "M8[D]")]
+    (batch,) = Dataset.from_generator(lambda: days).padded_batch(
+        2, padding_values=np.datetime64("NaT")
+    )
+    assert np.isnat(batch).tolist() == [[False, True], [False, False]]
     for value in (1j, 1e39):  # no 0 and no inf
         with pytest.raises(TypeError, match="does not match type float32"):
             list(floats.padded_batch(2, padding_values=value))
