@@ -190,15 +190,18 @@ def require_joint(arrays: Sequence[Any], dtype: np.dtype[Any], path: str) -> Non
         ValueError: Says where, and what came.
     """
     if dtype.kind in _KINDS:  # what is beside such becomes one
-        _same_kind(arrays, path)
-    elif dtype.kind in "fc" and dtype.itemsize >= _FLOAT64:
+        are_arrays = all(isinstance(each, np.ndarray | np.generic) for each in arrays)
+        is_one = are_arrays and {each.dtype.kind for each in arrays} == {dtype.kind}
+        if dtype.kind == "O" or not is_one:
+            _same_kind(arrays, path)
+        return
+    is_wide = dtype.kind in "fc" and dtype.itemsize >= _FLOAT64
+    if is_wide and any(each.dtype is not dtype for each in arrays):
         for number, array in enumerate(arrays):
-            _require_digits(np.asarray(array), dtype, number, path)
+            _require_digits(array, dtype, number, path)
 
 
-def _require_digits(
-    array: np.ndarray, dtype: np.dtype[Any], number: int, path: str
-) -> None:
+def _require_digits(array: Any, dtype: np.dtype[Any], number: int, path: str) -> None:
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
         return
     if max(int(array.max()), -int(array.min())) > _WHOLE:
@@ -255,7 +258,7 @@ def kind_of(leaf: object) -> str:
     """What sort of values an array has: those of two sorts are no batch together."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
-        found: set[object] = {type(item) for item in array.flat}
+        found: set[object] = set(map(type, array.ravel().tolist()))
         return _OBJECTS.get(frozenset(found - {type(None)}), _KINDS["O"])
     return _KINDS.get(array.dtype.kind, "an array")
 
@@ -264,7 +267,8 @@ def _same_kind(arrays: Sequence[Any], path: str) -> None:
     kinds = [_kind(array) for array in arrays]
     kind = next((each for each in kinds if each != _MISSING), _MISSING)
     alike = {kind, _MISSING} if kind in _OBJECTS.values() else {kind}
-    _same(arrays, lambda each: _kind(each) in alike, path)
+    if not alike.issuperset(kinds):
+        _same(arrays, lambda each: _kind(each) in alike, path)
 
 
 def _same(
