@@ -25,13 +25,19 @@ def as_element(value: object, path: str = "") -> Element:
     """The structure with every leaf as a numpy array, or as the record that it is.
 
     Raises:
-        ValueError: A leaf is no array: a ragged list, for one; names its place.
+        ValueError: A leaf is no array: a ragged list, for one; or it is a masked array,
+            which would lose its mask. Names its place.
         TypeError: A leaf is an object that is neither a number nor text, or holds some;
             names its place, its type and what to give.
     """
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, np.ndarray | np.generic):
+        if _is_masked(value):
+            raise ValueError(
+                f"component {path or 'of the dataset'} is a masked array, and would "
+                "lose its mask: fill it, .filled(0) say"
+            )
         if value.dtype.hasobject:
             require_text(value, path, value)
         return value
@@ -47,6 +53,13 @@ def as_element(value: object, path: str = "") -> Element:
     if array.dtype.hasobject:
         require_text(array, path, value)
     return array
+
+
+def _is_masked(value: object) -> bool:
+    """Whether it is an array with a mask, which numpy drops where it is copied."""
+    # Plain ones first: numpy imports its masked arrays when they are asked for.
+    is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
+    return not is_plain and isinstance(value, np.ma.MaskedArray)
 
 
 def _converted(value: object, path: str) -> np.ndarray:

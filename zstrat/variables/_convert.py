@@ -286,9 +286,12 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
 
 def _require_unmasked(value: Any, what: str) -> None:
     """Refuses an array that would lose its mask, as jax does."""
-    if isinstance(value, np.ma.MaskedArray):
+    # Plain ones first: numpy imports its masked arrays when they are asked for.
+    is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
+    if not is_plain and isinstance(value, np.ma.MaskedArray):
         raise ValueError(
-            f"{what} is a masked array, and would lose its mask: fill it, .filled(0) say"
+            f"{what} is a masked array, and would lose its mask: fill it, "
+            ".filled(0) say"
         )
 
 
