@@ -118,12 +118,27 @@ class Strike:
         self.left = number
 
     def __call__(self, frame, event, value):
+        if not frame.f_code.co_filename.endswith(WAITING):
+            return  # a finalizer, say, where nobody could catch it
         self.left -= event in ("call", "c_return")
         if event in ("call", "c_return") and not self.left:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
 
+WAITING = ("zstrat/transport/_loop.py", "/threading.py", "/futures/_base.py")
+"""Files of what a thread executes that waits for another one."""
+
+
+@pytest.fixture
+def no_garbage_collector():
+    """It calls a function of jax, where nobody can catch what is raised."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
 def test_ctrl_c_anywhere_in_a_blocking_run_leaves_a_loop_that_runs(portal):
     assert portal.run(answer(), 20.0, "a test") == 42  # all is imported and made
     for number in itertools.count(1):
@@ -135,6 +150,7 @@ def test_ctrl_c_anywhere_in_a_blocking_run_leaves_a_loop_that_runs(portal):
             if strike.left <= 0:  # in a finalizer, where nobody can catch it:
                 threading.Event().wait(20.0)  # it is raised again
         except KeyboardInterrupt:
+            assert strike.left == 0
             # Behind what was struck, so that it is over, begun or not.
             assert portal.run(answer(), 20.0, "a test") == 42
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
@@ -142,7 +158,7 @@ def test_ctrl_c_anywhere_in_a_blocking_run_leaves_a_loop_that_runs(portal):
         sys.setprofile(None)
         if strike.left > 0:
             break
-    assert number > 20
+    assert number > 10
 
 
 async def test_who_awaits_work_when_it_is_closed_is_told_and_not_cancelled(portal):

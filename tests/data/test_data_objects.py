@@ -237,3 +237,16 @@ def test_dense_ends_its_source():
     assert next(found) == 1
     found.close()
     assert ended == [True]
+
+
+def test_masked_arrays_do_not_lose_their_masks():
+    """jax takes none, either."""
+    missing = np.ma.array([1.0, 2.0], mask=[False, True])
+    mapped = Dataset.range(2).map(lambda _: {"x": missing}).batch(2)
+    for read in (
+        lambda: Dataset.from_tensor_slices({"x": missing}),
+        lambda: Dataset.from_tensors({"x": missing}),
+        lambda: next(iter(mapped)),
+    ):
+        with pytest.raises(ValueError, match=r"component \['x'\] .* lose its mask"):
+            read()

@@ -71,6 +71,10 @@ def test_zip_of_infinite_and_unknown_ones():
         (lambda d: d.concatenate([1]), "got list"),
         (lambda d: d.concatenate(Dataset.from_tensors(("a",))), "Incompatible"),
         (lambda d: d.concatenate(Dataset.from_tensors(1.0)), "Incompatible"),
+        (lambda d: d.take(2.5), "`count` must be a whole number, got 2.5"),
+        (lambda d: d.batch(2.0), "`batch_size` must be a whole number, got 2.0"),
+        (lambda d: d.shard(2, 0.5), "`index` must be a whole number, got 0.5"),
+        (lambda d: d.enumerate(0.5), "`start` must be a whole number, got 0.5"),
         (lambda d: d.filter(3), "must be callable"),
         (lambda d: list(d.filter(lambda x: x)), "must return one bool"),
         (lambda d: d.interleave(3), "must be callable"),
@@ -80,7 +84,7 @@ def test_zip_of_infinite_and_unknown_ones():
         (lambda d: d.reduce(0, lambda s, x: s + 1.5), "float64 .* has int64"),
         (lambda d: d.reduce(np.int8(0), lambda s, x: x + 127), "1, .* has int8, which"),
         (lambda d: d.reduce(np.int64(0), lambda s, x: np.uint64(2**63)), "has int64"),
-        (lambda d: d.reduce(np.float32(0), lambda s, x: x + 1e39), "has float32"),
+        (lambda d: d.reduce(np.float32(0), lambda s, x: x + 1e39), "be infinite"),
         (lambda d: d.batch(2).rebatch([1.5]), "'float' object cannot be interpreted"),
     ],
 )
@@ -222,6 +226,7 @@ def test_reduce():
     pairs = Dataset.zip(Dataset.range(3), Dataset.range(3))
     assert pairs.reduce(np.int64(0), lambda s, e: s + e[0] * e[1]) == 5
     assert Dataset.range(0).reduce(7, lambda s, x: s) == 7
+    assert five.reduce(np.float32(0), lambda s, x: 2**24 + 1) == np.float32(2**24)
     mean = five.reduce(np.float32(0), lambda s, x: s + x / 5)
     assert (mean.dtype, mean) == (np.float32, 2)
 
@@ -296,6 +301,20 @@ def test_padding_that_does_not_fit(options, error, words):
     pairs = Dataset.zip(filled(), filled())
     with pytest.raises(TypeError, match="must have the structure of an element"):
         list(pairs.padded_batch(2, padded_shapes=[4]))
+    floats = Dataset.from_generator(lambda: [np.ones(1, "f4"), np.ones(2, "f4")])
+    words = Dataset.from_generator(lambda: [np.array(["a"]), np.array(["b", "c"])])
+    (batch,) = words.padded_batch(2, padding_values="<pad>")
+    assert batch.tolist() == [["a", "<pad>"], ["b", "c"]]
+    days = [np.array(["2020-01-01"], "M8[D]"), np.array(["2020-01-01"] * 2, "M8[D]")]
+    (batch,) = Dataset.from_generator(lambda: days).padded_batch(
+        2, padding_values=np.datetime64("NaT")
+    )
+    assert np.isnat(batch).tolist() == [[False, True], [False, False]]
+    for value in (1j, 1e39):  # no 0 and no inf
+        with pytest.raises(TypeError, match="does not match type float32"):
+            list(floats.padded_batch(2, padding_values=value))
+    (batch,) = floats.padded_batch(2, padding_values=2**24 + 1)
+    assert batch[0].tolist() == [1, np.float32(2**24 + 1)]
 
 
 @given(

@@ -243,6 +243,20 @@ def test_keys_that_are_written_alike_are_refused(keys):
     module = Module()
     module.sizes = dict.fromkeys(keys, 3)  # nothing to save, and no error in a module
     Checkpoint(m=module)
+    one = Variable(1.0)
+    Checkpoint(x=dict.fromkeys(keys, one))  # one value
+
+
+def test_a_name_beside_a_variable_hides_it_never(tmp_path):
+    """Whichever of the two keys comes last, the variable is in the checkpoint."""
+    one, module = Variable(1.0), Module()
+    for sizes in ({1: one, "1": "text"}, {"1": "text", 1: one}):
+        module.sizes = sizes
+        checkpoint = Checkpoint(m=module)
+        path = checkpoint.write(tmp_path / "c")
+        one.assign(0.0)
+        checkpoint.restore(path).assert_consumed()
+        assert one.numpy() == 1
 
 
 @pytest.mark.parametrize("order", [(1, "1"), ("1", 1)])
@@ -267,6 +281,11 @@ def test_two_values_for_one_variable_are_refused(tmp_path):
     ):
         Checkpoint(x=tied, y=tied).restore(path, expect_partial=True)
     assert tied.numpy() == 0
+    parts = ShardedVariable([Variable(np.ones(2, "f4")), Variable(np.ones(2, "f4"))])
+    cut = Checkpoint(x=parts, y=Variable(np.ones(4, "f4"))).write(tmp_path / "cut")
+    whole = Variable(np.zeros(4, "f4"))
+    with pytest.raises(InvalidArgumentError, match="cut into other parts: make two"):
+        Checkpoint(x=whole, y=whole).restore(cut)
     Checkpoint(y=tied, z=tied).restore(path)  # it has the value of both
     assert tied.numpy() == 2
     late = Checkpoint(y=tied)
@@ -296,6 +315,32 @@ def test_nothing_to_restore(tmp_path):
         Checkpoint().restore(tmp_path)
     with pytest.raises(NotFoundError, match=r"none is no .*: there is no such folder"):
         Checkpoint().restore(tmp_path / "none")
+    Checkpoint(a=Variable(1.0)).save(tmp_path / "c")
+    for file in ("checkpoint", "c-1/manifest.json"):
+        with pytest.raises(NotFoundError, match=r"it is a file, .*`save` returned"):
+            Checkpoint().restore(tmp_path / file)
+
+
+@pytest.mark.parametrize("second", [3, 5])
+def test_two_momenta_for_one_variable_are_refused(tmp_path, second):
+    params = {name: Variable(np.ones(2, "f4"), name=name) for name in "xy"}
+    still = optax.sgd(0.0, momentum=0.9)  # the values stay equal
+    optimizer = Optimizer(still, params=params)
+    optimizer.apply_gradients(
+        [(ones(2) * 3, params["x"]), (ones(2) * second, params["y"])]
+    )
+    path = Checkpoint(**params, optimizer=optimizer).write(tmp_path / "c")
+    tied = Variable(np.ones(2, "f4"), name="tied")
+    Checkpoint(x=tied, y=tied).restore(path)  # no optimizer takes the momenta
+    again = Optimizer(optax.sgd(1.0, momentum=0.9), params={"tied": tied})
+    checkpoint = Checkpoint(x=tied, y=tied, optimizer=again)
+    if second == 3:
+        checkpoint.restore(path)
+        again.apply_gradients([(ones(2) * 0, tied)])
+        np.testing.assert_allclose(tied.numpy(), 1 - 0.9 * 3, rtol=1e-6)
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"at x and y, .* slots of an"):
+            checkpoint.restore(path)
 
 
 def test_what_is_created_later_gets_its_value_when_it_is_attached(tmp_path):

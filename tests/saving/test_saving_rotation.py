@@ -160,20 +160,65 @@ def test_checkpoints_of_other_names_are_left_alone(checkpoint, tmp_path, caplog)
     best.save(0)
     best.save(9)
     assert folders(tmp_path) == ["best-0", "best-9", "first-1", "last-5"]
-    other = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="other")
-    assert other.restore_or_initialize() == best.latest_checkpoint  # as TF does
-    assert "the newest of them is restored (best-9)" in caplog.text
-    assert names(other) == []
+
+
+def test_the_newest_of_another_name_is_restored_and_stays(
+    checkpoint, value, tmp_path, caplog
+):
+    """As TensorFlow restores what the state file of the folder calls the newest."""
+    for name in ("first", "second"):
+        value.assign(value + 1)
+        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=name).save()
+    value.assign(np.zeros(2000, "f4"))
+    ran = []
+    manager = CheckpointManager(
+        checkpoint, tmp_path, 1, init_fn=lambda: ran.append("init_fn")
+    )
+    newest = str(tmp_path / "second-2")
+    assert (manager.latest_checkpoint, manager.checkpoints) == (newest, [])
+    assert manager.restore_or_initialize() == newest
+    assert f"restored {newest}, as there is none called ckpt-<N>" in caplog.text
+    assert (value.numpy() == 2).all()
+    assert ran == []
+    for _ in range(2):
+        path = manager.save()
+    assert folders(tmp_path) == ["ckpt-4", "first-1", "second-2"]
+    caplog.clear()
+    flip(tmp_path / "second-2")
+    assert manager.restore_or_initialize() == manager.latest_checkpoint == path
+    assert not caplog.records
+
+
+def test_hours_are_those_of_a_name(checkpoint, tmp_path):
+    """Each manager keeps what it would without the other."""
+    clock = FakeClock(1e9)
+    both = [
+        CheckpointManager(
+            checkpoint,
+            tmp_path,
+            1,
+            keep_checkpoint_every_n_hours=2,
+            checkpoint_name=name,
+            clock=clock,
+        )
+        for name in ("a", "b")
+    ]
+    for hour in range(1, 7):
+        clock.advance(HOUR)
+        for manager in both:
+            manager.save(hour)
+    kept = ["a-2", "a-4", "a-6", "b-2", "b-4", "b-6"]
+    assert folders(tmp_path) == kept
 
 
 def test_arguments(checkpoint, tmp_path):
     manager = CheckpointManager(checkpoint, tmp_path, 1)
-    for number in (-1, 1.5, "x", float("inf"), "-1"):
+    for number in (-1, 1.5, float("nan"), float("inf"), "1.0", [1]):
         with pytest.raises(ValueError, match="a whole number from 0 on"):
             manager.save(number)
     assert folders(tmp_path) == []
-    assert manager.save("10").endswith("ckpt-10")
-    assert manager.save(2**53 + 1).endswith(f"ckpt-{2**53 + 1}")
+    for number in ("10", np.array(10.0), 2**60 + 1):
+        assert manager.save(number).endswith(f"ckpt-{int(number)}")
     for keep in (0, -1):
         with pytest.raises(ValueError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)
@@ -263,8 +308,10 @@ def test_if_all_are_damaged_nothing_is_initialized(checkpoint, tmp_path):
         pytest.raises(DataLossError, match="ckpt-2") as raised,
     ):
         manager.restore_or_initialize()
-    assert ran == []
     assert raised.value.__context__ is None  # no story of how its loop was found
+    with pytest.warns(CheckpointWarning), pytest.raises(DataLossError, match="ckpt-2"):
+        manager.restore_or_initialize()  # who asks again begins no more anew
+    assert ran == []
 
 
 def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog):

@@ -328,6 +328,9 @@ def test_a_folder_without_keys_is_told_from_one_that_is_not_there(tmp_path):
         Security.load(tmp_path, "worker", 0)
     with pytest.raises(ValueError, match="none does not exist: "):
         Security.load(tmp_path / "none", "worker", 0)
+    (tmp_path / "worker.secret").touch()
+    with pytest.raises(ValueError, match=r"worker.secret is a file: give the folder"):
+        Security.load(tmp_path / "worker.secret", "worker", 0)
 
 
 def mode(path):

@@ -171,6 +171,24 @@ def test_integers_that_do_not_fit_are_refused(dtype, value):
     assert not np.any(variable.numpy())
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        zv.Variable,
+        lambda x: zv.Variable(np.zeros(2, "float32")).assign(x),
+        lambda x: zv.Variable(np.zeros(2, "float32")).scatter_add(
+            zv.IndexedSlices(x, np.arange(2))
+        ),
+    ],
+)
+def test_a_masked_array_does_not_lose_its_mask(use):
+    """jax takes none, either."""
+    missing = np.ma.array([1, 2], mask=[False, True], dtype="float32")
+    with pytest.raises(ValueError, match=r"would lose its mask: fill it"):
+        use(missing)
+    use(missing.filled(0))
+
+
 def test_integers_that_fit_are_converted_and_python_ones_are_int32():
     with pytest.raises(ValueError, match=r"contains 3000000000.*int32.*wider"):
         zv.Variable([1, 3_000_000_000])

@@ -199,6 +199,9 @@ class Manifest:
             words = "there is no such folder"
             if os.path.isdir(folder):
                 words = f"it has no {MANIFEST}, which is written when all else is"
+            elif os.path.exists(folder):
+                words = "it is a file, and a checkpoint is a folder: give the path "
+                words += "that `save` returned"
             raise NotFoundError(f"{folder} is no checkpoint: {words}") from None
         manifest = Manifest.decode(data, path)
         manifest._require_files(folder)

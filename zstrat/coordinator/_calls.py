@@ -33,6 +33,7 @@ from zstrat.program import (
     dump,
     dump_code,
     input_key,
+    jax_settings,
     loses_bits,
 )
 from zstrat.variables import LOCAL, AbstractVariable, Variable, read_all, recorder
@@ -131,7 +132,7 @@ class ScheduledCall:
 class _KnownFunction:
     """A function that was scheduled before. Does not keep it alive."""
 
-    __slots__ = ("_held", "calls", "code", "pickled", "reference")
+    __slots__ = ("_held", "calls", "code", "pickled", "reference", "settings")
 
     def __init__(
         self,
@@ -141,6 +142,7 @@ class _KnownFunction:
     ) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
         held: list[Resource] = []
+        self.settings = jax_settings()
         self.code = Code(dump_code(function.within(strategy), held))
         self._held = tuple(weakref.ref(resource) for resource in held)
         self.calls: OrderedDict[Hashable, ScheduledCall] = OrderedDict()
@@ -193,6 +195,7 @@ class CallTable:
         if (
             known is None
             or known.reference() is not function
+            or known.settings != jax_settings()
             or _recording() is not None
         ):
             return None
@@ -319,7 +322,11 @@ class CallTable:
     def _know(self, function: Function) -> _KnownFunction:
         number = id(function)
         known = self._known.get(number)
-        if known is None or known.reference() is not function:
+        if (
+            known is None
+            or known.reference() is not function
+            or known.settings != jax_settings()
+        ):
             table = self._known
             known = _KnownFunction(
                 function, self._strategy, partial(_pop, table, number)

@@ -277,7 +277,10 @@ def _padded(column: Sequence[Any], path: str, shape: Any, value: Any) -> np.ndar
     target = longest if shape is None else _target(shape, longest, path)
     dtype = np.result_type(*[array.dtype for array in arrays])
     require_joint(arrays, dtype, path)
-    batch = np.full((len(arrays), *target), _filler(value, dtype, path), dtype)
+    filler = _filler(value, dtype, path)
+    if dtype.kind == "U":  # as long as the text that fills it up, if that is longer
+        dtype = np.result_type(dtype, np.asarray(filler).dtype)
+    batch = np.full((len(arrays), *target), filler, dtype)
     for number, array in enumerate(arrays):
         filled: tuple[Any, ...] = (number, *map(slice, array.shape))
         batch[filled] = array if array.ndim else array[()]
@@ -317,7 +320,8 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
     array = np.asarray(value, object if dtype.kind == "O" else None)
     if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
         return value
-    cast = kept(array, dtype)
+    is_date = array.dtype.kind == dtype.kind and dtype.kind in "mM"
+    cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
     if cast is None:
         raise TypeError(
             f"Invalid `padding_values`. {value!r} does not match type {dtype} of "

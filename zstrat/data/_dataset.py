@@ -120,6 +120,7 @@ class Dataset(Sources):
         if num_shards == SHARD_HINT and index == SHARD_HINT:
             return Dataset(Hinted(self._recipe))
         _at_least("num_shards", num_shards, 1)
+        _whole("index", index)
         if not 0 <= index < num_shards:
             raise ValueError(
                 f"index must be between 0 and {num_shards - 1} (currently index "
@@ -359,6 +360,7 @@ class Dataset(Sources):
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Pairs ``(number, element)``, the number an int64."""
+        _whole("start", start)
         return Dataset(passes.Enumerated(self._recipe, start))
 
     def with_options(self, options: Options) -> Dataset:
@@ -422,6 +424,14 @@ def _require_callable(name: str, function: object) -> None:
         raise TypeError(f"`{name}` must be callable; got {function!r:.100}")
 
 
+def _whole(name: str, value: int) -> None:
+    try:
+        index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a whole number, got {value!r:.99}") from None
+
+
 def _at_least(name: str, value: int, least: int) -> None:
+    _whole(name, value)
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")

@@ -14,7 +14,7 @@ from zstrat.errors import OutOfRangeError
 from ._elements import ending
 from ._passes import Derived
 from ._shuffle import Shuffled
-from ._spec import kept, spec_of
+from ._spec import kept, lost, spec_of
 from ._tree import as_element, leaves, owned, with_leaves
 
 if TYPE_CHECKING:
@@ -36,24 +36,27 @@ def folded(
         TypeError: The state became something else; says after which element.
     """
     state = first = owned(initial)
+    wanted = {path: _dtype(leaf) for path, leaf in leaves(first)}
     with ending(elements):
         for number, element in enumerate(elements):
-            state = _alike(owned(function(state, element)), first, number)
+            state = _alike(owned(function(state, element)), first, wanted, number)
     return state
 
 
-def _alike(state: Element, first: Element, number: int) -> Element:
-    """The state in the dtypes of the first one."""
-    found, wanted = dict(leaves(state)), dict(leaves(first))
+def _alike(
+    state: Element, first: Element, wanted: dict[str, Any], number: int
+) -> Element:
+    """The state in the dtypes of the first one, which are ``wanted``."""
+    found = dict(leaves(state))
     if found.keys() != wanted.keys():
         raise TypeError(
             f"`reduce_func` returned another structure than `initial_state` has, at "
             f"element {number}: {spec_of(state)!r}, after {spec_of(first)!r}"
         )
-    if all(_dtype(leaf) == _dtype(wanted[path]) for path, leaf in found.items()):
+    cast = {p: _cast(leaf, wanted[p], p, number) for p, leaf in found.items()}
+    if all(cast[path] is leaf for path, leaf in found.items()):
         return state
-    cast = [_cast(leaf, _dtype(wanted[p]), p, number) for p, leaf in found.items()]
-    return with_leaves(state, cast)
+    return with_leaves(state, cast.values())
 
 
 def _cast(leaf: Any, dtype: Any, path: str, number: int) -> Any:
@@ -61,13 +64,13 @@ def _cast(leaf: Any, dtype: Any, path: str, number: int) -> Any:
     if kind == dtype:
         return leaf
     cast = None
-    if np.can_cast(kind, dtype, "same_kind"):
+    if kind.kind == dtype.kind or np.can_cast(kind, dtype, "same_kind"):
         cast = kept(np.asarray(leaf), dtype)
     if cast is None:
         raise TypeError(
             f"`reduce_func` returned {kind} at element {number}, where `initial_state` "
-            f"has {dtype}{f' (component {path})' if path else ''}, which cannot hold "
-            f"its values: begin with a value of {kind}, or convert the result"
+            f"has {dtype}{f' (component {path})' if path else ''}, "
+            f"{lost(kind, dtype)}: begin with a value of {kind}, or convert the result"
         )
     return cast[()]
 

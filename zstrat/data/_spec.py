@@ -29,6 +29,12 @@ Look = Callable[[Any], Spec]
 TEXT: Final = np.dtype(object)
 """Of `bytes`, whose batches are arrays of objects."""
 
+_NUMBERS: Final = "biufc"
+"""Kinds of dtypes of numbers, and of those that are whole."""
+_WHOLE: Final = "biu"
+_FLOAT32: Final = 4
+"""Its bytes."""
+
 
 @final
 @dataclass(frozen=True, init=False)
@@ -209,8 +215,9 @@ def _leaf(leaf: Any, spec: TensorSpec, number: int, path: str) -> Any:
     cast = _cast(np.asarray(leaf), spec.dtype)
     if cast is None:
         raise TypeError(
-            f"{where} of dtype {found.dtype.name} where {spec.dtype.name} was expected"
-            ", which cannot hold its values: yield that dtype, or change the signature"
+            f"{where} of dtype {found.dtype.name} where {spec.dtype.name} was "
+            f"expected, {lost(found.dtype, spec.dtype)}: yield that dtype, or change "
+            "the signature"
         )
     return cast
 
@@ -224,8 +231,9 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
             return None
         encoded = np.vectorize(str.encode, otypes=[object])(array)
         return encoded if array.ndim else bytes(encoded[()])
-    if dtype.kind != array.dtype.kind:
-        numbers = {dtype.kind, array.dtype.kind} <= set("biufc")
+    given, wanted = array.dtype.kind, dtype.kind
+    if given != wanted and not (given in _WHOLE and wanted in _WHOLE):
+        numbers = given in _NUMBERS and wanted in _NUMBERS
         if not numbers or not np.can_cast(array.dtype, dtype, "same_kind"):
             return None
     cast = kept(array, dtype)
@@ -233,21 +241,35 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
 
 
 def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """Numbers in another dtype, floats rounded. None where they would be others: an
-    integer that it does not have, a float that would become infinite."""
+    """Numbers in another dtype, rounded where that has floats, as numpy and TensorFlow
+    round. None where they would be others: an integer that it does not have, a number
+    that would become infinite, a complex one that has no place."""
+    given, wanted = array.dtype.kind, dtype.kind
+    if given == wanted:
+        has_all = given in _NUMBERS and dtype.itemsize >= array.dtype.itemsize
+    else:  # float32 and wider round all integers to finite numbers
+        has_all = given in _WHOLE and wanted in "fc" and dtype.itemsize >= _FLOAT32
+    if has_all:
+        return array.astype(dtype)
+    if given == "c" and wanted != "c":
+        if array.imag.any():
+            return None
+        array = array.real
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
-        if array.dtype.kind in "fc" and dtype.kind in "fc":
-            finite = np.isfinite(cast)
-            rounded = finite.all() or (finite | ~np.isfinite(array)).all()
-            return cast if rounded else None
-        if array.dtype.kind not in "iu" or dtype.kind not in "fc":
-            return cast if np.array_equal(cast, array) else None
-        # Back again, as numpy compares 64 bits and a float by their floats. A float of
-        # 2**63 is none of int64, and what it is there depends on the processor.
-        limit = 2.0 ** int(np.iinfo(array.dtype).max).bit_length()
-        same = (cast.real < limit) & (cast.real.astype(array.dtype) == array)
-    return cast if same.all() else None
+    if wanted not in "fc" or given not in _NUMBERS:
+        return cast if np.array_equal(cast, array) else None
+    finite = np.isfinite(cast)
+    if not array.ndim:  # by itself, as `all` takes longer than all the rest
+        return cast if finite or not np.isfinite(array) else None
+    return cast if finite.all() or (finite | ~np.isfinite(array)).all() else None
+
+
+def lost(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """Why `kept` refuses numbers, in words."""
+    if wanted.kind in "fc" and np.can_cast(found, wanted, "same_kind"):
+        return "in which some of its values would be infinite"
+    return "which cannot hold its values"
 
 
 def _fits(shape: Any, wanted: tuple[int | None, ...]) -> bool:

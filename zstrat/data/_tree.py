@@ -25,13 +25,19 @@ def as_element(value: object, path: str = "") -> Element:
     """The structure with every leaf as a numpy array, or as the record that it is.
 
     Raises:
-        ValueError: A leaf is no array: a ragged list, for one; names its place.
+        ValueError: A leaf is no array: a ragged list, for one; or it is a masked array,
+            which would lose its mask. Names its place.
         TypeError: A leaf is an object that is neither a number nor text, or holds some;
             names its place, its type and what to give.
     """
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, np.ndarray | np.generic):
+        if _is_masked(value):
+            raise ValueError(
+                f"component {path or 'of the dataset'} is a masked array, and would "
+                "lose its mask: fill it, .filled(0) say"
+            )
         if value.dtype.hasobject:
             require_text(value, path, value)
         return value
@@ -47,6 +53,13 @@ def as_element(value: object, path: str = "") -> Element:
     if array.dtype.hasobject:
         require_text(array, path, value)
     return array
+
+
+def _is_masked(value: object) -> bool:
+    """Whether it is an array with a mask, which numpy drops where it is copied."""
+    # Plain ones first: numpy imports its masked arrays when they are asked for.
+    is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)
+    return not is_plain and isinstance(value, np.ma.MaskedArray)
 
 
 def _converted(value: object, path: str) -> np.ndarray:
@@ -190,15 +203,18 @@ def require_joint(arrays: Sequence[Any], dtype: np.dtype[Any], path: str) -> Non
         ValueError: Says where, and what came.
     """
     if dtype.kind in _KINDS:  # what is beside such becomes one
-        _same_kind(arrays, path)
-    elif dtype.kind in "fc" and dtype.itemsize >= _FLOAT64:
+        are_arrays = all(isinstance(each, np.ndarray | np.generic) for each in arrays)
+        is_one = are_arrays and {each.dtype.kind for each in arrays} == {dtype.kind}
+        if dtype.kind == "O" or not is_one:
+            _same_kind(arrays, path)
+        return
+    is_wide = dtype.kind in "fc" and dtype.itemsize >= _FLOAT64
+    if is_wide and any(each.dtype is not dtype for each in arrays):
         for number, array in enumerate(arrays):
-            _require_digits(np.asarray(array), dtype, number, path)
+            _require_digits(array, dtype, number, path)
 
 
-def _require_digits(
-    array: np.ndarray, dtype: np.dtype[Any], number: int, path: str
-) -> None:
+def _require_digits(array: Any, dtype: np.dtype[Any], number: int, path: str) -> None:
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or not array.size:
         return
     if max(int(array.max()), -int(array.min())) > _WHOLE:
@@ -255,7 +271,7 @@ def kind_of(leaf: object) -> str:
     """What sort of values an array has: those of two sorts are no batch together."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
-        found: set[object] = {type(item) for item in array.flat}
+        found: set[object] = set(map(type, array.ravel().tolist()))
         return _OBJECTS.get(frozenset(found - {type(None)}), _KINDS["O"])
     return _KINDS.get(array.dtype.kind, "an array")
 
@@ -264,7 +280,8 @@ def _same_kind(arrays: Sequence[Any], path: str) -> None:
     kinds = [_kind(array) for array in arrays]
     kind = next((each for each in kinds if each != _MISSING), _MISSING)
     alike = {kind, _MISSING} if kind in _OBJECTS.values() else {kind}
-    _same(arrays, lambda each: _kind(each) in alike, path)
+    if not alike.issuperset(kinds):
+        _same(arrays, lambda each: _kind(each) in alike, path)
 
 
 def _same(

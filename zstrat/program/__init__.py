@@ -29,6 +29,7 @@ from .ship._carried import bytes_of_inputs as bytes_of_inputs
 from .ship._carried import cut_inputs as cut_inputs
 from .ship._carried import fill_inputs as fill_inputs
 from .ship._carried import input_key as input_key
+from .ship._carried import jax_settings as jax_settings
 from .ship._carried import loses_bits as loses_bits
 from .ship._code import Resource as Resource
 from .ship._code import digest as digest

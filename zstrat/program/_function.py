@@ -21,7 +21,7 @@ from zstrat.variables import is_staging, recorder
 from ._execute import run_here
 from ._programs import CompiledPrograms
 from .ship import _code
-from .ship._carried import ScopedBody
+from .ship._carried import ScopedBody, jax_settings
 from .trace import _refusals
 from .trace._context import building
 from .trace._signature import cut
@@ -184,9 +184,9 @@ class Function:
         return program.plan
 
     def within(self, strategy: Scoping) -> Function:
-        """This step with a body that enters the scope of ``strategy``: what a
-        coordinator ships."""
-        body = ScopedBody(self.body, strategy)
+        """This step with a body that enters the scope of ``strategy``, and the settings
+        of jax of this thread: what a coordinator ships."""
+        body = ScopedBody(self.body, strategy, jax_settings())
         scoped = _blank()
         scoped.__setstate__({"body": body, "eager": self.eager, "name": self.name})
         functools.update_wrapper(scoped, self.body, updated=())  # words name it so

@@ -196,24 +196,29 @@ class Matching:
         """Variables that are at two places of the program and were two in the
         checkpoint, with values that differ, or that nothing says are equal."""
         new = {id(value) for value, _ in found.pairs}
-        first: dict[int, StoredNode] = {}
+        slots = [self._nodes[at].slots for _, at in self._by_kind(found, Optimizer)]
+        first: dict[int, int] = {}
         for variable, at in self._by_kind(found, AbstractVariable):
-            node = self._nodes[at]
-            other = first.setdefault(id(variable), node)
-            if id(variable) in new and not self._are_same(node, other):
+            before = first.setdefault(id(variable), at)
+            if id(variable) not in new or at == before:
+                continue
+            node, other = self._nodes[at], self._nodes[before]
+            pairs = [(node.tensor, other.tensor)]
+            for stored in slots:
+                mine, theirs = stored.get(at, {}), stored.get(before, {})
+                pairs += [(mine[leaf], theirs[leaf]) for leaf in mine.keys() & theirs]
+            if not all(self._are_same(*pair) for pair in pairs):
                 found.wrong.append(
                     f"  {words(variable)} is one here, and in the checkpoint there are "
-                    f"two, at {other.path} and {node.path}, with different values or "
-                    "cut into other parts: make two here, too, or leave one of the "
-                    "places out of the Checkpoint"
+                    f"two, at {other.path} and {node.path}, with different values (or "
+                    "slots of an optimizer), or cut into other parts: make two here, "
+                    "too, or leave one of the places out of the Checkpoint"
                 )
 
-    def _are_same(self, node: StoredNode, other: StoredNode) -> bool:
-        """Whether the values are equal, by their digests: those of parts that were cut
+    def _are_same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal, by their digests: those of parts that were cut
         at other rows say nothing of each other."""
-        if node is other:
-            return True
-        one, two = self._tensors[node.tensor], self._tensors[other.tensor]
+        one, two = self._tensors[name], self._tensors[other]
         return [(p.start, p.stop, p.digest) for p in one.pieces] == [
             (p.start, p.stop, p.digest) for p in two.pieces
         ]

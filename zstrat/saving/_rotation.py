@@ -14,7 +14,7 @@ from zstrat.errors import DataLossError
 from zstrat.variables import line_outside
 
 from ._blocking import FileThread, run_blocking
-from ._state import SavedList, clean, read_state, update_state, writer_of
+from ._state import SavedList, clean, prefix_of, read_state, update_state, writer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,15 +66,16 @@ class _StepNote:
 class CheckpointManager:
     """Saves numbered checkpoints to a folder and deletes the oldest ones.
 
-    Made anew for a folder with checkpoints of its name it goes on with them; those of
-    other names, of other managers say, it does not delete, and restores only if there
-    are none of its own. From its first save until `close` (or until it is dropped) no
+    Made anew for a folder with checkpoints of its name it goes on with them. Those of
+    other names, of other managers say, it never deletes, and restores only where there
+    is none of its own. From its first save until `close` (or until it is dropped) no
     other process can save to the folder.
 
     Args:
         max_to_keep: So many of the newest are kept; None: all.
         keep_checkpoint_every_n_hours: Of those that would be deleted one is kept for
-            good each time that so many hours have passed.
+            good each time that so many hours have passed; each name has hours of its
+            own.
         checkpoint_name: Of the folders: ``<checkpoint_name>-<N>``.
         step_counter: A variable (or a callable) that says which step the program is at.
         checkpoint_interval: Steps between two checkpoints; `save` does nothing before.
@@ -144,14 +145,28 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """Paths of those in turn to be deleted one day, the oldest first."""
-        names = read_state(self._directory, self._name).without(self._damaged).names
-        return [os.path.join(self._directory, name) for name in names]
+        return self._paths(self._own())
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """Path of the newest one."""
-        paths = self.checkpoints
+        """Path of the newest one, which `restore_or_initialize` restores: without any
+        of its name, as in TensorFlow, the newest in the list of the folder."""
+        paths = self._paths(self._restorable())
         return paths[-1] if paths else None
+
+    def _own(self) -> SavedList:
+        return read_state(self._directory, self._name).without(self._damaged)
+
+    def _restorable(self) -> SavedList:
+        """What a restore takes one of, the newest last. Damaged ones are among it only
+        where there is no other, so that nobody begins anew beside them."""
+        for found in (self._own(), read_state(self._directory, self._name)):
+            if found.saved:
+                return found
+        return read_state(self._directory)
+
+    def _paths(self, found: SavedList) -> list[str]:
+        return [os.path.join(self._directory, name) for name in found.names]
 
     def save(
         self, checkpoint_number: Any = None, check_interval: bool = True
@@ -225,17 +240,15 @@ class CheckpointManager:
         """Puts the newest into the list, and deletes what is in it no more."""
 
         def change(stored: SavedList) -> SavedList:
-            state = read_state(self._directory, self._name).without(self._damaged)
-            preserved = stored.preserved_at
             state = replace(
-                state,
+                self._own(),
                 # A program that was killed while it deleted left some of them: they
                 # stay doomed until they are gone.
                 doomed=tuple(each for each in stored.doomed if self._is_there(each)),
-                preserved_at=self._began if preserved is None else preserved,
+                preserved_at={self._name: self._began, **stored.preserved_at},
             )
             added = state.with_saved(name, self._clock())
-            mine = added.rotated(self._keep, self._hours)
+            mine = added.rotated(self._name, self._keep, self._hours)
             return stored.with_those_of(self._name, mine, name)
 
         # The list first: what is deleted by half when the program is killed is in no
@@ -252,10 +265,11 @@ class CheckpointManager:
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint and returns its path; without any, calls
-        ``init_fn`` and returns None. If there are none of its own name it is the newest
-        of all in the folder, as with TensorFlow, and a line of the log says so.
+        ``init_fn`` and returns None.
 
-        One that is damaged is left out with a `CheckpointWarning`, for the one before.
+        Without any of this manager's name the newest in the list of the folder is
+        restored, whatever it is called, as in TensorFlow; the log says so. One that is
+        damaged is left out with a `CheckpointWarning`, for the one before.
 
         Raises:
             DataLossError: All of them are damaged; names what is wrong with the newest.
@@ -273,7 +287,7 @@ class CheckpointManager:
     async def _restore_or_initialize(self, line: tuple[str, int]) -> str | None:
         """Warnings are those of ``line``, a file and a number."""
         first: DataLossError | None = None
-        for path in reversed(self.checkpoints or self._others()):
+        for path in reversed(self._paths(self._restorable())):
             try:
                 await self._checkpoint.restore_async(path)
             except DataLossError as error:
@@ -285,25 +299,19 @@ class CheckpointManager:
             if self._interval is not None:
                 self._last_step = self._step()
             self._last_at = self._clock()
+            if prefix_of(os.path.basename(path)) != self._name:
+                log.warning(
+                    "restored %s, as there is none called %s-<N> beside it; this "
+                    "CheckpointManager does not delete it",
+                    path,
+                    self._name,
+                )
             return path
         if first is not None:
             raise first
         if self._init_fn is not None:
             self._init_fn()
         return None
-
-    def _others(self) -> list[str]:
-        """Paths of checkpoints of other names, the oldest first."""
-        names = read_state(self._directory).without(self._damaged).names
-        if names:
-            log.warning(
-                "%s has checkpoints of other names, and none called %s-<N>: the newest "
-                "of them is restored (%s)",
-                self._directory,
-                self._name,
-                names[-1],
-            )
-        return [os.path.join(self._directory, name) for name in names]
 
     def __repr__(self) -> str:
         return f"<zstrat.CheckpointManager of {self._directory}>"

@@ -15,13 +15,13 @@ import re
 import secrets
 import threading
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.checkpoint import MANIFEST, FolderLock, replace_file, sweep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 log = logging.getLogger("zstrat.saving")
 
@@ -36,12 +36,12 @@ class SavedList:
     """Names of checkpoints in a folder, oldest first, each with when it was saved.
 
     ``doomed``: to be deleted; some may be already. ``preserved_at``: when the last one
-    was saved that is kept for good.
+    was saved that is kept for good, of all that are called so.
     """
 
     saved: tuple[tuple[str, float], ...] = ()
     doomed: tuple[str, ...] = ()
-    preserved_at: float | None = None
+    preserved_at: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -53,18 +53,16 @@ class SavedList:
         doomed = tuple(each for each in self.doomed if each != name)
         return replace(self, saved=(*others, (name, at)), doomed=doomed)
 
-    def rotated(self, keep: int | None, hours: float | None) -> SavedList:
-        """The list without the oldest beyond ``keep``, which are doomed; but for one
-        every ``hours``, which are kept and leave the list."""
-        saved, doomed, preserved = (
-            list(self.saved),
-            list(self.doomed),
-            self.preserved_at,
-        )
+    def rotated(self, prefix: str, keep: int | None, hours: float | None) -> SavedList:
+        """The list, of such as are called ``prefix``, without the oldest beyond
+        ``keep``, which are doomed; but for one every ``hours``, which are kept and
+        leave the list."""
+        saved, doomed = list(self.saved), list(self.doomed)
+        preserved = dict(self.preserved_at)
         while keep is not None and len(saved) > keep:
             name, at = saved.pop(0)
-            if hours is not None and at - (preserved or 0.0) >= hours * 3600:
-                preserved = at
+            if hours is not None and at - preserved.get(prefix, 0.0) >= hours * 3600:
+                preserved[prefix] = at
             else:
                 doomed.append(name)
         return SavedList(tuple(saved), tuple(doomed), preserved)
@@ -74,7 +72,9 @@ class SavedList:
         stay, and stay where they are. ``newest`` goes to the end."""
         kept = set(mine.names) - {newest}
         here = [
-            each for each in self.saved if _prefix(each[0]) != prefix or each[0] in kept
+            each
+            for each in self.saved
+            if prefix_of(each[0]) != prefix or each[0] in kept
         ]
         known = {name for name, _ in here}
         more = [each for each in mine.saved if each[0] not in known]
@@ -96,28 +96,28 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
     """
     state = _stored(directory)
     found = _on_disk(directory)
-    prefixes = {_prefix(name) for name in state.names}
+    prefixes = {prefix_of(name) for name in state.names}
     if prefix is not None:
         prefixes = {prefix}
     elif not state.saved:
-        prefixes = {_prefix(name) for name in found}
+        prefixes = {prefix_of(name) for name in found}
     listed = [
         each
         for each in state.saved
-        if each[0] in found and _prefix(each[0]) in prefixes
+        if each[0] in found and prefix_of(each[0]) in prefixes
     ]
     # A save that was killed before it was listed has a higher number than all that are.
     # What has a lower one was kept for good, and left the list on purpose.
     newest: dict[str | None, int] = {}
     for name, _ in listed:
-        newest[_prefix(name)] = max(newest.get(_prefix(name), -1), found[name][0])
+        newest[prefix_of(name)] = max(newest.get(prefix_of(name), -1), found[name][0])
     known = {*state.names, *state.doomed}
     more = [
         (number, name, at)
         for name, (number, at) in found.items()
         if name not in known
-        and _prefix(name) in prefixes
-        and number > newest.get(_prefix(name), -1)
+        and prefix_of(name) in prefixes
+        and number > newest.get(prefix_of(name), -1)
     ]
     extra = [(name, at) for _, name, at in sorted(more)]
     return replace(state, saved=(*listed, *extra))
@@ -162,6 +162,12 @@ def writer_of(directory: str) -> FolderLock:
     return lock
 
 
+def prefix_of(name: str) -> str | None:
+    """What a checkpoint is called without its number; None: it has none."""
+    numbered = _NUMBERED.fullmatch(name)
+    return None if numbered is None else numbered[1]
+
+
 def clean(directory: str, prefix: str) -> None:
     """Removes what savers left that were killed; only for who holds the lock."""
     with contextlib.suppress(OSError):
@@ -171,7 +177,7 @@ def clean(directory: str, prefix: str) -> None:
             # name.
             if re.fullmatch(rf"{STATE}\.\w+\.tmp", name):
                 os.unlink(path)
-            elif _prefix(name) == prefix and os.path.isdir(path) and sweep(path):
+            elif prefix_of(name) == prefix and os.path.isdir(path) and sweep(path):
                 log.info("removed %s: it was never completed", path)
 
 
@@ -199,8 +205,7 @@ def _stored(directory: str) -> SavedList:
         } if all(_is_entry(each) for each in saved):
             plainly = tuple((name, float(at)) for name, at in saved)
             names = tuple(name for name in doomed if _is_name(name))
-            kept = float(preserved) if isinstance(preserved, int | float) else None
-            return SavedList(plainly, names, kept)
+            return SavedList(plainly, names, _preserved(preserved))
     log.warning(
         "%s is damaged; the checkpoints are listed from what is in the folder", path
     )
@@ -212,6 +217,12 @@ def _is_entry(entry: Any) -> bool:
         case [str(name), int() | float()]:
             return _is_name(name)
     return False
+
+
+def _preserved(plain: Any) -> dict[str, float]:
+    if not isinstance(plain, dict):
+        return {}
+    return {x: float(at) for x, at in plain.items() if isinstance(at, int | float)}
 
 
 def _is_name(name: Any) -> bool:
@@ -236,8 +247,3 @@ def _on_disk(directory: str) -> dict[str, tuple[int, float]]:
                 at = os.stat(os.path.join(directory, name, MANIFEST)).st_mtime
                 found[name] = (int(numbered[2]), at)
     return found
-
-
-def _prefix(name: str) -> str | None:
-    numbered = _NUMBERED.fullmatch(name)
-    return None if numbered is None else numbered[1]

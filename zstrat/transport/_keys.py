@@ -83,6 +83,11 @@ class KeyFolder:
         publics = _publics(self.folder)
         if not publics:
             there = "holds no keys" if self.folder.is_dir() else "does not exist"
+            if self.folder.is_file():
+                raise ValueError(
+                    f"key folder {self.folder} is a file: give the folder that "
+                    "`zstrat keygen` has made, which all key files are in"
+                )
             raise ValueError(
                 f"key folder {self.folder} {there}: give the folder that `zstrat "
                 "keygen` has made for this cluster, or a copy of it; where none was "

@@ -340,7 +340,7 @@ class LoopCall(Generic[T]):
             raise self._closed() from None
 
     def _begin(self, bell: Bell) -> None:
-        self._task = self._loop.create_task(self._work)
+        self._task = self._loop.create_task(self._work, name=self._what)
         self._task.add_done_callback(lambda task: self._end(task, bell))
 
     def _end(self, task: asyncio.Task[T], bell: Bell) -> None:

@@ -1,8 +1,10 @@
-"""What travels with a step beside its code: a scope, values, and small arrays.
+"""What travels with a step beside its code: a scope, settings, values, small arrays.
 
 The coordinator traces a step in its strategy's scope, and a worker must trace the same
 body with the same answer of ``get_strategy()``. A worker has entered no scope, so the
-body brings its own: wherever it is traced or run, at the cost of that alone.
+body brings its own: wherever it is traced or run, at the cost of that alone. It brings
+what jax is told in the program, too, of how to compute: which random numbers a key
+gives, and how exact a product of matrices is.
 
 Small arrays among the arguments of a call travel beside it at each schedule. A call
 with other numbers is the same call: it is traced, pickled and shipped once, with an
@@ -15,6 +17,8 @@ argument is pickled whole.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
@@ -26,6 +30,7 @@ from typing import (
     runtime_checkable,
 )
 
+import jax
 import numpy as np
 from jax.tree_util import register_dataclass
 
@@ -73,25 +78,65 @@ class CarriedValues:
 register_dataclass(CarriedValues, data_fields=["values"], meta_fields=["keys"])
 
 
+_SETTINGS: Final[dict[str, tuple[Any, Any]]] = {
+    "jax_default_prng_impl": (jax.default_prng_impl, "threefry2x32"),
+    "jax_threefry_partitionable": (jax.threefry_partitionable, True),
+    "jax_default_matmul_precision": (jax.default_matmul_precision, None),
+}
+"""What a program may tell jax of how to compute, each with its context manager, and
+what it is if nobody says anything: then it is as the worker was told, by its
+environment say."""
+
+_settings: Final = operator.attrgetter("jax_enable_x64", *_SETTINGS)
+
+
+def jax_settings() -> tuple[Any, ...]:
+    """What jax is told on this thread, by ``jax.config.update`` or a context manager,
+    of that which a step is to be computed with. Asked at each schedule."""
+    found: tuple[Any, ...] = _settings(jax.config)
+    return found
+
+
+def _enter(settings: tuple[Any, ...], entered: contextlib.ExitStack) -> None:
+    """Has jax compute on this thread as it does where the settings are from.
+
+    Raises:
+        RuntimeError: With 64 bits: a worker's process does so from its start, or not.
+    """
+    is_wide, *others = settings
+    if is_wide and not _settings(jax.config)[0]:
+        raise RuntimeError(
+            "the step was scheduled where jax computes with 64 bits (jax_enable_x64), "
+            "and this worker computes with 32: start all workers with JAX_ENABLE_X64=1"
+        )
+    for value, (context, default) in zip(others, _SETTINGS.values(), strict=True):
+        if value != default:
+            entered.enter_context(context(value))
+
+
 @final
 class ScopedBody:
     """Calls ``step`` in the scope of ``strategy``, with the values that were carried to
-    it."""
+    it, under the settings of jax with which it was shipped."""
 
-    __slots__ = ("step", "strategy")
+    __slots__ = ("settings", "step", "strategy")
 
-    def __init__(self, step: Callable[..., Any], strategy: Scoping) -> None:
-        self.step, self.strategy = step, strategy
+    def __init__(
+        self, step: Callable[..., Any], strategy: Scoping, settings: tuple[Any, ...]
+    ) -> None:
+        self.step, self.strategy, self.settings = step, strategy, settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], CarriedValues):
             args[0].give()
             args = args[1:]
-        with self.strategy.scope():
+        with contextlib.ExitStack() as entered:
+            _enter(self.settings, entered)
+            entered.enter_context(self.strategy.scope())
             return self.step(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return ScopedBody, (self.step, self.strategy)
+        return ScopedBody, (self.step, self.strategy, self.settings)
 
 
 INPUT_BYTES: Final = 1024
