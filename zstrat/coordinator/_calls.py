@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -295,12 +296,19 @@ class CallTable:
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, Resource),
         )
-        with self._strategy.scope():
-            plan = function.plan(args, kwargs)
+        # In a context of its own: it ends in C, where no Ctrl-C can strike on the way
+        # out and leave the caller in this scope, or in the middle of a trace.
+        plan = copy_context().run(self._plan, function, args, kwargs)
         plan.require_shared()
         self._strategy.require_known(plan)
         carried = [v for v in plan.variables if v.spec.ps == LOCAL]
         return _TracedCall(plan.out_structure.treedef, _captured(plan), carried)
+
+    def _plan(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
+        with self._strategy.scope():
+            return function.plan(args, kwargs)
 
     def _pickled(
         self,
