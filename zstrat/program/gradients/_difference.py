@@ -8,6 +8,7 @@ looked up is the gradient of these rows.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from zstrat.variables import (
     Variable,
     VariableHandle,
     is_staging,
+    outside,
     rows_of_component,
 )
 
@@ -277,6 +279,8 @@ class _Gathered:
         # an argument's shape.
         dense = self.found.used_keys if found else self.of_keys.keys()
         if not keys & dense and all(x.sought.table == table for x in found):
+            if not found:
+                _warn_of_unused(variable)
             return _slices(found, variable.shape, variable.dtype)
         parts = [
             self._dense(part, self.of_keys.get(part.spec.key), found, None)
@@ -300,6 +304,16 @@ class _Gathered:
                     local = rows_of_component(x.sought.table, place, x.flat_ids)
                     dense = dense.at[local].add(x.flat)
         return dense
+
+
+def _warn_of_unused(variable: AbstractVariable) -> None:
+    warnings.warn(
+        f"nothing depends on ShardedVariable {variable.name!r}: its gradient has no "
+        "rows, and an optimizer moves nothing of it. A variable in one part has zeros, "
+        "which momentum and weight decay move; of a table they would be as large as "
+        "the table. Leave it out of what is differentiated",
+        stacklevel=outside(),
+    )
 
 
 def _meets(sought: SoughtLookup, key: int, number: int | None) -> bool:

@@ -60,9 +60,9 @@ def value_and_grad(
     The gradient of a variable is dense. That of one of which ``fn`` only looks rows up
     is an `IndexedSlices` of these rows, in the order of the lookups, duplicates
     included. That of a `ShardedVariable` which ``fn`` does not read is one without
-    rows. Parts of a list that was looked up together have dense gradients: join them in
-    a `ShardedVariable`. With lookups ``fn`` is traced a few times, and its ids are
-    computed once by themselves.
+    rows, with a warning: momentum does not move it. Parts of a list that was looked up
+    together have dense gradients: join them in a `ShardedVariable`. With lookups ``fn``
+    is traced a few times, and its ids are computed once by themselves.
 
     Raises:
         ValueError: ``variables`` contains something else, or nothing.
