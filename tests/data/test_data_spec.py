@@ -121,7 +121,8 @@ def test_elements_come_as_they_were_promised(given, signature, kept):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_narrow_floats_of_jax_are_rounded_as_by_jax(dtype):
     rows = [np.float32([1.1, -0.3, np.nan]), np.float64([1.1, 3, 0]), [7, -3, 12]]
-    made = Dataset.from_generator(lambda: rows, output_signature=TensorSpec((3,), dtype))
+    narrow = TensorSpec((3,), dtype)
+    made = Dataset.from_generator(lambda: rows, output_signature=narrow)
     for row, given in zip(made, rows, strict=True):
         assert row.dtype == dtype
         reference = np.asarray(jnp.asarray(given, dtype))

@@ -321,10 +321,9 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
     if dtype.kind == "O" or (array.dtype.kind == dtype.kind == "U"):
         return value
     is_date = array.dtype.kind == dtype.kind and dtype.kind in "mM"
+    cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
     if array.dtype.kind == "c" and dtype.kind != "c":
         cast = None  # also without an imaginary part, as in TF
-    else:
-        cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
     if cast is None:
         raise TypeError(
             f"Invalid `padding_values`. {value!r} does not match type {dtype} of "

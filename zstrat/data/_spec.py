@@ -267,7 +267,7 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """numpy's letter; also for the floats of jax that numpy does not know as numbers."""
+    """numpy's letter; "f" also for the narrow floats of jax, which numpy calls void."""
     is_narrow = dtype.name == "bfloat16" or dtype.name.startswith("float8")
     return "f" if is_narrow else dtype.kind
 
