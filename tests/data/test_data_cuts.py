@@ -174,9 +174,10 @@ def test_a_batch_that_fits_is_one_piece_for_each_replica():
 @pytest.mark.parametrize(
     ("policy", "workers", "files", "meaning"),
     [
-        (AUTO, 1, None, OFF),
+        (AUTO, 1, None, DATA),  # as TF: one worker is no special case
         (AUTO, 1, 3, OFF),
         (FILE, 1, None, OFF),
+        (DATA, 1, 3, DATA),
         (HINT, 1, None, HINT),
         (AUTO, 2, None, DATA),
         (AUTO, 2, 1, DATA),

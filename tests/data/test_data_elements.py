@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zstrat.data import Elements
+from zstrat.data import Dataset, Elements
 from zstrat.errors import ClosedError, OutOfRangeError
 
 
@@ -130,3 +130,25 @@ def test_close_of_what_has_nothing_to_close():
     elements.close()
     with pytest.raises(ClosedError):
         elements.peek()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda numbers: numbers,
+        lambda numbers: numbers.prefetch(2),
+        lambda numbers: numbers.cache().take(4),
+        lambda numbers: numbers.batch(1).unbatch(),
+    ],
+)
+def test_who_goes_on_after_an_error_does_not_see_the_end(made):
+    def refused(number):
+        if number == 2:
+            raise ValueError("a bad record")
+        return number
+
+    iterator = iter(made(Dataset.range(5).map(refused)))
+    assert [int(next(iterator)) for _ in range(2)] == [0, 1]
+    for _ in range(3):
+        with pytest.raises(ValueError, match="a bad record"):
+            next(iterator)

@@ -166,7 +166,8 @@ def test_scalars_of_the_new_ones_are_refused_before_they_are_read():
     ("make", "size"),
     [
         (lambda d: d.padded_batch(4), 4),
-        (lambda d: d.batch(2).rebatch(4), 4),
+        (lambda d: d.batch(2).rebatch(4), None),
+        (lambda d: d.batch(2).rebatch(4, drop_remainder=True), 4),
         (lambda d: d.batch(2).rebatch([4, 2]), None),
         (lambda d: Dataset.zip(d.batch(4), d.batch(4)), 4),
         (lambda d: Dataset.zip(d.batch(4), d.batch(3)), None),

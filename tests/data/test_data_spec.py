@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -115,6 +116,27 @@ def test_elements_come_as_they_were_promised(given, signature, kept):
     (element,) = Dataset.from_generator(lambda: [given], output_signature=signature)
     np.testing.assert_array_equal(element, kept)
     assert getattr(element, "dtype", bytes) == getattr(kept, "dtype", bytes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_narrow_floats_of_jax_are_rounded_as_by_jax(dtype):
+    rows = [np.float32([1.1, -0.3, np.nan]), np.float64([1.1, 3, 0]), [7, -3, 12]]
+    narrow = TensorSpec((3,), dtype)
+    made = Dataset.from_generator(lambda: rows, output_signature=narrow)
+    for row, given in zip(made, rows, strict=True):
+        assert row.dtype == dtype
+        reference = np.asarray(jnp.asarray(given, dtype))
+        np.testing.assert_array_equal(row.astype("f4"), reference.astype("f4"))
+    wide = TensorSpec((3,), np.float32)
+    (back,) = Dataset.from_generator(lambda: [row], output_signature=wide)
+    assert back.dtype == np.float32
+    assert back.tolist() == [7, -3, 12]
+    for wrong, words in ((1e39, "would be infinite"), (1j, "cannot hold")):
+        bad = Dataset.from_generator(
+            lambda wrong=wrong: [wrong], output_signature=TensorSpec((), dtype)
+        )
+        with pytest.raises(TypeError, match=words):
+            list(bad)
 
 
 PAIR = (TensorSpec((), np.int32), TensorSpec((), np.int32))

@@ -310,7 +310,7 @@ def test_padding_that_does_not_fit(options, error, words):
         2, padding_values=np.datetime64("NaT")
     )
     assert np.isnat(batch).tolist() == [[False, True], [False, False]]
-    for value in (1j, 1e39):  # no 0 and no inf
+    for value in (1j, 1 + 0j, 1e39):  # no 0 and no inf
         with pytest.raises(TypeError, match="does not match type float32"):
             list(floats.padded_batch(2, padding_values=value))
     (batch,) = floats.padded_batch(2, padding_values=2**24 + 1)

@@ -233,3 +233,34 @@ def test_another_kind_of_random_numbers_is_told():
     ):
         step(np.ones(4, np.float32))
     assert "enable_x64" not in str(told[0].message)
+
+
+class Tagged(np.ndarray):
+    """An array of somebody's own class."""
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_subclasses_of_arrays_are_arrays_as_to_jax(eager, tmp_path):
+    plain = np.float32([[1, 2], [3, 4]])
+    mapped = np.memmap(tmp_path / "rows", np.float32, "w+", shape=(2, 2))
+    mapped[:] = plain
+
+    def squared(x):
+        return x["a"] * x["a"]  # element by element, also of a matrix
+
+    step = zs.function(squared, eager=eager)
+    for array in (plain.view(np.matrix), mapped, plain.view(Tagged)):
+        reference = jax.jit(squared)({"a": array})
+        np.testing.assert_array_equal(step({"a": array}), reference)
+    assert eager or step.trace_count == 1  # they are one signature
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_masked_arrays_are_refused_as_by_jax(eager):
+    masked = np.ma.masked_array(np.ones(2, np.float32), [False, True])
+    step = zs.function(lambda x: x["a"] * 2, eager=eager)
+    with pytest.raises(ValueError, match=r"argument|args\[0\]\['a'\].*fill it"):
+        step({"a": masked})
+    returns = zs.function(lambda: {"a": masked}, eager=eager)
+    with pytest.raises(ValueError, match=r"returns at result\['a'\] is a masked array"):
+        returns()

@@ -244,6 +244,11 @@ def test_keys_that_are_written_alike_are_refused(keys):
     module.sizes = dict.fromkeys(keys, 3)  # nothing to save, and no error in a module
     Checkpoint(m=module)
     one = Variable(1.0)
+    for plain in (3, "text", np.ones(2), [3]):  # as without the other key
+        for order in (keys, keys[::-1]):
+            with pytest.raises(TypeError, match=r"zs\.Variable|are written"):
+                Checkpoint(x={key: one if key == keys[0] else plain for key in order})
+    Checkpoint(x={keys[0]: one, keys[1]: None})  # an absent part of a model
     Checkpoint(x=dict.fromkeys(keys, one))  # one value
 
 

@@ -86,6 +86,28 @@ def test_one_every_few_hours_is_kept_for_good(checkpoint, tmp_path):
     assert folders(tmp_path) == ["ckpt-2", "ckpt-4", "ckpt-6"]
 
 
+def test_the_newest_is_what_was_saved_last_whatever_its_number(
+    checkpoint, value, tmp_path
+):
+    """Also beside one of a higher number that is kept for good, and is in no list."""
+    clock = FakeClock(1e9)
+    options = {"keep_checkpoint_every_n_hours": 2, "clock": clock}
+    manager = CheckpointManager(checkpoint, tmp_path, 1, **options)
+    for number in (10, 3):
+        clock.advance(3 * HOUR)
+        value.assign(np.full(2000, number, "f4"))
+        manager.save(checkpoint_number=number)
+    assert folders(tmp_path) == ["ckpt-10", "ckpt-3"]
+    again = CheckpointManager(checkpoint, tmp_path, 1, **options)
+    assert names(again) == ["ckpt-3"]
+    assert latest_checkpoint(tmp_path).endswith("ckpt-3")
+    value.assign(np.zeros(2000, "f4"))
+    assert again.restore_or_initialize().endswith("ckpt-3")
+    assert (value.numpy() == 3).all()
+    again.save(checkpoint_number=10)  # in the place of that one
+    assert names(again) == ["ckpt-10"]
+
+
 def test_intervals(checkpoint, tmp_path):
     step = Variable(np.int64(0))
     manager = CheckpointManager(
@@ -294,6 +316,18 @@ def test_the_one_before_a_damaged_one_is_taken(checkpoint, value, tmp_path, dama
     with warnings.catch_warnings(action="error"):
         assert again.restore_or_initialize().endswith("ckpt-2")
     assert len(list((tmp_path / "ckpt-2").iterdir())) == 2
+
+
+def test_a_damaged_one_of_a_higher_number_does_not_come_back(checkpoint, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    for number in (2, 10):
+        manager.save(checkpoint_number=number)
+    flip(tmp_path / "ckpt-10")
+    with pytest.warns(CheckpointWarning, match="ckpt-10 is damaged"):
+        manager.restore_or_initialize()
+    manager.save(checkpoint_number=4)
+    assert names(CheckpointManager(checkpoint, tmp_path, 3)) == ["ckpt-2", "ckpt-4"]
+    assert "ckpt-10" in folders(tmp_path)  # nobody deletes it
 
 
 def test_if_all_are_damaged_nothing_is_initialized(checkpoint, tmp_path):

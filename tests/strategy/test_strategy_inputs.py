@@ -13,7 +13,6 @@ from zstrat.data import (
     Dataset,
     InputContext,
     Options,
-    batch_sizes_for_worker,
 )
 from zstrat.errors import OutOfRangeError
 from zstrat.program import dump_code, load
@@ -83,9 +82,60 @@ def test_every_row_comes_once_and_in_order(lengths, size, replicas):
     for part in parts:
         assert part["x"].shape == (len(part["y"]), 2)
         assert (part["x"].dtype, part["y"].dtype) == (np.float32, np.int64)
-    sizes = batch_sizes_for_worker(size, 1, replicas, 0)
+    piece = -(-size // replicas)
+    sizes = [max(0, min(size - piece * n, piece)) for n in range(replicas)]
     whole = [len(part["y"]) for part in parts[: total // size * replicas]]
     assert whole == sizes * (total // size)
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "drop", "policy", "expected"),
+    [
+        # TensorFlow's guide to distributed input has the first three of these.
+        (6, 2, False, None, [[[0, 1], [2, 3]], [[4], [5]]]),
+        (4, 5, False, None, [[[0], [1], [2], [3], []]]),
+        (8, 3, False, None, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (7, 3, True, "AUTO", [[[0, 1], [2, 3], []]]),
+        (7, 3, False, "DATA", [[[0, 1], [2, 3], []], [[4], [5], [6]]]),
+        (7, 3, False, "OFF", [[[0, 1], [2], [3]], [[4, 5], [6], []]]),
+        (7, 3, False, "FILE", [[[0, 1], [2], [3]], [[4, 5], [6], []]]),
+        (7, 3, False, "HINT", [[[0, 1], [2], [3]], [[4, 5], [6], []]]),
+    ],
+)
+def test_batches_of_one_worker_are_cut_as_by_tensorflow(
+    rows, replicas, drop, policy, expected
+):
+    """The values are those of tf.distribute.MirroredStrategy of TensorFlow 2.21."""
+    dataset = Dataset.range(rows).batch(4, drop_remainder=drop)
+    if policy is not None:
+        dataset = dataset.with_options(Options(AutoShardPolicy[policy]))
+    assert drawn(inputs(replicas).of_dataset(dataset)) == expected
+
+
+def test_batches_of_files_are_cut_by_sizes_as_by_tensorflow(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("".join(f"{n}\n" for n in range(7)))
+    numbers = Dataset.from_text_lines(path).map(int).batch(4)
+    found = drawn(inputs(3).of_dataset(numbers))
+    assert found == [[[0, 1], [2], [3]], [[4, 5], [6], []]]
+
+
+def test_a_step_that_lacks_elements_of_promised_shapes_ends_the_data():
+    """As MirroredStrategy of TensorFlow 2.21: who drops remainders gets no empty
+    batch, whose mean is not a number, and others no zero in place of a number."""
+
+    def steps(dataset, replicas=2):
+        found = inputs(replicas).of_function(lambda _: dataset)
+        return [[np.shape(part) for part in parts_of(step)] for step in found]
+
+    rows = Dataset.range(12)
+    assert steps(rows.batch(4, drop_remainder=True)) == [[(4,), (4,)]]
+    assert steps(rows.map(abs).batch(4, drop_remainder=True)) == [[(4,), (4,)]]
+    assert steps(rows.batch(4, True).map(np.negative).prefetch(1)) == [[(4,), (4,)]]
+    assert steps(rows.take(3)) == [[(), ()]]
+    assert steps(rows.batch(4)) == [[(4,), (4,)], [(4,), (0,)]]
+    assert steps(rows.batch(5)) == [[(5,), (5,)], [(2,), (0,)]]
+    assert steps(rows.batch(5, drop_remainder=True), replicas=3) == []
 
 
 def test_the_last_batch_leaves_replicas_without_rows():
@@ -238,7 +288,9 @@ def test_a_function_is_told_which_pipeline_it_is_and_deals_in_turn():
 
 def test_elements_of_functions_need_no_rows():
     made = inputs(2).of_function(lambda _: Dataset.range(3))
-    assert drawn(made) == [[0, 1], [2, 0]]  # TF, too, makes a scalar zero
+    assert drawn(made) == [[0, 1]]
+    unknown = inputs(2).of_function(lambda _: Dataset.from_generator(lambda: range(3)))
+    assert drawn(unknown) == [[0, 1], [2, 0]]  # TF, too, makes a scalar zero
 
 
 @pytest.mark.shows("InputReplicationMode")

@@ -60,7 +60,7 @@ def test_one_function_for_each_replica_is_refused_at_once(strategy):
 @pytest.mark.usefixtures("on_a_worker")
 def test_a_worker_builds_what_travels_to_it(strategy):
     of_batches, of_elements = (load(dump_code(each)) for each in handles(strategy))
-    assert values(of_batches) == [[[0, 1], [2, 3]], [[4, 5], []]]
+    assert values(of_batches) == [[[0, 1], [2, 3]], [[4], [5]]]
     assert values(of_elements) == [[[0, 1, 2, 3], [4, 5]]]
 
 
@@ -94,6 +94,7 @@ def test_functions_are_told_their_worker(strategy):
                         context.num_input_pipelines,
                         context.input_pipeline_id,
                         context.num_replicas_in_sync,
+                        0,  # for the other replica of the last step
                     ]
                 )
             )

@@ -5,6 +5,7 @@ Settings of context managers are those of a thread: the workers do not see them.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zstrat as zs
@@ -57,3 +58,56 @@ def test_a_worker_of_32_bits_refuses_what_is_scheduled_with_64(world):
             value.fetch()
     with pytest.raises(RuntimeError, match="JAX_ENABLE_X64"):
         world.coordinator.join()
+
+
+def moved_by_optax(transformation, value, gradient, steps=3):
+    state = transformation.init(value)
+    for _ in range(steps):
+        updates, state = transformation.update(gradient, state, value)
+        value = optax.apply_updates(value, updates)
+    return np.asarray(value)
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: jax.default_prng_impl("rbg"), lambda: jax.threefry_partitionable(False)],
+)
+def test_optimizers_draw_the_numbers_that_they_draw_in_the_program(
+    world, setting, is_scheduled
+):
+    def noisy():
+        return optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.1))
+
+    value = np.linspace(0.1, 1, 5, dtype=np.float32)
+    gradient = value - 0.5
+    before = moved_by_optax(noisy(), value, gradient)
+    with setting():
+        expected = moved_by_optax(noisy(), value, gradient)
+        with world.strategy.scope():
+            w, optimizer = zs.Variable(value), zs.Optimizer(noisy())
+
+        @zs.function
+        def step(gradient):
+            optimizer.apply_gradients([(gradient, w)])
+
+        for _ in range(3):
+            if is_scheduled:
+                world.coordinator.schedule(step, args=(gradient,)).fetch()
+            else:
+                optimizer.apply_gradients([(gradient, w)])
+    np.testing.assert_allclose(w.numpy(), expected, atol=1e-6)
+    assert abs(expected - before).max() > 1e-3
+
+
+def test_optimizers_have_the_64_bits_of_the_program(world):
+    """Parameter servers compute with 32, but where there are variables of 64."""
+    value = np.linspace(0.1, 1, 5)
+    with jax.enable_x64(True):
+        rate = jnp.float64(1) / 3  # an array that travels with the optimizer
+        expected = moved_by_optax(optax.sgd(rate), jnp.asarray(value), value)
+        with world.strategy.scope():
+            w, optimizer = zs.Variable(value), zs.Optimizer(optax.sgd(rate))
+        for _ in range(3):
+            optimizer.apply_gradients([(value, w)])
+    np.testing.assert_allclose(w.numpy(), expected, rtol=1e-15)

@@ -71,6 +71,11 @@ class Allotment:
         return lineage.is_fresh(self.recipe)
 
     @property
+    def is_static(self) -> bool:
+        """Whether all elements are promised to have the same shapes."""
+        return lineage.is_static(self.recipe)
+
+    @property
     def is_infinite(self) -> bool:
         return self.recipe.size() == INFINITE
 
@@ -172,18 +177,21 @@ def sharing_policy(
 ) -> AutoShardPolicy:
     """What the policy means for this many workers: OFF, FILE, DATA or HINT.
 
+    One worker reads everything whatever the policy says; it says how the rows are cut
+    for its replicas, and there AUTO is found as among several.
+
     Args:
         files: How many files the dataset is read from; None: it is not.
 
     Raises:
         ValueError: FILE without files, or with fewer files than workers.
     """
-    if workers == 1:
-        hint = policy is AutoShardPolicy.HINT
-        return AutoShardPolicy.HINT if hint else AutoShardPolicy.OFF
     if policy is AutoShardPolicy.AUTO:
         enough = files is not None and files >= workers
-        return AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA
+        policy = AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA
+    if workers == 1:
+        is_file = policy is AutoShardPolicy.FILE
+        return AutoShardPolicy.OFF if is_file else policy
     if policy is AutoShardPolicy.FILE and files is None:
         raise ValueError(
             "AutoShardPolicy.FILE: did not find a shardable source, because the "

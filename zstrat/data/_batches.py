@@ -322,6 +322,8 @@ def _filler(value: Any, dtype: np.dtype[Any], path: str) -> Any:
         return value
     is_date = array.dtype.kind == dtype.kind and dtype.kind in "mM"
     cast = array.astype(dtype) if is_date and np.isnat(array) else kept(array, dtype)
+    if array.dtype.kind == "c" and dtype.kind != "c":
+        cast = None  # also without an imaginary part, as in TF
     if cast is None:
         raise TypeError(
             f"Invalid `padding_values`. {value!r} does not match type {dtype} of "

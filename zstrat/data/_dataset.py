@@ -17,6 +17,7 @@ import numpy as np
 from . import _passes as passes
 from ._batches import PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
+from ._elements import Elements
 from ._folded import folded, looked_at
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
@@ -394,7 +395,10 @@ class Dataset(Sources):
         return self._recipe.spec(looked_at)
 
     def __iter__(self) -> Iterator[Element]:
-        return self._recipe.begun().elements()
+        """A fresh pass. After an error of a function or a source, which ends a pass
+        here and not in TF, each later draw raises that error again: whoever catches it
+        and goes on does not take it for the end of the data."""
+        return Elements(self._recipe.begun().elements())
 
     def as_numpy_iterator(self) -> Iterator[Element]:
         """Iterates as ``iter`` does: elements are numpy anyway."""

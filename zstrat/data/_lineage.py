@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 
-from ._batches import Rebatched, Unbatched
+from ._batches import PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
 from ._foreign import Foreign
 from ._options import AutoShardPolicy, Options
@@ -83,7 +83,7 @@ def batch_size_of(recipe: Recipe) -> int | None:
         case Batching():
             return recipe.batch_size
         case Rebatched():
-            return recipe.rows
+            return recipe.rows if recipe.drop_remainder else None  # as TF counts them
         case Several():
             found = {batch_size_of(source) for source in recipe.sources}
             return found.pop() if len(found) == 1 else None
@@ -117,6 +117,25 @@ def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
         case _:
             spec = recipe.spec(unknown)
             return None if spec is None else tuple(x.ndim for _, x in leaves(spec))
+
+
+def is_static(recipe: Recipe) -> bool:
+    """Whether all elements are promised to have the same shapes, as far as that is
+    known without a pass; a function of ``map`` is taken to keep the promise."""
+    spec = recipe.spec(unknown)
+    if spec is not None:
+        return all(None not in leaf.shape for _, leaf in leaves(spec))
+    match recipe:
+        case PaddedBatches():
+            return False
+        case Batching() | Rebatched():
+            return recipe.rows is not None and recipe.drop_remainder
+        case Several():
+            return all(map(is_static, recipe.sources))
+        case Reordered() | Prefetched() | Cached() | Enumerated() | MappedPass():
+            return is_static(recipe.source)
+        case _:
+            return False
 
 
 def is_steady(recipe: Recipe) -> bool:

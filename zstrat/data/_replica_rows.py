@@ -5,11 +5,12 @@ worker, step by step, which rows its replicas take. A *span* is rows of one batc
 *piece* is the spans of one replica, in order; a *cut* is a step: one piece for each
 replica of the worker.
 
-- A batch size that is known, and workers that read different data: rows are taken as if
-  they came one by one, in batches of the sizes of `batch_sizes_for_worker`, again and
-  again (`BySizes`).
-- An unknown batch size, or several workers that read the same data: each batch is cut
-  by itself into as many pieces as there are replicas of all workers (`ByPieces`).
+- A batch size that is known, and a policy other than DATA: rows are taken as if they
+  came one by one, in batches of the sizes of `batch_sizes_for_worker`, again and again
+  (`BySizes`).
+- An unknown batch size, or rows that are dealt out (DATA, also to one worker, as by
+  TF): each batch is cut by itself into as many pieces as there are replicas of all
+  workers (`ByPieces`).
 
 Law of the file: no data, no I/O; every row is in exactly one piece, in the order of
 arrival, and every piece has a span, though it may be an empty one, so that whoever
@@ -94,7 +95,8 @@ def cutter(batch_size: int | None, policy: AutoShardPolicy, worker: Worker) -> C
         batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
             say whose rows are empty, no steps can be made; it counts as unknown.
     """
-    # All workers read all batches, so each can be cut alone, and whatever its size.
+    # All workers read all batches, so each can be cut alone, and whatever its size. TF
+    # makes no difference for one worker: its last batch is shared by all replicas, too.
     if policy is AutoShardPolicy.DATA:
         return ByPieces(worker, is_shared=True)
     if not batch_size:

@@ -32,6 +32,7 @@ TEXT: Final = np.dtype(object)
 _NUMBERS: Final = "biufc"
 """Kinds of dtypes of numbers, and of those that are whole."""
 _WHOLE: Final = "biu"
+_ORDER: Final = {"b": 0, "i": 0, "u": 0, "f": 1, "c": 2}
 _FLOAT32: Final = 4
 """Its bytes."""
 
@@ -231,11 +232,9 @@ def _cast(array: np.ndarray, dtype: np.dtype[Any]) -> Any:
             return None
         encoded = np.vectorize(str.encode, otypes=[object])(array)
         return encoded if array.ndim else bytes(encoded[()])
-    given, wanted = array.dtype.kind, dtype.kind
-    if given != wanted and not (given in _WHOLE and wanted in _WHOLE):
-        numbers = given in _NUMBERS and wanted in _NUMBERS
-        if not numbers or not np.can_cast(array.dtype, dtype, "same_kind"):
-            return None
+    given, wanted = _kind(array.dtype), _kind(dtype)
+    if given != wanted and not _is_wider(given, wanted):
+        return None
     cast = kept(array, dtype)
     return cast if cast is None or cast.ndim else cast[()]
 
@@ -244,8 +243,10 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
     """Numbers in another dtype, rounded where that has floats, as numpy and TensorFlow
     round. None where they would be others: an integer that it does not have, a number
     that would become infinite, a complex one that has no place."""
-    given, wanted = array.dtype.kind, dtype.kind
-    if given == wanted:
+    given, wanted = _kind(array.dtype), _kind(dtype)
+    if (array.dtype.kind, dtype.kind) != (given, wanted):
+        has_all = False  # nothing is known of the ranges of narrow floats
+    elif given == wanted:
         has_all = given in _NUMBERS and dtype.itemsize >= array.dtype.itemsize
     else:  # float32 and wider round all integers to finite numbers
         has_all = given in _WHOLE and wanted in "fc" and dtype.itemsize >= _FLOAT32
@@ -265,9 +266,22 @@ def kept(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
     return cast if finite.all() or (finite | ~np.isfinite(array)).all() else None
 
 
+def _kind(dtype: np.dtype[Any]) -> str:
+    """numpy's letter; "f" also for the narrow floats of jax, which numpy calls void."""
+    is_narrow = dtype.name == "bfloat16" or dtype.name.startswith("float8")
+    return "f" if is_narrow else dtype.kind
+
+
+def _is_wider(given: str, wanted: str) -> bool:
+    """Whether numbers of a kind may become numbers of another one."""
+    is_known = given in _ORDER and wanted in _ORDER
+    return is_known and _ORDER[given] <= _ORDER[wanted]
+
+
 def lost(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
     """Why `kept` refuses numbers, in words."""
-    if wanted.kind in "fc" and np.can_cast(found, wanted, "same_kind"):
+    given, kind = _kind(found), _kind(wanted)
+    if kind in "fc" and (given == kind or _is_wider(given, kind)):
         return "in which some of its values would be infinite"
     return "which cannot hold its values"
 

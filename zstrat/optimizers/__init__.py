@@ -12,6 +12,7 @@ from ._leaf import leaf_rule as leaf_rule
 from ._padding import dependence_on_padding as dependence_on_padding
 from ._structure import TreeStructure as TreeStructure
 from ._transformation import Extras as Extras
+from ._transformation import RandomNumbers as RandomNumbers
 from ._transformation import checked as checked
 from ._transformation import takes_extras as takes_extras
 from ._tree import TreeRule as TreeRule

@@ -11,13 +11,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import jax.numpy as jnp
 
 from zstrat.errors import InvalidArgumentError
 
 from ._leaf import leaf_rule
 from ._structure import TreeStructure
-from ._transformation import Extras, shaped
+from ._transformation import Extras, RandomNumbers, shaped
 from ._tree import TreeRule
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Binding:
                 "wide": rule.wide,
                 "early": rule.early,
                 "grows": rule.grows,
+                "random": [rule.random.kind, rule.random.is_partitionable],
                 "keys": self.keys,
                 "cut": _cut_of(rule),
             },
@@ -103,6 +105,7 @@ class Binding:
                 bool(told["wide"]),
                 bool(told["early"]),
                 bool(told["grows"]),
+                random=_random(*told["random"]),
             )
             keys = tuple([tuple(map(int, each)) for each in told["keys"]])
             if not len(rule.kinds) == len(rule.gradients) == len(keys):
@@ -118,6 +121,13 @@ class Binding:
     def rules(self) -> list[LeafRule]:
         """What moves each leaf."""
         return [leaf_rule(self.rule, leaf) for leaf in range(len(self.keys))]
+
+
+def _random(kind: str, is_partitionable: bool) -> RandomNumbers:
+    found = RandomNumbers(str(kind), bool(is_partitionable))
+    if found != RandomNumbers():
+        jax.random.key(0, impl=found.kind)  # refuses what is none
+    return found
 
 
 def _require_same_cut(rule: TreeRule, wanted: Any) -> None:

@@ -64,6 +64,34 @@ class Extras:
         return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
 
 
+@dataclass(frozen=True)
+class RandomNumbers:
+    """What jax is told of the numbers that it draws, for optimizers that draw some.
+
+    ``kind`` of keys, and whether arrays of them may be drawn in parts: as jax's
+    settings ``jax_default_prng_impl`` and ``jax_threefry_partitionable``. The defaults
+    of jax leave it to the process, which its environment may have told.
+    """
+
+    kind: str = "threefry2x32"
+    is_partitionable: bool = True
+
+    @staticmethod
+    def of_this_thread() -> RandomNumbers:
+        """As the program has told jax, by ``jax.config.update`` or in a ``with``."""
+        config: Any = jax.config
+        return RandomNumbers(
+            config.jax_default_prng_impl, config.jax_threefry_partitionable
+        )
+
+    def enter(self, entered: contextlib.ExitStack) -> None:
+        """Has jax draw so until what was entered is left."""
+        if self.kind != RandomNumbers.kind:
+            entered.enter_context(jax.default_prng_impl(self.kind))
+        if not self.is_partitionable:
+            entered.enter_context(jax.threefry_partitionable(False))
+
+
 @dataclass(frozen=True, eq=False)
 class TreeTransformation:
     """A transformation, the structure of its tree, and what its leaves look like.
@@ -75,6 +103,7 @@ class TreeTransformation:
     to its state, as ``optax.monitor`` does, and it has them from the start here, zeros
     at first. ``examples``: for how many examples there is a gradient of each leaf,
     along an axis before its own; 0 for one gradient of its shape. Empty: 0 for all.
+    ``random``: how it draws random numbers.
     """
 
     name: str
@@ -87,6 +116,7 @@ class TreeTransformation:
     early: bool = False
     grows: bool = False
     examples: tuple[int, ...] = ()
+    random: RandomNumbers = RandomNumbers()
 
     def applied(
         self,
@@ -145,9 +175,21 @@ class TreeTransformation:
         with (
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
-            jax.enable_x64(True) if self.wide else contextlib.nullcontext(),
+            self.arithmetic(),
         ):
             yield
+
+    def arithmetic(self) -> contextlib.AbstractContextManager[Any]:
+        """In which its programs are compiled and called: with 64 bits if it has some,
+        as jax would take a float64 variable and give back a float32 one, and with the
+        random numbers that it draws where it was made."""
+        if not self.wide and self.random == RandomNumbers():
+            return contextlib.nullcontext()  # with each update
+        entered = contextlib.ExitStack()
+        if self.wide:
+            entered.enter_context(jax.enable_x64(True))
+        self.random.enter(entered)
+        return entered
 
     def values_at(self, sizes: Sizes | None) -> list[Shape]:
         """What the leaves look like in these sizes."""

@@ -22,6 +22,7 @@ from zstrat.variables import (
     read_all,
     read_parts,
     require_divisors,
+    require_unmasked,
     update_all,
 )
 from zstrat.wire import UpdateOp
@@ -352,6 +353,7 @@ def _called(
 
 
 def _as_jax(leaf: Any) -> Any:
+    require_unmasked(leaf, "an argument")
     plain = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUmM"
     return jax.numpy.array(leaf) if plain else leaf
 

@@ -91,7 +91,10 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
     while todo:
         node, is_strict = todo.popleft()
         strict_below = is_strict and not isinstance(node.value, Module)
-        for key, value in held(node.value).items():
+        children = held(node.value)
+        if strict_below and isinstance(node.value, dict):
+            _require_all(node.value, children)
+        for key, value in children.items():
             if node is first and key in skip:
                 continue
             path = f"{node.path}/{escaped(key)}".removeprefix("/")
@@ -165,13 +168,28 @@ def _by_text(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if other is not None and is_trackable(other):
             if each is other or not is_trackable(each):
                 continue
-            raise TypeError(
-                f"two keys of a container are written {key!r} (such as 1 and '1'), and "
-                "a checkpoint would hold one of the two values: give them keys whose "
-                "texts differ"
-            )
+            raise _written_alike(key)
         found[key] = each
     return found
+
+
+def _require_all(given: dict[Any, Any], children: dict[str, Any]) -> None:
+    """Refuses a container that was given to be saved, and has a value that no child
+    stands for: a plain one beside a variable whose key has the same text.
+
+    Raises:
+        TypeError: There is one; says which key.
+    """
+    for key, each in given.items():
+        if each is not None and children[str(key)] is not each:
+            raise _written_alike(str(key))
+
+
+def _written_alike(key: str) -> TypeError:
+    return TypeError(
+        f"two keys of a container are written {key!r} (such as 1 and '1'), and a "
+        "checkpoint would hold one of the two values: give them keys whose texts differ"
+    )
 
 
 def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:

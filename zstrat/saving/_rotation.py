@@ -245,6 +245,9 @@ class CheckpointManager:
                 # A program that was killed while it deleted left some of them: they
                 # stay doomed until they are gone.
                 doomed=tuple(each for each in stored.doomed if self._is_there(each)),
+                left=tuple(
+                    filter(self._is_there, sorted({*stored.left, *self._damaged}))
+                ),
                 preserved_at={self._name: self._began, **stored.preserved_at},
             )
             added = state.with_saved(name, self._clock())

@@ -36,12 +36,14 @@ class SavedList:
     """Names of checkpoints in a folder, oldest first, each with when it was saved.
 
     ``doomed``: to be deleted; some may be already. ``preserved_at``: when the last one
-    was saved that is kept for good, of all that are called so.
+    was saved that is kept for good, of all that are called so. ``left``: what is no
+    more in the list and still there, because it is kept for good, or was damaged.
     """
 
     saved: tuple[tuple[str, float], ...] = ()
     doomed: tuple[str, ...] = ()
     preserved_at: Mapping[str, float] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -51,21 +53,23 @@ class SavedList:
         """The list with one more, the newest; also if it was there before."""
         others = tuple(each for each in self.saved if each[0] != name)
         doomed = tuple(each for each in self.doomed if each != name)
-        return replace(self, saved=(*others, (name, at)), doomed=doomed)
+        left = tuple(each for each in self.left if each != name)
+        return replace(self, saved=(*others, (name, at)), doomed=doomed, left=left)
 
     def rotated(self, prefix: str, keep: int | None, hours: float | None) -> SavedList:
         """The list, of such as are called ``prefix``, without the oldest beyond
         ``keep``, which are doomed; but for one every ``hours``, which are kept and
         leave the list."""
-        saved, doomed = list(self.saved), list(self.doomed)
+        saved, doomed, left = list(self.saved), list(self.doomed), list(self.left)
         preserved = dict(self.preserved_at)
         while keep is not None and len(saved) > keep:
             name, at = saved.pop(0)
             if hours is not None and at - preserved.get(prefix, 0.0) >= hours * 3600:
                 preserved[prefix] = at
+                left.append(name)
             else:
                 doomed.append(name)
-        return SavedList(tuple(saved), tuple(doomed), preserved)
+        return SavedList(tuple(saved), tuple(doomed), preserved, tuple(left))
 
     def with_those_of(self, prefix: str, mine: SavedList, newest: str) -> SavedList:
         """The list with all that are called ``prefix`` as ``mine`` has them; others
@@ -107,7 +111,8 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
         if each[0] in found and prefix_of(each[0]) in prefixes
     ]
     # A save that was killed before it was listed has a higher number than all that are.
-    # What has a lower one was kept for good, and left the list on purpose.
+    # What has a lower one was kept for good, and left the list on purpose; so did what
+    # is noted as such, whatever number the user gave it.
     newest: dict[str | None, int] = {}
     for name, _ in listed:
         newest[prefix_of(name)] = max(newest.get(prefix_of(name), -1), found[name][0])
@@ -116,6 +121,7 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
         (number, name, at)
         for name, (number, at) in found.items()
         if name not in known
+        and (name not in state.left or prefix_of(name) not in newest)
         and prefix_of(name) in prefixes
         and number > newest.get(prefix_of(name), -1)
     ]
@@ -138,6 +144,7 @@ def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> Sa
             "saved": state.saved,
             "doomed": state.doomed,
             "preserved_at": state.preserved_at,
+            "left": state.left,
         }
         data = json.dumps(plain, indent=1).encode() + b"\n"
         path = os.path.join(directory, STATE)
@@ -204,8 +211,10 @@ def _stored(directory: str) -> SavedList:
             "preserved_at": preserved,
         } if all(_is_entry(each) for each in saved):
             plainly = tuple((name, float(at)) for name, at in saved)
-            names = tuple(name for name in doomed if _is_name(name))
-            return SavedList(plainly, names, _preserved(preserved))
+            left = plain.get("left", [])  # lists of before have none
+            return SavedList(
+                plainly, _names(doomed), _preserved(preserved), _names(left)
+            )
     log.warning(
         "%s is damaged; the checkpoints are listed from what is in the folder", path
     )
@@ -223,6 +232,10 @@ def _preserved(plain: Any) -> dict[str, float]:
     if not isinstance(plain, dict):
         return {}
     return {x: float(at) for x, at in plain.items() if isinstance(at, int | float)}
+
+
+def _names(plain: Any) -> tuple[str, ...]:
+    return tuple(x for x in plain if _is_name(x)) if isinstance(plain, list) else ()
 
 
 def _is_name(name: Any) -> bool:

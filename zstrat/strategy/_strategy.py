@@ -239,10 +239,12 @@ class Strategy(FirstVersion):
         dict or a tuple of them), or any iterable of batches: pytrees of arrays that all
         have the rows of the batch as their first axis. Every worker gives the same.
 
-        - *Rebatch.* Where the batch size is known, rows are dealt out in batches of the
-          global size divided by the number of replicas, the first ones larger if that
-          has a remainder. Otherwise each batch is cut by itself into equal pieces, the
-          last of which may be shorter. With one replica nothing is cut.
+        - *Rebatch.* Under the policy DATA, which AUTO is where no files are read, also
+          with one worker, each batch is cut by itself into equal pieces, the last of
+          which may be shorter. Otherwise rows are dealt out in batches of the global
+          size divided by the number of replicas, the first ones larger if that has a
+          remainder; if nobody knows that size (behind `map` and `rebatch`), as under
+          DATA. With one replica nothing is cut.
         - *Shard*, if there are several workers, as the dataset's ``auto_shard_policy``
           says (`zs.data.AutoShardPolicy`; AUTO if it was not set).
         - *Prefetch.* A thread makes, and puts on the devices, the elements of the next
@@ -283,8 +285,10 @@ class Strategy(FirstVersion):
         which one that is, and returns what this worker's replicas draw, in batches of
         the size for one replica (``context.get_per_replica_batch_size``): each step
         takes one element for each of them. Nothing is batched or sharded. What it may
-        return, and the end of the data: see `experimental_distribute_dataset`. Whatever
-        it returns, all workers begin passes, and draw, equally often.
+        return, and the end of the data: see `experimental_distribute_dataset`; but in
+        one process, where all elements are promised the same shape (drop_remainder),
+        a step that lacks some ends the data, as in TF. Whatever it returns, all
+        workers begin passes, and draw, equally often.
 
         Raises:
             TypeError: It is not callable, returns no dataset, or (while iterating) one

@@ -5,6 +5,7 @@ from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
 from ._convert import is_weak as is_weak
 from ._convert import require_divisors as require_divisors
+from ._convert import require_unmasked as require_unmasked
 from ._convert import require_untruncated as require_untruncated
 from ._convert import traced_ids as traced_ids
 from ._copy_home import CopyHome as CopyHome

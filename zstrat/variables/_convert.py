@@ -70,7 +70,7 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
         )
     wanted = None if dtype is None else as_dtype(dtype, name)
     what = f"the initial value of variable {name!r}"
-    _require_unmasked(value, what)
+    require_unmasked(value, what)
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
     given = np.asarray(value) if is_array else _from_python(value, wanted, what)
     if wanted is None:
@@ -273,7 +273,7 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
             f"{what} {spec}: the value is being traced by jax, but no zs.function is: "
             "decorate the step with zs.function instead of jax.jit"
         )
-    _require_unmasked(value, f"cannot {what} {spec}: the value")
+    require_unmasked(value, f"cannot {what} {spec}: the value")
     array = np.asarray(value)
     strict = isinstance(value, jax.Array) and not is_weak(value)
     wanted = spec.numpy_dtype
@@ -284,7 +284,7 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
     return np.asarray(array, wanted, order="C")
 
 
-def _require_unmasked(value: Any, what: str) -> None:
+def require_unmasked(value: Any, what: str) -> None:
     """Refuses an array that would lose its mask, as jax does."""
     # Plain ones first: numpy imports its masked arrays when they are asked for.
     is_plain = type(value) is np.ndarray or not isinstance(value, np.ndarray)

@@ -71,6 +71,8 @@ class Resource:
     resource: int
 
 
+_WIDE: Final = frozenset({"float64", "int64", "uint64", "complex128"})
+
 _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
 
@@ -251,7 +253,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             self.large.append(array)
         plain = np.asarray(array)
         weak = plain.ndim == 0 and is_weak(array)
-        return jnp.asarray, (plain.item() if weak else plain,)
+        made = _wide if plain.dtype.name in _WIDE else jnp.asarray
+        return made, (plain.item() if weak else plain,)
 
     def _by_value(self, module: types.ModuleType | None) -> None:
         if module is None or module.__name__ in self._known:
@@ -367,6 +370,13 @@ def is_users(module: types.ModuleType) -> bool:
 
 def is_file_of_users(module: object) -> bool:
     return isinstance(module, types.ModuleType) and is_users(module)
+
+
+def _wide(value: Any) -> jax.Array:
+    """An array of 64 bits also where jax computes with 32: a parameter server applies
+    optimizers of programs that compute with 64."""
+    with jax.enable_x64(True):
+        return jnp.asarray(value)
 
 
 def _key(data: np.ndarray, impl: str) -> jax.Array:

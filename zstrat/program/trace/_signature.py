@@ -23,7 +23,13 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.variables import AbstractVariable, Optimizer, Variable, is_weak
+from zstrat.variables import (
+    AbstractVariable,
+    Optimizer,
+    Variable,
+    is_weak,
+    require_unmasked,
+)
 
 from . import _refusals, joined
 from ._context import surrounding
@@ -91,6 +97,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     Raises:
         TypeError: An argument is neither a pytree of arrays nor hashable, or it is
             being traced by jax.
+        ValueError: It is a masked array, as jax says.
     """
     around = surrounding()
     settings = _settings(jax.config)
@@ -115,6 +122,10 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
             # Weak types promote otherwise, so they are other programs.
             marks.append((leaf.shape, leaf.dtype, is_weak(leaf)))
             inputs.append(leaf)
+        elif isinstance(leaf, np.ndarray):  # a matrix, a mapped file: jax takes them
+            array = leaves[len(marks)] = _plain(leaf, args, kwargs)
+            marks.append((array.shape, array.dtype))
+            inputs.append(array)
         elif isinstance(leaf, np.generic):
             marks.append((leaf.shape, leaf.dtype))
             inputs.append(leaf)
@@ -165,7 +176,7 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
                 "process write zs.StepIterator(iterator)"
             )
         if isinstance(leaf, np.ndarray | np.generic) and (
-            leaf.dtype.kind in "OSUmM" or leaf.dtype.type in _UNKNOWN_TO_JAX
+            leaf.dtype.kind in "OSUmM" or issubclass(leaf.dtype.type, _UNKNOWN_TO_JAX)
         ):
             raise TypeError(
                 f"{place} is an array of dtype {leaf.dtype}, which jax cannot compute "
@@ -211,6 +222,20 @@ def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashabl
     iterators.append(leaf)
     spec = Element(leaf.element_spec).key if leaf.is_abstract else None
     return (StepIterator, len(iterators) - 1, spec)
+
+
+def _plain(
+    leaf: np.ndarray, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> np.ndarray:
+    """The array without its subclass.
+
+    Raises:
+        ValueError: It would lose a mask; names the argument.
+    """
+    if isinstance(leaf, np.ma.MaskedArray):
+        place = next(place for place, other in places(args, kwargs) if other is leaf)
+        require_unmasked(leaf, place)
+    return np.asarray(leaf)
 
 
 def _traced(

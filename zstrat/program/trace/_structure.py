@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.variables import AbstractVariable, Variable
+from zstrat.variables import AbstractVariable, Variable, require_unmasked
 from zstrat.wire import DTYPES, name_of
 
 from . import joined
@@ -96,7 +96,8 @@ def split(
 
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
-        ValueError: It is nested too deeply, or contains itself.
+        ValueError: It is nested too deeply, or contains itself; an array has a mask,
+            which it would lose.
     """
     paths, treedef = _flat(result)
     slots: list[int | Static] = []
@@ -248,6 +249,7 @@ def _require_array(leaf: Any, path: Any) -> None:
             f"the step returns {type(leaf).__name__} at {_place(path)}: return arrays, "
             "numbers, strings, None, and pytrees of them"
         )
+    require_unmasked(leaf, f"what the step returns at {_place(path)}")
     if name_of(leaf.dtype) is None:
         raise TypeError(
             f"the step returns an array of dtype {leaf.dtype} at {_place(path)}: "

@@ -26,7 +26,6 @@ from ._slot_layouts import (
     SlotLayout,
     SlotLayouts,
     operands_of,
-    precision,
     shape,
     spec,
 )
@@ -66,11 +65,6 @@ class RowLayout:
         return [
             leaf for leaf, has in zip(self.leaves, self.rows, strict=True) if not has
         ]
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether it is traced and run with 64 bits."""
-        return self.rule.tree.wide
 
     def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
         """The leaves in the order of the state."""
@@ -190,7 +184,7 @@ class RowKinds:
         """
         key = (number, gradient)
         if key not in self._steady:
-            with precision(self.layouts[number].is_wide), self.layouts.words(cell):
+            with self.layouts[number].rule.tree.arithmetic(), self.layouts.words(cell):
                 self._steady[key] = self._settle(number, gradient)
         return self._steady[key]
 
@@ -203,7 +197,7 @@ class RowKinds:
         if call is None:
             jitted = jax.jit(rule.init)
             with (
-                precision(rule.tree.wide),
+                rule.tree.arithmetic(),
                 self.layouts.words(cell),
                 self.layouts.here(),
             ):
@@ -234,7 +228,7 @@ class RowKinds:
     def _new(self, layout: RowLayout, cell: Cell) -> RowKind:
         most = _most(layout.gathered)
         memory = [aligned((most * _nbytes_of(row),), _BYTE) for row in layout.gathered]
-        with precision(layout.is_wide), self.layouts.words(cell):
+        with layout.rule.tree.arithmetic(), self.layouts.words(cell):
             jaxpr = jax.make_jaxpr(_update_of(layout))(
                 *_arguments_of(layout, FEWEST)
             ).jaxpr
@@ -244,7 +238,7 @@ class RowKinds:
         layout = kind.layout
         update = _update_of(layout)
         with (
-            precision(layout.is_wide),
+            layout.rule.tree.arithmetic(),
             self.layouts.words(cell),
             self.layouts.here(),
         ):

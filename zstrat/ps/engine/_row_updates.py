@@ -24,7 +24,6 @@ from zstrat.rows import lasting
 
 from ._arithmetic import as_rows, pack, put_rows
 from ._row_programs import RowKind, RowKinds
-from ._slot_layouts import precision
 from ._slots import RowStep, Slots, lose
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ class RowUpdates:
         if total < size:
             value = np.zeros((size, *cell.shape[1:]), cell.dtype)
             value[:total] = cell.look()
-        with precision(rule.tree.wide):
+        with rule.tree.arithmetic():
             for start in range(0, max(total, 1), size):
                 # The last block overlaps the one before.
                 at = max(0, min(start, total - size))
@@ -320,7 +319,7 @@ class RowUpdates:
             try:
                 program = self._kinds.program(kind, size, steps[0].cell)
                 _gather(program, pieces, steps, tables)
-                with precision(kind.layout.is_wide):
+                with kind.layout.rule.tree.arithmetic():
                     fresh, others = program.run(shared, steps[0].operands)
             except Exception as error:
                 # Goes to the caller. Only XLA itself can fail here, out of memory say.

@@ -45,11 +45,6 @@ class SlotLayout:
         """Whether updates of some rows are possible."""
         return not self.rule.row_dependence
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether it is traced and run with 64 bits."""
-        return self.rule.tree.wide
-
 
 class SlotLayouts:
     """The layouts of one optimizer, by number."""
@@ -74,7 +69,7 @@ class SlotLayouts:
         key = (rule, cell.shape, cell.dtype)
         number = self._initial.get(key)
         if number is None:
-            with precision(rule.tree.wide), self.words(cell), self.here():
+            with rule.tree.arithmetic(), self.words(cell), self.here():
                 kinds = rule.kinds(cell.shape[0] if cell.shape else None)
             about = tuple([SlotArray(slot.name, slot.rows) for slot in rule.slots])
             layout = SlotLayout(spec(cell), rule, tuple(map(spec, kinds)), about)
@@ -125,11 +120,6 @@ class SlotLayouts:
                 f"optimizer {self.name!r} cannot be applied to {cell.dtype.name}"
                 f"{list(cell.shape)}: {type(error).__name__}: {error}"
             ) from error
-
-
-def precision(wide: bool) -> Context:
-    """Without this, jax would take a float64 variable and give back a float32 one."""
-    return cast("Context", jax.enable_x64(True)) if wide else contextlib.nullcontext()
 
 
 def spec(array: Any) -> Shape:

@@ -31,7 +31,6 @@ from ._slot_layouts import (
     SlotLayout,
     SlotLayouts,
     operands_of,
-    precision,
     shape,
     spec,
 )
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.optimizers import LeafRule
+    from zstrat.optimizers import LeafRule, TreeRule
 
     from ._row_updates import RowCalls
     from ._slots import RowStep
@@ -54,12 +53,12 @@ class UpdateProgram:
 
     call: Any
     after: int
-    wide: bool
+    tree: TreeRule
 
     def start(self, optimizer: int, step: SlotStep) -> Any:
         """Hands the work to XLA, which may do it later; returns the new value."""
         cell, slots = step.cell, step.slots[optimizer]
-        with precision(self.wide):
+        with self.tree.arithmetic():
             given = tuple([leaf.give() for leaf in slots.cells])
             value, leaves = self.call(cell.give(), given, step.gradient, step.operands)
         cell.take_back(value)
@@ -259,7 +258,7 @@ class UpdatePrograms:
     def _initial(self, rule: LeafRule, cell: Cell) -> Slots:
         number = self._layouts.initial(rule, cell)
         call = self._first(cell, number)
-        with precision(rule.tree.wide):
+        with rule.tree.arithmetic():
             # Waits, because XLA reads the value where numpy may write to it next.
             leaves = [leaf.block_until_ready() for leaf in call(cell.give())]
         cells = tuple(map(Cell.on_device, leaves))
@@ -272,8 +271,8 @@ class UpdatePrograms:
         call = self._initials.get(number)
         if call is None:
             rule = self._layouts[number].rule
-            initial, wide = jax.jit(rule.init), rule.tree.wide
-            with precision(wide), self._layouts.words(cell), self._layouts.here():
+            initial, arithmetic = jax.jit(rule.init), rule.tree.arithmetic
+            with arithmetic(), self._layouts.words(cell), self._layouts.here():
                 call = initial.lower(spec(cell)).compile()
             self._initials[number] = call
         return call
@@ -288,14 +287,14 @@ class UpdatePrograms:
 
     def _compile(self, step: SlotStep, number: int) -> UpdateProgram:
         layout, after = self._layouts[number], self._left(step, number)
-        rule, wide = layout.rule, layout.is_wide
+        rule, arithmetic = layout.rule, layout.rule.tree.arithmetic
         given = _given(step, layout)
-        with precision(wide), self._layouts.words(step.cell), self._layouts.here():
+        with arithmetic(), self._layouts.words(step.cell), self._layouts.here():
             # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
             # its first step) have no output that they could be donated to.
             donated = (0, 1) if after == number else (0,)
             call = jax.jit(rule.step, donate_argnums=donated).lower(*given).compile()
-        return UpdateProgram(call, after, wide)
+        return UpdateProgram(call, after, rule.tree)
 
     def _left(self, step: SlotStep, number: int) -> int:
         """The number of the layout that an update leaves of slots of this one."""
@@ -303,7 +302,7 @@ class UpdatePrograms:
         after = self._after.get(key)
         if after is None:
             layout = self._layouts[number]
-            with precision(layout.is_wide), self._layouts.words(step.cell):
+            with layout.rule.tree.arithmetic(), self._layouts.words(step.cell):
                 with self._layouts.here():
                     given = _given(step, layout)
                     new, leaves = jax.eval_shape(layout.rule.step, *given)
@@ -357,7 +356,7 @@ class JointPrograms:
             <= sum([step.cell.nbytes for step in steps])
             <= MAX_JOINT_BYTES
             and (kinds in self.programs or len(self.programs) < SETS)
-            and len({step.rule.tree.wide for step in steps}) == 1
+            and len({(x.rule.tree.wide, x.rule.tree.random) for x in steps}) == 1
         )
 
     def prepare(self, steps: Sequence[SlotStep], kinds: Kinds) -> None:
@@ -380,14 +379,14 @@ class JointPrograms:
             each = zip(rules, values, slots, gradients, operands, strict=True)
             return [rule.step(*of_one) for rule, *of_one in each]
 
-        with precision(rules[0].tree.wide), self.layouts.here():
+        with rules[0].tree.arithmetic(), self.layouts.here():
             jitted = jax.jit(update, donate_argnums=(0, 1))
             self.programs[kinds] = jitted.lower(*given).compile()
 
     def start(self, steps: Sequence[SlotStep], kinds: Kinds) -> list[Any]:
         """Hands the work to XLA, which may do it later; returns the new values."""
         slots = [step.slots[self.optimizer] for step in steps]
-        with precision(steps[0].rule.tree.wide):
+        with steps[0].rule.tree.arithmetic():
             made = self.programs[kinds](
                 [step.cell.give() for step in steps],
                 [tuple([leaf.give() for leaf in each.cells]) for each in slots],

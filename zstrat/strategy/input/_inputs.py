@@ -31,7 +31,7 @@ from ._replica_batches import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.data import Allotment, Dataset
 
@@ -125,7 +125,7 @@ class ProcessInputs:
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
         made = allotted(_made(dataset_fn, self.context), Worker())
-        is_partial = not self.static_shapes
+        is_partial = self._may_be_empty([made])
 
         def shares() -> BegunPass:
             elements = self._read(made.elements(), made, chosen)
@@ -141,6 +141,13 @@ class ProcessInputs:
         length = PassLength(steps, is_infinite=made.is_infinite)
         return self._fed(_FUNCTION, shares, chosen, self.accord, length)
 
+    def _may_be_empty(self, made: Sequence[Allotment]) -> bool:
+        """Whether a replica without data gets an empty element of a dataset function,
+        while others have some. Not so where all shapes are promised to be the same and
+        no other process is to be waited for: the step then ends the data, as in TF."""
+        is_promised = self.accord is None and all(each.is_static for each in made)
+        return not (self.static_shapes or is_promised)
+
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
     ) -> DistributedDataset:
@@ -150,7 +157,7 @@ class ProcessInputs:
         # To each function it looks like a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
-        is_partial = not self.static_shapes
+        is_partial = self._may_be_empty(made)
 
         def shares() -> BegunPass:
             pipelines = [self._read(each.elements(), each, options) for each in made]

@@ -27,7 +27,7 @@ from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zstrat.optimizers import LeafRule, TreeRule, TreeStructure
+    from zstrat.optimizers import LeafRule, RandomNumbers, TreeRule, TreeStructure
     from zstrat.variables._abstract import AbstractVariable
     from zstrat.variables._home import VariableHandle
 
@@ -66,11 +66,13 @@ class Optimizer:
         params: Any = None,
         count_iterations: bool = False,
     ) -> None:
-        from zstrat.optimizers import checked
+        from zstrat.optimizers import RandomNumbers, checked
 
         self.name = "Optimizer" if name is None else name
         self.iterations: Variable | None = None
         self._transformation: Any = checked(transformation)
+        self._random = RandomNumbers.of_this_thread()
+        """Of the program, for parameter servers, whose processes were not told."""
         self._tree = None if params is None else _tree_of(params)
         self._forget_traces()
         current = creator.get()
@@ -203,13 +205,15 @@ class Optimizer:
         Raises:
             ValueError: It cannot be traced on that tree.
         """
-        from zstrat.optimizers import TreeRule, cut_for_rows
+        from zstrat.optimizers import RandomNumbers, TreeRule, cut_for_rows
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        key = (call.structure, shapes, dtypes, call.extras, wide, call.examples)
+        # Here they are drawn as the thread is told when it moves the variables.
+        random = RandomNumbers() if is_here else self._random
+        key = (call.structure, shapes, dtypes, call.extras, wide, call.examples, random)
         for number, (known, made) in enumerate(self._rules):
             if known == key:
                 if is_traced:
@@ -227,6 +231,7 @@ class Optimizer:
             call.extras,
             wide,
             examples=call.examples,
+            random=random,
         )
         with tracing(call):
             if is_traced:
@@ -391,7 +396,7 @@ class Optimizer:
             structure, targets = self._tree
             params = structure.treedef.unflatten(targets)
         state = (self.id, self.name, self.is_local, self.iterations)
-        return _handle, (*state, self._transformation, params)
+        return _handle, (*state, self._transformation, self._random, params)
 
     def __repr__(self) -> str:
         return f"<zstrat.Optimizer {self.name!r}>"
@@ -408,11 +413,13 @@ def _handle(
     is_local: bool,
     iterations: Variable | None,
     transformation: Any,
+    random: RandomNumbers,
     params: Any,
 ) -> Optimizer:
     made = object.__new__(Optimizer)
     made.id, made.name, made.is_local = optimizer, name, is_local
     made.iterations, made._transformation = iterations, transformation
+    made._random = random
     made._tree = None if params is None else _tree_of(params)
     made._forget_traces()
     return made
