@@ -140,6 +140,8 @@ def test_toml_files(tmp_path: Path) -> None:
     path = tmp_path / "file.toml"
     path.write_text("[a]\nb = 1\n")
     assert read_toml(path) == {"a": {"b": 1}}
+    path.write_bytes(b"\xef\xbb\xbf[a]\r\nb = 1\r\n")  # as an editor of Windows does
+    assert read_toml(path) == {"a": {"b": 1}}
     path.write_text("[a")
     with pytest.raises(ValueError, match=r"file\.toml is no valid TOML"):
         read_toml(path)
