@@ -164,7 +164,7 @@ def test_a_torn_tfrecord_file_is_named(tmp_path):
 def test_a_file_that_is_no_tfrecord_file_is_named_in_few_words(tmp_path, length):
     pytest.importorskip("grain", reason="grain is not installed")
     (tmp_path / "other").write_bytes(length + b"x" * 10_000)
-    with pytest.raises(ValueError, match="other is no TFRecord file: .{10,200}$"):
+    with pytest.raises(ValueError, match=r"other is no TFRecord file: .{10,200}$"):
         next(iter(Dataset.from_tfrecords(tmp_path / "other")))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 import warnings
@@ -91,6 +92,7 @@ class CheckpointManager:
     Raises:
         ValueError: ``max_to_keep`` is below 1, there is an interval of steps and no
             counter, or one of seconds that is not above 0.
+        TypeError: ``max_to_keep`` is no whole number.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class CheckpointManager:
         checkpoint_interval_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if max_to_keep is not None and max_to_keep <= 0:
+        if max_to_keep is not None and operator.index(max_to_keep) <= 0:
             raise ValueError(f"max_to_keep={max_to_keep}: expected 1 or more, or None")
         if checkpoint_interval is not None and step_counter is None:
             raise ValueError(
