@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from zstrat.config import (
     LANES,
+    NAMES,
     Settings,
     Timeouts,
     daemon_variables,
@@ -162,3 +164,14 @@ def test_a_slip_of_the_pen_is_told_from_names_of_others() -> None:
         settings_from({"ZSTRAT_PATEINCE": "1"})
     others = dict.fromkeys(("ZSTRAT_PS_PORT", "ZSTRAT_KEYS_SERVICE_HOST"), "1")
     assert settings_from(others) == Settings()
+
+
+def test_the_pages_name_settings_that_there_are_and_one_has_them_all() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        named = set(re.findall(r"\bZSTRAT_[A-Z_]+\b", page.read_text()))
+        assert named <= set(NAMES), page
+    rows = re.findall(
+        r"^\| `(ZSTRAT_\w+)", (root / "docs/trouble.md").read_text(), re.M
+    )
+    assert sorted(rows) == sorted(NAMES)
