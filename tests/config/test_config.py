@@ -172,6 +172,6 @@ def test_the_pages_name_settings_that_there_are_and_one_has_them_all() -> None:
         named = set(re.findall(r"\bZSTRAT_[A-Z_]+\b", page.read_text()))
         assert named <= set(NAMES), page
     rows = re.findall(
-        r"^\| `(ZSTRAT_\w+)", (root / "docs/trouble.md").read_text(), re.M
+        r"^\| `(ZSTRAT_\w+)", (root / "docs/trouble.md").read_text(), re.MULTILINE
     )
     assert sorted(rows) == sorted(NAMES)
