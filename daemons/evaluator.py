@@ -7,14 +7,16 @@ evaluated, and a function without arguments that returns metrics by name.
 from __future__ import annotations
 
 import importlib
-import json
+import inspect
 import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zstrat.cluster import TFConfigClusterResolver
 from zstrat.config import environment
+from zstrat.errors import NotFoundError
 
 from . import MISTAKEN, index_of, leave, parser, run_program, settings_of
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parsed = arguments.parse_args(argv)
     env = environment()
     try:
-        index = place(env) if parsed.index is None else index_of(parsed.index)
+        index = place() if parsed.index is None else index_of(parsed.index)
         settings = settings_of(parsed, env)
     except ValueError as error:
         print(f"zstrat-evaluator: {error}", file=sys.stderr)
@@ -49,51 +51,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), settings))
 
 
-def place(env: Mapping[str, str]) -> int:
+def place() -> int:
     """Which evaluator this is, by TF_CONFIG; 0 if it does not say.
 
     Raises:
         ValueError: It says that this is another task, or its index is none.
     """
-    try:
-        match json.loads(env.get("TF_CONFIG") or "{}"):
-            case {"task": {"type": "evaluator", "index": index}}:
-                return _number(index)
-            case {"task": {"type": "evaluator"}}:
-                return 0
-            case {"task": {"type": other}}:
-                raise ValueError(f"TF_CONFIG: task.type is {other!r}, not 'evaluator'")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"TF_CONFIG is no JSON: {error}") from error
-    return 0
-
-
-def _number(index: object) -> int:
-    """TF_CONFIG has it as a number or as text, as for the other tasks."""
-    if isinstance(index, str) and index.isdecimal():
-        return int(index)
-    if type(index) is int and index >= 0:
-        return index
-    raise ValueError(
-        f"TF_CONFIG: task.index: expected an integer of 0 or more, got {index!r:.80}"
-    )
+    told = TFConfigClusterResolver()
+    if told.task_type is None:
+        return 0
+    if told.task_type != "evaluator":
+        raise ValueError(f"TF_CONFIG: task.type is {told.task_type!r}, not 'evaluator'")
+    return told.task_id or 0
 
 
 def evaluator(parsed: argparse.Namespace) -> Program:
     """What the arguments ask for.
 
     Raises:
-        ValueError: The program cannot be had, or is something else; says what.
+        ValueError: The program cannot be had, or is something else, or a file is where
+            a folder has to be or the other way round; says what.
     """
     # The user's modules and jax: after the arguments are known to be right.
-    from zstrat.saving import JsonLines, SidecarEvaluator, TensorBoardEvents
+    from zstrat.saving import (
+        JsonLines,
+        SidecarEvaluator,
+        TensorBoardEvents,
+        latest_checkpoint,
+    )
 
     checkpoint, evaluate = made(parsed.program)
     writers: list[Any] = []
-    if parsed.metrics is not None:
-        writers.append(JsonLines(parsed.metrics))
-    if parsed.tensorboard is not None:
-        writers.append(TensorBoardEvents(parsed.tensorboard))
+    try:
+        latest_checkpoint(parsed.checkpoints)  # there may be none yet
+        if parsed.metrics is not None:
+            writers.append(JsonLines(parsed.metrics))
+        if parsed.tensorboard is not None:
+            writers.append(TensorBoardEvents(parsed.tensorboard))
+    except (NotFoundError, OSError) as error:
+        raise ValueError(str(error)) from error
     return SidecarEvaluator(
         checkpoint,
         evaluate,
@@ -118,6 +114,14 @@ def made(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
     except (ModuleNotFoundError, KeyError, ValueError) as error:
         raise ValueError(
             f"{program}: expected MODULE:FUNCTION that can be imported ({error!r})"
+        ) from error
+    if not callable(make):
+        raise ValueError(f"{program} is {make!r:.80}: expected a function")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(
+            f"{program}: expected a function without arguments ({error})"
         ) from error
     match make():
         case (Checkpoint() as checkpoint, evaluate) if callable(evaluate):

@@ -196,7 +196,8 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     import tomllib  # few processes read a file, and all of them import this module
 
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        # Editors of Windows put a byte order mark before the text.
+        return tomllib.loads(Path(path).read_text("utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -114,6 +114,9 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(hosts):
     ran = zstrat("up", hosts, "no-such-program")
     assert ran.exit_code == 2
     assert "no program 'no-such-program' here" in ran.output
+    ran = zstrat("up", hosts, "--ps", "1", "python")
+    assert ran.exit_code == 2
+    assert "--ps: options are written before HOSTS" in ran.output
     assert not hosts.with_suffix(".up").exists()
 
 

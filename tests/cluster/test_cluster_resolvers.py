@@ -265,6 +265,11 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
         ({"cluster": {"ps": ["a:\u0662"]}}, r"expected a port of 1 to 65535"),
         ({"cluster": {"ps": ["::1:22"]}}, r"an IPv6 address goes into brackets"),
         ({"cluster": {"ps": ["http://a:1"]}}, r"the schemes are tcp:// and ipc://"),
+        ({"cluster": {"ps": [" a:1"]}}, r"ps\[0\]: .* got ' a:1': there are blanks"),
+        (
+            {"cluster": {"ps": ["*:1"]}},
+            r"ps\[0\]: .* got '\*:1': .* with --bind '\*:PORT'",
+        ),
         (
             {"cluster": {"ps": {"x": "a:1"}}},
             r"cluster\.ps: expected task indices as keys, got 'x'",
@@ -297,8 +302,11 @@ def test_tf_config_mistakes_in_the_cluster(
     ("value", "words"),
     [
         ({"task": 3}, r"^TF_CONFIG: task: expected an object .* got 3"),
-        ({"task": {"index": "x"}}, r"^TF_CONFIG: task\.index: .* integer, got 'x'"),
-        ({"task": {"index": None}}, r"^TF_CONFIG: task\.index: .* integer, got None"),
+        ({"task": {"index": "x"}}, r"^TF_CONFIG: task\.index: .* integer .* got 'x'"),
+        ({"task": {"index": None}}, r"^TF_CONFIG: task\.index: .* integer .* got None"),
+        ({"task": {"index": 1.5}}, r"^TF_CONFIG: task\.index: .* integer .* got 1\.5"),
+        ({"task": {"index": True}}, r"^TF_CONFIG: task\.index: .* integer .* got True"),
+        ({"task": {"index": "-1"}}, r"^TF_CONFIG: .* of 0 or more, got '-1'"),
         ('{"task": {"index": Infinity}}', r"^TF_CONFIG: task\.index: .* got inf"),
         ({"tasks": {}}, r"^TF_CONFIG: there is no key 'tasks': is 'task' meant"),
         ({"task": {"idex": 1}}, r"^TF_CONFIG: task: there .* 'idex': is 'index' meant"),

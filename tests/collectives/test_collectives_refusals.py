@@ -52,6 +52,11 @@ def joining(group, rank):
     return JoinGroup(group, 0, rank, 2, member(rank), 60.0)
 
 
+def test_a_group_is_told_of_its_cluster_by_a_resolver():
+    with pytest.raises(TypeError, match="expected a ClusterResolver, got str"):
+        zs.collectives.Group("cluster.toml")
+
+
 @pytest.mark.parametrize(
     ("role", "message", "error", "words"),
     [

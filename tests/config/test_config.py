@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from zstrat.config import (
     LANES,
+    NAMES,
     Settings,
     Timeouts,
     daemon_variables,
@@ -140,6 +142,8 @@ def test_toml_files(tmp_path: Path) -> None:
     path = tmp_path / "file.toml"
     path.write_text("[a]\nb = 1\n")
     assert read_toml(path) == {"a": {"b": 1}}
+    path.write_bytes(b"\xef\xbb\xbf[a]\r\nb = 1\r\n")  # as an editor of Windows does
+    assert read_toml(path) == {"a": {"b": 1}}
     path.write_text("[a")
     with pytest.raises(ValueError, match=r"file\.toml is no valid TOML"):
         read_toml(path)
@@ -160,3 +164,14 @@ def test_a_slip_of_the_pen_is_told_from_names_of_others() -> None:
         settings_from({"ZSTRAT_PATEINCE": "1"})
     others = dict.fromkeys(("ZSTRAT_PS_PORT", "ZSTRAT_KEYS_SERVICE_HOST"), "1")
     assert settings_from(others) == Settings()
+
+
+def test_the_pages_name_settings_that_there_are_and_one_has_them_all() -> None:
+    root = Path(__file__).resolve().parents[2]
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        named = set(re.findall(r"\bZSTRAT_[A-Z_]+\b", page.read_text()))
+        assert named <= set(NAMES), page
+    rows = re.findall(
+        r"^\| `(ZSTRAT_\w+)", (root / "docs/trouble.md").read_text(), re.MULTILINE
+    )
+    assert sorted(rows) == sorted(NAMES)

@@ -67,7 +67,7 @@ def _closes(task):
 
 def test_what_is_no_new_parameter_server_is_not_added(world):
     servers = connected(world)
-    for address in ("nowhere", "h:0", 7, ""):
+    for address in ("nowhere", "h:0", 7, "", "*:1", "0.0.0.0:1"):
         with pytest.raises(ValueError, match="expected HOST:PORT of a ps"):
             servers.add(address)
     with pytest.raises(AlreadyExistsError, match="ps1:1 is a ps of the cluster"):

@@ -196,6 +196,9 @@ def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
         coordinator.join(timeout=0.01)
     with pytest.raises(DeadlineExceededError, match="constant"):
         value.fetch(timeout=0.01)
+    for call in (coordinator.join, value.fetch):
+        with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
+            call(timeout=float("nan"))
     assert not coordinator.done()
     world.on_loop(world.release)
     assert value.fetch() == 7

@@ -168,6 +168,13 @@ def test_wrong_arguments(argv, words):
         told(*argv)
 
 
+def test_an_empty_text_is_no_folder(capsys):
+    for option in ("--keys", "--state-dir"):
+        with pytest.raises(SystemExit):
+            told("--index", "0", "--bind", "127.0.0.1:0", option, "")
+        assert f"argument {option}: expected a folder" in capsys.readouterr().err
+
+
 def test_wrong_environment(monkeypatch):
     monkeypatch.setenv("ZSTRAT_DRAIN", "soon")
     with pytest.raises(ValueError, match="ZSTRAT_DRAIN='soon'"):

@@ -86,6 +86,7 @@ def test_sigterm_ends_it(run, tmp_path):
     [
         ("program:fails", 1, "ZeroDivisionError"),
         ("program:wrong", 2, "returned int: expected (zs.Checkpoint"),
+        ("program:w", 2, "program:w is "),
     ],
 )
 def test_exit_codes(run, folder, program, code, says):
@@ -101,11 +102,29 @@ def test_a_program_that_is_not_there(program, monkeypatch):
         evaluator.made(program)
 
 
-def test_who_it_is():
-    def told(task):
-        return evaluator.place({"TF_CONFIG": json.dumps(task)})
+def test_a_program_that_takes_arguments():
+    with pytest.raises(ValueError, match=r"json:loads: .* without arguments .*'s'"):
+        evaluator.made("json:loads")
 
-    assert evaluator.place({}) == 0
+
+def test_a_file_in_the_place_of_the_folder_or_the_other_way_round(run, folder):
+    for words, says in (
+        (["program.py"], "program.py is a file, and has to be a folder"),
+        ([folder, "--metrics", folder], "Is a directory"),
+    ):
+        child = run("program:make", *words)
+        _, errors = child.communicate(timeout=60)
+        assert (child.returncode, says in errors) == (2, True), errors
+        assert "Traceback" not in errors
+
+
+def test_who_it_is(monkeypatch):
+    def told(task):
+        monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+        return evaluator.place()
+
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert evaluator.place() == 0
     assert told({"cluster": {}}) == 0
     assert told({"task": {"type": "evaluator"}}) == 0
     assert told({"task": {"type": "evaluator", "index": 2}}) == 2
@@ -115,5 +134,6 @@ def test_who_it_is():
             told({"task": {"type": "evaluator", "index": wrong}})
     with pytest.raises(ValueError, match="'worker', not 'evaluator'"):
         told({"task": {"type": "worker", "index": 0}})
-    with pytest.raises(ValueError, match="TF_CONFIG is no JSON"):
-        evaluator.place({"TF_CONFIG": "{"})
+    monkeypatch.setenv("TF_CONFIG", "{")
+    with pytest.raises(ValueError, match="TF_CONFIG: expected JSON"):
+        evaluator.place()

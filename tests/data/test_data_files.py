@@ -160,6 +160,14 @@ def test_a_torn_tfrecord_file_is_named(tmp_path):
         next(records)
 
 
+@pytest.mark.parametrize("length", [b"\xff" * 8, b"\0" * 5 + b"\xff\xff\0", b"text"])
+def test_a_file_that_is_no_tfrecord_file_is_named_in_few_words(tmp_path, length):
+    pytest.importorskip("grain", reason="grain is not installed")
+    (tmp_path / "other").write_bytes(length + b"x" * 10_000)
+    with pytest.raises(ValueError, match=r"other is no TFRecord file: .{10,200}$"):
+        next(iter(Dataset.from_tfrecords(tmp_path / "other")))
+
+
 def test_without_grain_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "grain.experimental", None)
     with pytest.raises(ImportError, match=r"zstrat\[grain\]"):

@@ -244,6 +244,9 @@ def test_arguments(checkpoint, tmp_path):
     for keep in (0, -1):
         with pytest.raises(ValueError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)
+    for keep in (1.5, "3"):
+        with pytest.raises(TypeError, match="integer"):
+            CheckpointManager(checkpoint, tmp_path, keep)
     with pytest.raises(ValueError, match="step_counter should be passed"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=5)
     with pytest.raises(ValueError, match="checkpoint_interval_s=0"):

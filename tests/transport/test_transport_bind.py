@@ -51,6 +51,17 @@ async def test_a_socket_file_in_use_is_refused_and_a_stale_one_taken(net, tmp_pa
     await net.serve(f"ipc://{tmp_path}/ps1")
 
 
+async def test_a_file_that_is_no_socket_stays(net, tmp_path):
+    tmp_path.chmod(0o700)
+    (tmp_path / "data").write_text("mine")
+    (tmp_path / "link").symlink_to("data")
+    (tmp_path / "folder").mkdir()
+    for name in ("data", "link", "folder"):
+        with pytest.raises(FileExistsError, match="that is no socket"):
+            await net.serve(f"ipc://{tmp_path}/{name}")
+    assert (tmp_path / "data").read_text() == "mine"
+
+
 async def test_a_socket_file_in_an_open_directory_is_refused(net, tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError, match="0700"):

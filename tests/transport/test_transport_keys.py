@@ -76,6 +76,15 @@ async def test_bodies_travel_encrypted(net, served, folder):
     assert reply.arrays[0][-1] == 3_000_000 % 256
 
 
+@pytest.mark.parametrize("lacking", ["chief", "ps", "worker"])
+@pytest.mark.parametrize("job", ["chief", "ps", "worker"])
+def test_public_halves_that_a_task_needs_are_missed_at_its_start(folder, job, lacking):
+    (folder / f"{lacking}.public").unlink()
+    words = rf"{folder}.* {lacking}\.public"
+    with pytest.raises(ValueError, match=words):
+        Security.load(folder, job)
+
+
 async def test_a_claim_above_the_key_is_refused(net, served, folder):
     _, address, _ = served
     link, _ = net.link(

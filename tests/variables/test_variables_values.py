@@ -65,6 +65,12 @@ def test_an_initial_value_is_needed():
         zv.Variable(name="w", shape=(2,), dtype="float32")
 
 
+@pytest.mark.parametrize("name", [3, b"w", ("w",)])
+def test_a_name_is_text(name):
+    with pytest.raises(TypeError, match=r"name=.*: expected the name of a variable"):
+        zv.Variable(1.0, name=name)
+
+
 def test_a_given_shape_must_be_the_values():
     assert zv.Variable(np.float32([[0, 0, 0]]), shape=(1, 3)).shape == (1, 3)
     with pytest.raises(ValueError, match=r"has shape \(2,\); expected \(3,\)"):

@@ -37,7 +37,8 @@ def blamed(path: str, what: str) -> Iterator[None]:
 
     Raises:
         ResourceExhaustedError: The disk or a quota is full.
-        AlreadyExistsError, NotFoundError: As the names say.
+        AlreadyExistsError, NotFoundError: As the names say; the second one also where
+            a file is in the place of a folder.
         OSError: Anything else, as it is.
     """
     try:
@@ -49,6 +50,11 @@ def blamed(path: str, what: str) -> Iterator[None]:
         ) from None
     except FileNotFoundError:
         raise NotFoundError(f"{what} {path}: there is no such file or folder") from None
+    except NotADirectoryError:
+        raise NotFoundError(
+            f"{what} {path}: {_file_above(path)} is a file, and has to be a folder: "
+            "give another path, or move that file"
+        ) from None
     except OSError as error:
         if error.errno in _FULL:
             raise ResourceExhaustedError(
@@ -56,6 +62,34 @@ def blamed(path: str, what: str) -> Iterator[None]:
                 "again: checkpoints that were complete are as they were"
             ) from None
         raise
+
+
+def _file_above(path: str) -> str:
+    """What is no folder of those that the path leads through."""
+    while (above := os.path.dirname(path)) != path and not os.path.lexists(above):
+        path = above
+    return above
+
+
+def absolute(path: str | bytes | os.PathLike[str]) -> str:
+    """The path as another process, on another machine perhaps, finds it."""
+    return os.path.abspath(os.fsdecode(path))
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder, and those above it, where they are not there.
+
+    Raises:
+        NotFoundError: A file has that name, or that of a folder above; or nobody can
+            make one there.
+        ResourceExhaustedError: The disk is full.
+        OSError: As the system says.
+    """
+    with blamed(os.path.join(path, ""), "creating"):
+        try:
+            os.makedirs(path, exist_ok=True)
+        except FileExistsError as error:  # a file; a folder would have done
+            raise NotADirectoryError(*error.args) from None
 
 
 def create(path: str) -> int:

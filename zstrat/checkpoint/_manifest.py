@@ -195,7 +195,7 @@ class Manifest:
         try:
             with blamed(path, "reading"), open(path, "rb") as file:
                 data = file.read()
-        except (NotFoundError, NotADirectoryError):
+        except NotFoundError:
             words = "there is no such folder"
             if os.path.isdir(folder):
                 words = f"it has no {MANIFEST}, which is written when all else is"

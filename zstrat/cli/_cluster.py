@@ -9,7 +9,6 @@ import contextlib
 import json
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -21,11 +20,13 @@ from zstrat.errors import ZstratError
 from zstrat.launch import Copies, LocalCluster, Observer, run_copies
 from zstrat.transport import run as run_loop
 
-from ._options import fail, failures, settings
+from ._options import fail, failures, folder, settings
 from ._signals import as_interrupts, heard_by, interruptible
 from ._tables import lines, table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
 
@@ -49,7 +50,7 @@ OPEN_PORTS: Final = (
 @click.option("--lane", type=click.Choice(LANES), default="tcp", show_default=True)
 @click.option("--worker-devices", type=_COUNT, help="virtual CPU devices per worker")
 @click.option(
-    "--dir", "directory", type=Path, help="for logs and the cluster file, kept"
+    "--dir", "directory", type=folder, help="for logs and the cluster file, kept"
 )
 def cluster(
     ps: int, workers: int, lane: str, worker_devices: int | None, directory: Path | None

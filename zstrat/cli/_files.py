@@ -23,13 +23,13 @@ from zstrat.launch.manifests import (
 from zstrat.transport import NEXT, PREVIOUS, generate_keys, rotate_keys
 from zstrat.wire import Job
 
-from ._options import fail, failures
+from ._options import fail, failures, folder
 
 _COUNT = click.IntRange(min=1)
 
 
 @click.command()
-@click.argument("directory", type=Path)
+@click.argument("directory", type=folder)
 @click.option("--per-task", is_flag=True, help="A pair for each ps and each worker.")
 @click.option("--ps", type=_COUNT, help="With --per-task: parameter servers.")
 @click.option("--workers", type=_COUNT, help="With --per-task: workers.")
@@ -85,10 +85,12 @@ _STEPS: Final = {
 
 @click.command()
 @click.option(
-    "--bindir", type=Path, default=Path(sys.executable).parent, show_default=True
+    "--bindir", type=folder, default=Path(sys.executable).parent, show_default=True
 )
-@click.option("--to", type=Path, default=Path("/etc/systemd/system"), show_default=True)
-@click.option("--config", type=Path, default=Path("/etc/zstrat"), show_default=True)
+@click.option(
+    "--to", type=folder, default=Path("/etc/systemd/system"), show_default=True
+)
+@click.option("--config", type=folder, default=Path("/etc/zstrat"), show_default=True)
 def units(bindir: Path, to: Path, config: Path) -> None:
     """Write the systemd units. For programs in BINDIR, a cluster file in CONFIG."""
     with failures():
@@ -124,7 +126,7 @@ KEYS: Final = Path("keys")
     show_default=True,
     help="of each job",
 )
-@click.option("--keys", type=Path, metavar="DIR", help="default: keys")
+@click.option("--keys", type=folder, metavar="DIR", help="default: keys")
 @click.option(
     "--with-secrets",
     is_flag=True,

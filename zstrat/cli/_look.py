@@ -21,7 +21,7 @@ from zstrat.launch import ObservedRun, Observer, examine, examine_run, observe
 from zstrat.transport import run as run_loop
 from zstrat.transport.health import dashboard as serve_page
 
-from ._options import cluster_options, failures, settings, spec
+from ._options import Seconds, cluster_options, failures, settings, spec
 from ._signals import heard_by, interruptible
 from ._tables import lines, table
 from ._top import watch
@@ -77,7 +77,7 @@ def _again(
 @click.option("--run", is_flag=True, help="look at a live run, and say what limits it")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.0, min_open=True),
+    type=Seconds(),
     default=60.0,
     show_default=True,
     help="with --run: how long to look",

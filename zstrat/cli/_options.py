@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import click
 
@@ -22,12 +23,39 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
 
+@final
+class Seconds(click.FloatRange):
+    """A duration: above 0, or at least so many, and no longer than a day, as those of
+    ``ZSTRAT_*``."""
+
+    def __init__(self, least: float = 0.0) -> None:
+        super().__init__(least, 86400.0, min_open=not least)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):  # no range leaves that out
+            self.fail(f"{value!r} is not a valid float.", param, ctx)
+        return number
+
+
+def folder(path: str | Path) -> Path:
+    """The type of options that name a folder. A shell makes "" of a variable that is
+    not set, and that would be the working folder."""
+    if path == "":
+        raise click.BadParameter("expected a folder, got an empty text.")
+    return Path(path)
+
+
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     """``--cluster``, ``--keys``, ``--timeout``: which cluster, how, for how long."""
     options = [
         click.option("--cluster", metavar="FILE.toml", help="default: TF_CONFIG"),
-        click.option("--keys", type=Path, metavar="DIR", help="default: ZSTRAT_KEYS"),
-        click.option("--timeout", default=5.0, show_default=True, help="seconds"),
+        click.option("--keys", type=folder, metavar="DIR", help="default: ZSTRAT_KEYS"),
+        click.option(
+            "--timeout", type=Seconds(), default=5.0, show_default=True, help="seconds"
+        ),
     ]
     for option in reversed(options):
         command = option(command)
@@ -45,19 +73,38 @@ def spec(file: str | None) -> ClusterSpec:
     """The cluster of a file, or of TF_CONFIG.
 
     Raises:
-        ValueError: There is neither, or it is no cluster.
+        ValueError: There is neither, or it is no cluster, or one without tasks.
     """
     if file is not None:
-        return TomlClusterResolver(file).cluster_spec()
-    if not environment().get("TF_CONFIG"):
+        found = TomlClusterResolver(file).cluster_spec()
+    elif environment().get("TF_CONFIG"):
+        found = TFConfigClusterResolver().cluster_spec()
+    else:
         raise ValueError("which cluster? Set TF_CONFIG or give --cluster FILE.toml")
-    return TFConfigClusterResolver().cluster_spec()
+    if not any(map(found.num_tasks, found.jobs)):
+        raise ValueError(
+            f"{file or 'TF_CONFIG'}: cluster: expected addresses of tasks, it has none"
+        )
+    return found
 
 
 def fail(error: Exception) -> NoReturn:
     """Says what was wrong, and ends with 2."""
-    click.echo(f"zstrat: {error}", err=True)
+    words = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        words = error.strerror
+        if error.filename is not None:
+            words = f"{error.filename}: {words}{_ADVICE.get(type(error), '')}"
+    click.echo(f"zstrat: {words}", err=True)
     sys.exit(2)
+
+
+_ADVICE: Final = {
+    FileExistsError: ": give the path of a folder, or one where nothing is",
+    IsADirectoryError: ": give the path of a file",
+    NotADirectoryError: ": a file has the name of a folder of that path; give another",
+}
+"""What to do about a path that is something else."""
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import click
 from zstrat.config import TRY_AGAIN, environment
 from zstrat.launch import GPUS_BY_NODE, requeue, run_beside, slurm, slurm_program
 
-from ._options import failures, settings
+from ._options import failures, folder, settings
 from ._signals import as_interrupts
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
 @click.option(
     "--here", is_flag=True, help="in the allocation that this is, submit nothing"
 )
-@click.option("--dir", "directory", type=Path, help="for logs, kept")
+@click.option("--dir", "directory", type=folder, help="for logs, kept")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
 def slurm_command(
     ps: int,

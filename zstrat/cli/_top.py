@@ -24,7 +24,7 @@ from zstrat.launch import Observer, told_by
 from zstrat.telemetry import WORKER_PHASES, limits, report
 from zstrat.transport import run as run_loop
 
-from ._options import cluster_options, failures, settings, spec
+from ._options import Seconds, cluster_options, failures, settings, spec
 from ._signals import interruptible
 from ._tables import percent, seconds, size
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @cluster_options
 @click.option(
     "--every",
-    type=click.FloatRange(0.1),
+    type=Seconds(0.1),
     default=1.0,
     show_default=True,
     help="seconds between two looks",

@@ -72,6 +72,8 @@ def up(
     """
     if detach and program:
         raise click.UsageError("--detach and a program: expected one of them")
+    if program and program[0].startswith("-"):
+        raise click.UsageError(f"{program[0]}: options are written before HOSTS")
     if program and shutil.which(program[0]) is None:
         fail(ValueError(f"there is no program {program[0]!r} here that can be run"))
     if detach:

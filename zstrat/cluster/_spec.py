@@ -326,12 +326,19 @@ def _address(address: object, where: str) -> str:
         return address
     host, colon, port = rest.rpartition(":")
     words = f'{where}: expected "host:port", got {address!r}'
+    if any(map(str.isspace, address)):
+        raise ValueError(f"{words}: there are blanks in it")
     if separator and scheme != "tcp":
         raise ValueError(f"{words}: the schemes are tcp:// and ipc://")
     if not colon:
         raise ValueError(f"{words}: the port is missing")
     if not host:
         raise ValueError(f"{words}: the host is missing")
+    if host == "*":
+        raise ValueError(
+            f"{words}: the others need the name or address of one machine; all "
+            "interfaces of its own a daemon binds with --bind '*:PORT'"
+        )
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{words}: expected a port of 1 to 65535")
     if ":" in host and not (host[0] == "[" and host[-1] == "]"):

@@ -6,6 +6,7 @@ constructor or a setter says goes before what it says, and 0 is a value.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, final
@@ -139,12 +140,15 @@ def _task() -> Mapping[str, Any]:
 
 
 def _integer(index: Any) -> int:
-    try:
-        return int(index)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"{VARIABLE}: task.index: expected an integer, got {index!r:.80}"
-        ) from None
+    # As a number or as text; int() would make 1 of 1.5 and of true.
+    if isinstance(index, int | float | str) and not isinstance(index, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = int(index)
+            if number >= 0 and (isinstance(index, str) or number == index):
+                return number
+    raise ValueError(
+        f"{VARIABLE}: task.index: expected an integer of 0 or more, got {index!r:.80}"
+    )
 
 
 def _text(key: str) -> str | None:

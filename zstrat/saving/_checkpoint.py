@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from zstrat.checkpoint import absolute, make_folder
 from zstrat.variables import Variable, creator
 
 from ._blocking import FileThread, run_blocking
@@ -108,7 +109,8 @@ class Checkpoint(Tracked):
             UnavailableError: No worker is there to end a step whose worker was lost.
             BusyError: Another program saves to the same folder; says which.
             ResourceExhaustedError: A disk is full.
-            NotFoundError: The folder above could not be made.
+            NotFoundError: The folder above could not be made, as where a file has its
+                name; says which.
             OSError: As the system says.
         After any of them, what was saved before is as it was.
         """
@@ -119,12 +121,12 @@ class Checkpoint(Tracked):
 
         Cancellation: nothing was saved, and what was before is as it was.
         """
-        prefix = _absolute(file_prefix)
+        prefix = absolute(file_prefix)
         number = int(self.save_counter.numpy()) + 1
         path = f"{prefix}-{number}"
         directory, name = os.path.split(path)
         async with FileThread() as disk:
-            await disk(os.makedirs, directory, exist_ok=True)
+            await disk(make_folder, directory)
             lock = await disk(writer_of, directory)
             try:
                 await self._write(path, number)
@@ -145,9 +147,9 @@ class Checkpoint(Tracked):
 
     async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """`write`, without blocking the running loop; see `save_async`."""
-        path = _absolute(file_prefix)
+        path = absolute(file_prefix)
         async with FileThread() as disk:
-            await disk(os.makedirs, os.path.dirname(path), exist_ok=True)
+            await disk(make_folder, os.path.dirname(path))
         graph = graph_of(self, skip=frozenset({SAVE_COUNTER}))
         await save(graph, path)
         return path
@@ -237,7 +239,7 @@ class Checkpoint(Tracked):
     ) -> RestoreStatus:
         if path is None:
             return RestoreStatus(None)
-        begun = Restore(self, _absolute(path), is_partial, skips_counter)
+        begun = Restore(self, absolute(path), is_partial, skips_counter)
         await begun.begin()
         if self._restore is not None:
             self._restore.end()
@@ -257,11 +259,6 @@ def _check(name: str, value: Any) -> None:
             "could not replace it in place. Make it a zs.Variable"
         )
     graph_of(value, name)  # says what in it cannot be saved
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    """The path as another process, on another machine perhaps, finds it."""
-    return os.path.abspath(path)
 
 
 def local_counter(name: str) -> Variable:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import numpy as np
 
-from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest
+from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest, absolute
 from zstrat.errors import DataLossError, NotFoundError
 
 from ._graph import graph_of
@@ -70,7 +70,7 @@ class SidecarEvaluator:
         if max_evaluations is not None and max_evaluations < 1:
             raise ValueError(f"max_evaluations={max_evaluations}: expected 1 or more")
         self._checkpoint, self._evaluate = checkpoint, evaluate
-        self._directory, self._name = os.path.abspath(checkpoint_dir), checkpoint_name
+        self._directory, self._name = absolute(checkpoint_dir), checkpoint_name
         self._max, self._writers = max_evaluations, tuple(writers)
         self._step, self._pause = step, pause
         self._stop = threading.Event()

@@ -19,8 +19,10 @@ from zstrat.checkpoint import (
     Manifest,
     TensorInfo,
     TensorWriter,
+    absolute,
     sync_folder,
 )
+from zstrat.errors import AlreadyExistsError
 
 from ._blocking import FileThread, ProgressBar, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
@@ -53,6 +55,8 @@ def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
     Raises:
         TypeError: The source has something in it that cannot be saved.
         NotFoundError, DataLossError: It is no checkpoint, or a damaged one.
+        AlreadyExistsError: ``path`` is a folder.
+        NotFoundError: There is no folder that the file could be in.
         PSUnavailableError: A parameter server is gone.
         ResourceExhaustedError: The disk is full; what was there is as it was.
         OSError: As the system says.
@@ -65,7 +69,7 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
 
     Cancellation: nothing was written.
     """
-    final = os.fspath(path)
+    final = _file_at(path)
     if isinstance(source, str | os.PathLike):
         folder = os.fspath(source)
         async with FileThread() as disk:
@@ -101,7 +105,7 @@ def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
         for part in above:
             below = below.setdefault(_plain(part), {})
         below[_plain(last)] = value
-    final = os.path.abspath(path)
+    final = absolute(path)
     with PyTreeCheckpointer() as writer:
         writer.save(final, tree)
     return final
@@ -129,6 +133,15 @@ def _finish(writer: TensorWriter, path: str) -> list[str]:
     os.replace(writer.path, path)
     sync_folder(os.path.dirname(path))
     return digests
+
+
+def _file_at(path: str | os.PathLike[str]) -> str:
+    final = os.fsdecode(path)
+    if os.path.isdir(absolute(final)):
+        raise AlreadyExistsError(
+            f"exporting to {final!r}: it is a folder: give the path of a file"
+        )
+    return final
 
 
 def _temporary(path: str) -> str:

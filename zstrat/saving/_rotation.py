@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.checkpoint import remove
+from zstrat.checkpoint import absolute, make_folder, remove
 from zstrat.errors import DataLossError
 from zstrat.variables import line_outside
 
@@ -38,8 +39,11 @@ def latest_checkpoint(
 
     Args:
         checkpoint_name: Only those that are called ``<checkpoint_name>-<N>``.
+
+    Raises:
+        NotFoundError: It is a file, or lies below one; says which.
     """
-    directory = os.path.abspath(checkpoint_dir)
+    directory = absolute(checkpoint_dir)
     names = read_state(directory, checkpoint_name).names
     return os.path.join(directory, names[-1]) if names else None
 
@@ -88,6 +92,7 @@ class CheckpointManager:
     Raises:
         ValueError: ``max_to_keep`` is below 1, there is an interval of steps and no
             counter, or one of seconds that is not above 0.
+        TypeError: ``max_to_keep`` is no whole number.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class CheckpointManager:
         checkpoint_interval_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if max_to_keep is not None and max_to_keep <= 0:
+        if max_to_keep is not None and operator.index(max_to_keep) <= 0:
             raise ValueError(f"max_to_keep={max_to_keep}: expected 1 or more, or None")
         if checkpoint_interval is not None and step_counter is None:
             raise ValueError(
@@ -118,7 +123,7 @@ class CheckpointManager:
         if not checkpoint_name or "/" in checkpoint_name:
             raise ValueError(f"checkpoint_name={checkpoint_name!r}: a name, not a path")
         self._checkpoint = checkpoint
-        self._directory = os.path.abspath(directory)
+        self._directory = absolute(directory)
         self._keep, self._hours = max_to_keep, keep_checkpoint_every_n_hours
         self._name, self._clock = checkpoint_name, clock
         self._counter, self._interval = step_counter, checkpoint_interval
@@ -198,7 +203,7 @@ class CheckpointManager:
             step = await disk(self._step)
             if check_interval and not self._is_due(step):
                 return None
-            await disk(os.makedirs, self._directory, exist_ok=True)
+            await disk(make_folder, self._directory)
             if self._lock is None:
                 self._lock = await disk(writer_of, self._directory)
             await disk(clean, self._directory, self._name)

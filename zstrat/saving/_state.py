@@ -18,7 +18,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.checkpoint import MANIFEST, FolderLock, replace_file, sweep
+from zstrat.checkpoint import MANIFEST, FolderLock, blamed, replace_file, sweep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -196,13 +196,14 @@ _writers: Final[weakref.WeakValueDictionary[str, FolderLock]] = (
 
 def _stored(directory: str) -> SavedList:
     path = os.path.join(directory, STATE)
-    try:
-        with open(path, "rb") as file:
-            plain: Any = json.load(file)
-    except FileNotFoundError:
-        return SavedList()
-    except ValueError:
-        plain = None
+    with blamed(path, "reading"):
+        try:
+            with open(path, "rb") as file:
+                plain: Any = json.load(file)
+        except FileNotFoundError:
+            return SavedList()
+        except ValueError:
+            plain = None
     match plain:
         case {
             "format": "zstrat.checkpoints",

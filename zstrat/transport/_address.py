@@ -216,12 +216,20 @@ def check_directory(address: Address) -> None:
 
 
 def check_unused(address: Address) -> None:
-    """Refuses an ipc address at which a process listens: libzmq would take it away from
-    that process without a word.
+    """Refuses an ipc address at which a process listens, or that is a file with
+    somebody's data: libzmq would take it away from that process, or remove that file,
+    without a word.
 
     Raises:
-        OSError: A process listens there.
+        OSError: A process listens there, or there is something else than a socket.
     """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(address.host).st_mode):
+            raise FileExistsError(
+                errno.EEXIST,
+                f"cannot bind ipc://{address.host}: that is no socket, and would be "
+                "lost; bind a path where nothing is",
+            )
     with socket.socket(
         socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
     ) as knock:

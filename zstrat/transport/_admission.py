@@ -56,7 +56,7 @@ async def check_exposure(
             nor ``settings.insecure``.
         PermissionError, FileNotFoundError: Others may enter the folder of an ipc
             address, or there is none.
-        OSError: A process listens at that ipc address.
+        OSError: A process listens at that ipc address, or it is no socket.
 
     Cancellation: nothing has happened.
     """

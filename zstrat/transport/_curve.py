@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
 DOMAIN: Final = "zstrat"
+_TALKING: Final = (Job.CHIEF, Job.PS, Job.WORKER)
+"""Each of them talks with the two others."""
+
 SETTLED: Final = 1.0
 """Seconds for which a folder has the same keys before one that is missing counts as
 removed: until then they may be being copied."""
@@ -85,7 +88,15 @@ class Security:
             PermissionDeniedError: Others than its owner can read the secret.
         """
         folder = KeyFolder(path, Job(job), index, guarded)
-        return cls(folder, folder.read(), clock)
+        keys = folder.read()
+        # Only here: a key that is removed later is one that nobody is to have any more.
+        known = {job for job, _ in keys.owners.values()}
+        if missing := [f"{job}.public" for job in _TALKING if job not in known]:
+            raise ValueError(
+                f"key folder {path} lacks {', '.join(missing)}: copy all *.public that "
+                "`zstrat keygen` has made; who has a key that is not there is refused"
+            )
+        return cls(folder, keys, clock)
 
     def refresh(self) -> None:
         """Reads the folder again if it has changed.

@@ -91,7 +91,13 @@ class ThreadBell:
             self._lock.release()
 
     def wait(self, timeout: float | None) -> bool:
-        """Blocks the thread; False when ``timeout`` seconds have passed."""
+        """Blocks the thread; False when ``timeout`` seconds have passed.
+
+        Raises:
+            ValueError: They are NaN, which never pass.
+        """
+        if timeout is not None and math.isnan(timeout):
+            raise ValueError("timeout=nan: expected seconds, or None")
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()

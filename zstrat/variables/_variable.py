@@ -73,7 +73,7 @@ class Variable(AbstractVariable):
         ValueError: ``initial_value`` is None, or has another shape; ``aggregation`` or
             ``synchronization`` is not of its enum; it is to be trainable and its
             synchronization is ON_READ; a step is being traced.
-        TypeError: The value is no array of numbers or booleans.
+        TypeError: The value is no array of numbers or booleans, or the name no text.
 
     Warns:
         NarrowingWarning: No dtype was given, and the value is an array of float64, as
@@ -98,6 +98,8 @@ class Variable(AbstractVariable):
         if isinstance(shape, int):
             shape = (shape,)
         name = "Variable" if name is None else name
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r:.80}: expected the name of a variable, text")
         request = VariableRequest(
             initial_value,
             None if shape is None else tuple(int(n) for n in shape),

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from zstrat.cluster import cluster_spec_of
 from zstrat.collectives.memory._engines import host_memory
 from zstrat.wire import JoinGroup, MemberEntry
 
@@ -66,7 +67,7 @@ def seats_of(
     Raises:
         ValueError: There is no such task, one is named twice, or nobody is a member.
     """
-    spec = resolver.cluster_spec()
+    spec = cluster_spec_of(resolver)
     if not spec:
         return (ALONE,)
     if tasks is None:

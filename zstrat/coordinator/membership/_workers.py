@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.transport import check_address
+from zstrat.transport import check_address, check_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -68,7 +68,7 @@ def require_reachable(address: str, what: str) -> None:
     """
     try:
         if isinstance(address, str):
-            return check_address(address)
+            return check_told(address)
     except ValueError:
         pass
     raise ValueError(

@@ -206,14 +206,21 @@ def read_tfrecords(path: str) -> Iterator[bytes]:
     Raises:
         ImportError: grain is not installed.
         FileNotFoundError: There is no such file.
-        ValueError: The file ends inside a record; names the file.
+        ValueError: The file ends inside a record, or is something else; names it.
     """
     records: Any = _tfrecord_reader()(path)
     with ending(iter(records)) as source:
         try:
             yield from source
         except ValueError as error:
-            raise ValueError(f"{path} is no TFRecord file: {error}") from error
+            # The text of grain has all that was read of the record.
+            words = f"{path} is no TFRecord file: {error!s:.100}"
+            raise ValueError(words) from None
+        except (MemoryError, OverflowError):  # of a length that is anything
+            raise ValueError(
+                f"{path} is no TFRecord file: it says that a record has more bytes "
+                "than this machine has memory"
+            ) from None
 
 
 def require_tfrecords() -> None:

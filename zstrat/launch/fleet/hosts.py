@@ -118,9 +118,10 @@ class SshHosts:
         if count is None and own:
             count = fixed
         if count is None or count < least:
+            said = "nobody says how many" if count is None else str(count)
             raise ValueError(
-                f"{count} tasks of job {job!r}: expected {least} or more; say "
-                "num_ps= and num_workers=, or ps and workers in the file"
+                f"tasks of job {job!r}: {said}: expected {least} or more; say --ps and "
+                "--workers (num_ps=, num_workers=), or ps and workers in the file"
             )
         if count < fixed:
             said = ", ".join(f"{name}: {number}" for name, number in own.items())
