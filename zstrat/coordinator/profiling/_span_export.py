@@ -19,6 +19,7 @@ from zstrat.coordinator._on_worker import in_step
 from zstrat.errors import ClosedError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import has_arrived, http_exporter, sdk_spans
+from zstrat.transport import Latch
 from zstrat.variables import recorder
 
 from ._profile import WAITING, timeline_of
@@ -99,7 +100,7 @@ class OpenTelemetryExport:
         self._exporter = http_exporter() if exporter is None else exporter
         self._is_told = False
         self._run: TimelineRun | None = None
-        self._ends = threading.Event()
+        self._ends = Latch()
         # A daemon: a collector that hangs must not keep the program from ending.
         self._thread = threading.Thread(
             target=self._live, name="zstrat opentelemetry", daemon=True
@@ -111,7 +112,7 @@ class OpenTelemetryExport:
     def close(self) -> None:
         """Ends the sample that is taken, sends it, and shuts the exporter down; waits
         ten seconds at most. Idempotent."""
-        self._ends.set()
+        self._ends.open()
         run = self._run
         if run is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -152,7 +153,7 @@ class OpenTelemetryExport:
             run = TimelineRun(session.cluster, self._core.engine, bounds, yields=True)
             await run.begin()
             self._run = run
-            if self._ends.is_set():
+            if self._ends.is_open:
                 run.enough()
             await run.wait_over()
             await run.end()
