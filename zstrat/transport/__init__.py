@@ -7,7 +7,7 @@ from ._address import reached_as as reached_as
 from ._bells import Bell as Bell
 from ._bells import Latch as Latch
 from ._bells import LoopBell as LoopBell
-from ._bells import Outcome as Outcome
+from ._bells import Promise as Promise
 from ._bells import ThreadBell as ThreadBell
 from ._curve import Security as Security
 from ._data_connections import DataConnections as DataConnections

@@ -1,8 +1,8 @@
 """How a thread, or a coroutine, waits for what another thread does.
 
 A bell is made only when somebody really has to wait, ends one wait however often it is
-rung, and may be rung with a lock held. A latch opens once, for all who wait, and an
-outcome is a latch with something behind it. A thread waits by an acquire of a lock,
+rung, and may be rung with a lock held. A latch opens once, for all who wait, and a
+promise is a latch with something behind it. A thread waits by an acquire of a lock,
 which Ctrl-C interrupts.
 
 Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
@@ -110,7 +110,7 @@ T = TypeVar("T")
 
 
 @final
-class Outcome(Generic[T]):
+class Promise(Generic[T]):
     """A result or an error that one thread has, once, for any that wait for it."""
 
     __slots__ = ("_error", "_latch", "_value")
