@@ -49,9 +49,10 @@ def is_struck(call: Callable[[], object], number: int, *files: str) -> bool:
     return strike.left <= 0
 
 
-def strikes(call: Callable[[], object], *files: str) -> Iterator[int]:
-    """Has Ctrl-C strike each place of a call in turn; yields behind each."""
-    for number in itertools.count(1):
+def strikes(call: Callable[[], object], *files: str, every: int = 1) -> Iterator[int]:
+    """Has Ctrl-C strike each place of a call in turn, or one of so many; yields behind
+    each."""
+    for number in itertools.count(1, every):
         if not is_struck(call, number, *files):
             assert number > 3, "there were more, before names changed"
             return
