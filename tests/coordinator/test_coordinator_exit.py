@@ -113,7 +113,7 @@ def test_ctrl_c_in_a_blocking_run(portal):
 
 WAITING = (
     "/transport/_loop.py",
-    "/transport/_bells.py",
+    "/zstrat/threads.py",
     "/threading.py",
     "/futures/_base.py",
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
+import subprocess
+import sys
+
 import psutil
 import pytest
 from strikes import is_struck, strikes
 
-from zstrat.launch import LocalCluster
+from zstrat.launch import LocalCluster, Server
 
 pytestmark = [
     pytest.mark.processes,
@@ -41,3 +46,40 @@ def test_a_stop_is_gone_on_with_by_the_next_one():
         assert not cluster.directory.exists(), number
         number += 5
     assert number > 20
+
+
+def test_a_server_that_begins_ends_and_one_that_ends_can_be_ended_again():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        one = {"ps": [f"127.0.0.1:{free.getsockname()[1]}"]}
+    files = "launch/_server.py", "zstrat/threads.py", "/threading.py"
+    made = []
+    for _ in strikes(lambda: made.append(Server(one)), *files):
+        while made:  # struck behind its last line
+            made.pop().stop()
+    for number in itertools.count(1):
+        struck = is_struck(made[-1].stop, number, *files)
+        made.pop().stop()
+        if not struck:
+            break
+        made.append(Server(one))  # the address is free again
+    assert number > 3
+
+
+JOINED = """
+import os, signal, threading
+from zstrat.launch import Server
+
+server = Server({"ps": ["127.0.0.1:0"]})
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    server.join()
+except KeyboardInterrupt:
+    server.stop()
+    print([thread.name for thread in threading.enumerate() if "server" in thread.name])
+"""
+
+
+def test_a_server_that_was_joined_when_ctrl_c_came_is_stopped():
+    program = [sys.executable, "-c", JOINED]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -227,7 +227,7 @@ def test_progress_is_for_terminals_alone(monkeypatch):
 
 def test_ctrl_c_anywhere_while_it_watches_leaves_one_that_can_be_stopped(tmp_path):
     checkpoint = Checkpoint(w=Variable(np.zeros(3, "f4")))
-    files = "/saving/_evaluator.py", "/transport/_bells.py", "/threading.py"
+    files = "/saving/_evaluator.py", "/zstrat/threads.py", "/threading.py"
     for number in range(1, 30):
         evaluator = SidecarEvaluator(checkpoint, dict, tmp_path, pause=0.001)
         assert is_struck(evaluator.start, number, *files)

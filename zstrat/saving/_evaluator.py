@@ -19,7 +19,7 @@ import numpy as np
 
 from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest
 from zstrat.errors import DataLossError, NotFoundError
-from zstrat.transport import Latch
+from zstrat.threads import Latch
 
 from ._graph import graph_of
 from ._rotation import latest_checkpoint

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from zstrat.transport import Latch
+from zstrat.threads import Latch, SteadyThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -111,8 +110,7 @@ class MetricsExport:
         self._points = ExportedPoints()
         self._ends = Latch()
         # A daemon: a folder that hangs must not keep the program from ending.
-        name = "zstrat metrics export"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = SteadyThread(self._run, name="zstrat metrics export")
         self._thread.start()
 
     def close(self) -> None:

@@ -4,11 +4,6 @@ from ._address import check_address as check_address
 from ._address import check_told as check_told
 from ._address import parse as parse
 from ._address import reached_as as reached_as
-from ._bells import Bell as Bell
-from ._bells import Latch as Latch
-from ._bells import LoopBell as LoopBell
-from ._bells import Promise as Promise
-from ._bells import ThreadBell as ThreadBell
 from ._curve import Security as Security
 from ._data_connections import DataConnections as DataConnections
 from ._echo import Echo as Echo
@@ -23,6 +18,8 @@ from ._keys import generate_keys as generate_keys
 from ._keys import key_names as key_names
 from ._keys import rotate_keys as rotate_keys
 from ._link import Link as Link
+from ._loop import Bell as Bell
+from ._loop import LoopBell as LoopBell
 from ._loop import LoopCall as LoopCall
 from ._loop import Portal as Portal
 from ._loop import close_portals as close_portals

@@ -18,7 +18,7 @@ from collections import deque
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from ._bells import ThreadBell
+from zstrat.threads import ThreadBell
 
 if TYPE_CHECKING:
     import contextvars

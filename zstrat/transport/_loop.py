@@ -28,20 +28,17 @@ import signal
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 
 # Before `close_portals` is registered, so that it ends after it: then it frees the
 # memory of messages that libzmq has not sent yet, whoever reads it then.
 import zmq.utils.garbage  # noqa: F401
 
 from zstrat.errors import ClosedError, DeadlineExceededError
-
-from ._bells import LoopBell, ThreadBell
+from zstrat.threads import SteadyThread, ThreadBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-
-    from ._bells import Bell
 
 try:
     import uvloop
@@ -62,6 +59,33 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
             return runner.run(main)
     finally:
         _abandon_calls(loop)
+
+
+class Bell(Protocol):
+    """Ends one wait."""
+
+    def ring(self) -> None: ...
+
+
+class LoopBell:
+    """Wakes the coroutine that awaits ``future``, on whichever loop it runs."""
+
+    __slots__ = ("__weakref__", "_loop", "future")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self._loop.create_future()
+
+    def ring(self) -> None:
+        # A closed loop raises, and has nobody who waits on it any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        # Not asked first whether it is done: who asks may be cancelled by Ctrl-C before
+        # the next line.
+        with contextlib.suppress(asyncio.InvalidStateError):
+            self.future.set_result(None)
 
 
 @final
@@ -119,7 +143,7 @@ class Portal:
         self._why = "the session is closed"
         if not isinstance(sys.unraisablehook, _KeptInterrupts):
             sys.unraisablehook = _KeptInterrupts(sys.unraisablehook)
-        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread = SteadyThread(self._live, name=name)
         try:
             self._thread.start()
             _open.add(self)

@@ -31,7 +31,7 @@ from zstrat.errors import (
     from_wire,
     to_wire,
 )
-from zstrat.transport import Latch
+from zstrat.threads import Latch
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.collectives._engine import Differs, Overdue
 from zstrat.errors import ClosedError
-from zstrat.transport import Latch
+from zstrat.threads import Latch
 
 from ._futex import SpinPolicy, fence, sleep_while, wake
 

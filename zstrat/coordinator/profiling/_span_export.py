@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import operator
-import threading
 import time
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
@@ -19,7 +18,7 @@ from zstrat.coordinator._on_worker import in_step
 from zstrat.errors import ClosedError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import has_arrived, http_exporter, sdk_spans
-from zstrat.transport import Latch
+from zstrat.threads import Latch, SteadyThread
 from zstrat.variables import recorder
 
 from ._profile import WAITING, timeline_of
@@ -102,9 +101,7 @@ class OpenTelemetryExport:
         self._run: TimelineRun | None = None
         self._ends = Latch()
         # A daemon: a collector that hangs must not keep the program from ending.
-        self._thread = threading.Thread(
-            target=self._live, name="zstrat opentelemetry", daemon=True
-        )
+        self._thread = SteadyThread(self._live, name="zstrat opentelemetry")
         self._logger = logging.getLogger(type(self._exporter).__module__)
         self._logger.addFilter(self._is_of_others)
         self._thread.start()

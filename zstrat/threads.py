@@ -1,4 +1,4 @@
-"""How a thread, or a coroutine, waits for what another thread does.
+"""How threads begin, and how one waits for what another one does.
 
 A bell is made only when somebody really has to wait, ends one wait however often it is
 rung, and may be rung with a lock held. A latch opens once, for all who wait, and a
@@ -14,22 +14,21 @@ the main thread shares with another one has such a lock; these have none.
 
 from __future__ import annotations
 
-import asyncio
+import _thread
 import contextlib
 import math
+import os
 import threading
 import time
-from typing import Final, Generic, Protocol, TypeVar, cast, final
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 GLANCE: Final = 1.0
 """Seconds. A signal that arrives just before the acquire begins to block does not
 interrupt it: Python would see Ctrl-C at the next acquire only."""
-
-
-class Bell(Protocol):
-    """Ends one wait."""
-
-    def ring(self) -> None: ...
 
 
 class ThreadBell:
@@ -55,27 +54,6 @@ class ThreadBell:
                 return True
             if left <= GLANCE:
                 return False
-
-
-class LoopBell:
-    """Wakes the coroutine that awaits ``future``, on whichever loop it runs."""
-
-    __slots__ = ("__weakref__", "_loop", "future")
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self._loop.create_future()
-
-    def ring(self) -> None:
-        # A closed loop raises, and has nobody who waits on it any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._set)
-
-    def _set(self) -> None:
-        # Not asked first whether it is done: who asks may be cancelled by Ctrl-C before
-        # the next line.
-        with contextlib.suppress(asyncio.InvalidStateError):
-            self.future.set_result(None)
 
 
 @final
@@ -104,6 +82,71 @@ class Latch:
             if self._lock.acquire(timeout=min(left, GLANCE)):
                 self.open()  # for the others
         return True
+
+
+@final
+class SteadyThread(threading.Thread):
+    """A thread that the main thread may begin and wait for.
+
+    Ctrl-C in the middle of `threading.Thread.start` can leave a thread that never
+    begins, as that waits for a lock. And before Python 3.13 one in `join` has it
+    believed, from then on, that the thread has ended.
+    """
+
+    def __init__(
+        self, target: Callable[..., object], args: Iterable[Any] = (), *, name: str
+    ) -> None:
+        # A daemon: the interpreter must not wait for it before it runs what ends it.
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._over = Latch()
+        self._process: int | None = None
+        """In which it was started: one that is forked later does not have it."""
+
+    def start(self) -> None:
+        """Returns when it has begun.
+
+        Cancellation: Ctrl-C finds it begun, or not, or it begins a moment later.
+
+        Raises:
+            RuntimeError: The system gives no more threads, or the interpreter ends.
+        """
+        begun: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._process = os.getpid()
+        try:
+            _thread.start_new_thread(self._begin, (begun,))
+        except RuntimeError:
+            self._over.open()
+            raise
+        error = begun.get()
+        if error is not None:
+            raise error
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._over.open()
+
+    def is_alive(self) -> bool:
+        """Whether it was started, and has not ended."""
+        return self._process == os.getpid() and not self._over.is_open
+
+    def join(self, timeout: float | None = None) -> None:
+        """Blocks until it has ended, ``timeout`` seconds at most; not at all if it was
+        not started."""
+        if self.is_alive() and not self._over.wait(timeout):
+            return
+        if super().is_alive():
+            super().join()
+
+    def _begin(self, begun: SimpleQueue[BaseException | None]) -> None:
+        try:
+            super().start()
+        except BaseException as error:  # to who starts it
+            self._over.open()
+            begun.put(error)
+        else:
+            begun.put(None)
 
 
 T = TypeVar("T")
