@@ -22,7 +22,7 @@ from typing import Any, Final, final
 
 from zstrat.launch import (
     CONTINUED,
-    LENGTH,
+    ORDER,
     STOPPED,
     WORD,
     choose_devices,
@@ -97,15 +97,11 @@ class Forks:
                     return daemon
 
     def _asked(self) -> ForkOrder | None:
-        head, descriptors, _, _ = socket.recv_fds(self._requests, LENGTH.size, 5)
+        head, descriptors, _, _ = socket.recv_fds(self._requests, len(ORDER), 6)
         if not head:
             return None
-        (length,) = LENGTH.unpack(head)
-        with self._requests.makefile("rb", 0) as stream:
-            body = b""
-            while len(body) < length:
-                body += stream.read(length - len(body))
-        order: dict[str, Any] = json.loads(body)
+        with open(descriptors.pop(), "rb") as text:
+            order: dict[str, Any] = json.load(text)
         return ForkOrder(
             order["job"], order["arguments"], order["environment"], *descriptors
         )

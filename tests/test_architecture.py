@@ -25,6 +25,7 @@ FLOORS = {
     "zstrat.config": 0,
     "zstrat.doors": 0,
     "zstrat.rows": 0,
+    "zstrat.threads": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
     "zstrat.telemetry": 1,

@@ -15,7 +15,7 @@ from collectives_groups import ranks_of
 import zstrat as zs
 from zstrat.collectives.group import _invitation
 from zstrat.errors import ClosedError, InvalidArgumentError
-from zstrat.transport import ThreadBell
+from zstrat.threads import ThreadBell
 
 UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64"]

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from zstrat.collectives.group import CallTurns
-from zstrat.transport import ThreadBell
+from zstrat.threads import ThreadBell
 
 PATIENCE = 30.0
 

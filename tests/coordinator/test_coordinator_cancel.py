@@ -15,7 +15,7 @@ from zstrat.coordinator import (
 )
 from zstrat.coordinator._values import Result
 from zstrat.errors import CancelledError, ClosedError, DeadlineExceededError
-from zstrat.transport import ThreadBell
+from zstrat.threads import ThreadBell
 
 
 @zs.function(eager=True)

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import inspect
-import itertools
+import math
 import signal
 import sys
 import threading
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from strikes import strikes
 
 import zstrat.program as zs
 from zstrat.coordinator import ClusterCoordinator
@@ -110,55 +111,66 @@ def test_ctrl_c_in_a_blocking_run(portal):
     thread.join()
 
 
-class Strike:
-    """Raises as Ctrl-C does, where Python looks for it for that time: a function
-    begins, or one that is not written in Python has returned."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def __call__(self, frame, event, value):
-        if not frame.f_code.co_filename.endswith(WAITING):
-            return  # a finalizer, say, where nobody could catch it
-        self.left -= event in ("call", "c_return")
-        if event in ("call", "c_return") and not self.left:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-
-WAITING = ("zstrat/transport/_loop.py", "/threading.py", "/futures/_base.py")
+WAITING = (
+    "/transport/_loop.py",
+    "/zstrat/threads.py",
+    "/threading.py",
+    "/futures/_base.py",
+)
 """Files of what a thread executes that waits for another one."""
 
 
-@pytest.fixture
-def no_garbage_collector():
-    """It calls a function of jax, where nobody can catch what is raised."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_garbage_collector")
 def test_ctrl_c_anywhere_in_a_blocking_run_leaves_a_loop_that_runs(portal):
-    assert portal.run(answer(), 20.0, "a test") == 42  # all is imported and made
-    for number in itertools.count(1):
-        work, strike = answer(), Strike(number)
+    asked = []
+
+    def run():
+        asked.append(answer())
+        portal.run(asked[-1], 20.0, "a test")
+
+    run()  # all is imported and made
+    for _ in strikes(run, *WAITING):
+        # Behind what was struck, so that it is over, begun or not.
+        assert portal.run(answer(), 20.0, "a test") == 42
+        if inspect.getcoroutinestate(asked[-1]) == inspect.CORO_CREATED:
+            asked[-1].close()  # nobody was asked for it
+
+
+def test_work_that_comes_behind_the_last_look_of_a_loop_that_ends_is_refused(portal):
+    begun, ends, is_asked = threading.Event(), threading.Event(), threading.Event()
+
+    async def last():
         try:
-            sys.setprofile(strike)
-            portal.run(work, 20.0, "a test")
-            sys.setprofile(None)
-            if strike.left <= 0:  # in a finalizer, where nobody can catch it:
-                threading.Event().wait(20.0)  # it is raised again
-        except KeyboardInterrupt:
-            assert strike.left == 0
-            # Behind what was struck, so that it is over, begun or not.
-            assert portal.run(answer(), 20.0, "a test") == 42
-            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # nobody was asked for it
-        sys.setprofile(None)
-        if strike.left > 0:
-            break
-    assert number > 10
+            yield
+        finally:  # behind the end of all tasks
+            ends.set()
+            is_asked.wait(20.0)
+
+    async def begin():
+        await anext(never_closed)
+
+    def profile(frame, event, value):
+        is_post = frame.f_code.co_name == "_post"
+        if event == "call" and is_post:
+            begun.set()
+            ends.wait(20.0)
+        elif event == "return" and is_post:
+            is_asked.set()
+
+    def ask():
+        sys.setprofile(profile)
+        try:
+            portal.run(for_ever(), math.inf, "a test")
+        except ClosedError as error:
+            told.append(str(error))
+
+    told, never_closed = [], last()
+    portal.run(begin(), 20.0, "a test")
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert begun.wait(20.0)
+    portal.close()
+    asking.join(20.0)
+    assert told == ["a test: the session was closed"]
 
 
 async def test_who_awaits_work_when_it_is_closed_is_told_and_not_cancelled(portal):

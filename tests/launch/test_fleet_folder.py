@@ -4,9 +4,11 @@ not answer. No daemon is started."""
 from __future__ import annotations
 
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
+from strikes import strikes
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import UnavailableError
@@ -95,3 +97,24 @@ def test_tasks_are_told_where_to_leave_what_they_hold(tmp_path):
     with Fleet(engine, [task], directory=tmp_path, settings=settings):
         assert engine.env["ZSTRAT_STATE"] == str(tmp_path / "state")
         assert engine.env["ZSTRAT_HANDOVER"] == "7.0"
+
+
+def test_ctrl_c_anywhere_in_a_start_or_stop_leaves_no_thread_and_no_keys():
+    files = "fleet/_fleet.py", "zstrat/threads.py", "/threading.py", "futures/_base.py"
+    made = []
+
+    def start():
+        made.append(Fleet(Playing(), [FleetTask("ps", 0, "here")]))
+
+    def threads():
+        return [each for each in threading.enumerate() if "fleet" in each.name]
+
+    for number in strikes(start, *files, every=3):
+        while made:  # struck behind its last line
+            made.pop().stop()
+        assert not threads(), number
+    for number in strikes(lambda: made[0].stop(), *files):
+        made[0].stop()
+        assert not threads(), number
+        assert not made.pop().directory.exists(), number
+        start()

@@ -47,7 +47,8 @@ stop = server.stop
 server.stop = lambda: (stop(), print("drained", flush=True))
 if sys.argv[2] == "joins":
     # As a signal that comes while it waits: the handler runs in the main thread.
-    server._thread.join = lambda join=server._thread.join: (
+    thread = server._run.thread
+    thread.join = lambda join=thread.join: (
         os.kill(os.getpid(), getattr(signal, sys.argv[1])), join())
     server.join()
     print("behind")

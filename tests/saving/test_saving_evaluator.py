@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file
+from strikes import is_struck
 
 from zstrat.errors import NotFoundError
 from zstrat.saving import (
@@ -222,3 +223,16 @@ def test_progress_is_for_terminals_alone(monkeypatch):
             shown = out.getvalue()
         assert ("2.0 of 4.0 GB" in shown) == out.isatty()
         assert out.getvalue().endswith("\r\x1b[K") == out.isatty()
+
+
+def test_ctrl_c_anywhere_while_it_watches_leaves_one_that_can_be_stopped(tmp_path):
+    checkpoint = Checkpoint(w=Variable(np.zeros(3, "f4")))
+    files = "/saving/_evaluator.py", "/zstrat/threads.py", "/threading.py"
+    for number in range(1, 30):
+        evaluator = SidecarEvaluator(checkpoint, dict, tmp_path, pause=0.001)
+        assert is_struck(evaluator.start, number, *files)
+        stopping = threading.Thread(target=evaluator.stop, daemon=True)
+        stopping.start()
+        stopping.join(20)
+        assert not stopping.is_alive(), number
+        evaluator.start()  # returns

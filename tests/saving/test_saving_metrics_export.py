@@ -8,6 +8,7 @@ import struct
 import threading
 
 import pytest
+from strikes import is_struck
 
 import zstrat as zs
 
@@ -122,3 +123,17 @@ def test_tensorboard_reads_them(tmp_path):
 def test_every_is_a_time(wrong):
     with pytest.raises(ValueError, match="expected seconds, above 0"):
         zs.MetricsExport(Told({}), [], every=wrong)
+
+
+def test_ctrl_c_anywhere_in_a_close_loses_no_point():
+    files = "/saving/_metrics_export.py", "/zstrat/threads.py", "/threading.py"
+    for number in range(1, 20):
+        written = Written()
+        export = zs.MetricsExport(Told(told([[0, 0.5, 2.0]])), [written], every=1e6)
+        is_struck(export.close, number, *files)
+        closing = threading.Thread(target=export.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive(), number
+        assert written.is_closed
+        assert losses(written) == [(0, 2.0)]

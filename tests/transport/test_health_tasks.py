@@ -155,7 +155,7 @@ def test_a_daemon_says_that_it_is_ready_and_when_it_drains():
 
 def test_a_task_that_ends_is_not_ready_for_another_session():
     with zs.Server.create_local_server() as server:
-        task = server._ready.result()
+        task = server._run.task
         assert task.readiness() == ""
         server.stop()
         assert task.readiness() == "it ends: stopped by its program"

@@ -9,6 +9,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from strikes import strikes
 
 from zstrat.testing import leak_check
 from zstrat.transport import Echo
@@ -128,3 +129,21 @@ def test_a_stream_of_few_characters_shows_the_others_escaped(echo, monkeypatch):
     echo.put("w", 1, "é ok\n")
     echo.show()
     assert out.getvalue() == b"w| \\xe9 ok\n"
+
+
+def test_ctrl_c_anywhere_while_it_is_shown_does_not_hold_the_loop_up(echo, monkeypatch):
+    def put():
+        with streams(monkeypatch) as (out, _):
+            echo.put("w", 1, "goes on\n")
+            echo.show()
+            return out.getvalue()
+
+    put()
+    with streams(monkeypatch):
+        for number in strikes(echo.show, "/transport/_echo.py", "/threading.py"):
+            text = "w", 1, "text\n"
+            loop = threading.Thread(target=echo.put, args=text, daemon=True)
+            loop.start()
+            loop.join(20)
+            assert not loop.is_alive(), number
+    assert put().endswith("w| goes on\n")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ClosedError, ZstratError
-from zstrat.transport import ThreadBell
+from zstrat.threads import ThreadBell
 
 from ._queue import Closure, Effect, Ended, Queue, QueuePhase
 from ._values import AsyncRemoteValue, Kept, RemoteValue

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
 
 from zstrat.errors import DeadlineExceededError
-from zstrat.transport import Bell, Echo, LoopBell, ThreadBell
+from zstrat.threads import ThreadBell
+from zstrat.transport import Bell, Echo, LoopBell
 
 from ._values import RemoteValueStatus
 

@@ -12,15 +12,15 @@ import contextlib
 import contextvars
 import itertools
 import os
-import threading
 import time
 import weakref
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import numpy as np
+
+from zstrat.threads import SteadyThread
 
 from ._elements import ending
 from ._prefetch import GOODBYE
@@ -64,7 +64,8 @@ def in_order(
     order does not count. Closing waits for calls that run, some seconds at most, and
     begins no others.
     """
-    pending: deque[Future[Any]] = deque()
+    pending: deque[_Results] = deque()
+    shared: _Results = SimpleQueue()
     with contextlib.ExitStack() as stack:
         elements = enumerate(stack.enter_context(ending(source)))
         callers = Callers(threads)
@@ -73,20 +74,32 @@ def in_order(
             for number, element in itertools.islice(
                 elements, threads * _WAITING - len(pending)
             ):
-                pending.append(callers.call(function, number, element))
+                results = SimpleQueue() if is_ordered else shared
+                callers.call(results, function, number, element)
+                pending.append(results)
             if not pending:
                 return
-            yield _next(pending, is_ordered).result()
+            # No deadline: the function is the user's and may take as long as it likes.
+            yield _given(pending.popleft().get())
 
 
-def _next(pending: deque[Future[Any]], is_ordered: bool) -> Future[Any]:
-    if is_ordered:
-        return pending.popleft()
-    # No deadline: the function is the user's and may take as long as it likes.
-    done, _ = wait(pending, return_when=FIRST_COMPLETED)
-    first = next(future for future in pending if future in done)
-    pending.remove(first)
-    return first
+class _Result(NamedTuple):
+    """What a call returned or raised."""
+
+    value: Any
+    error: BaseException | None
+
+
+_Results = SimpleQueue[_Result]
+
+
+def _given(result: _Result) -> Any:
+    if result.error is None:
+        return result.value
+    try:
+        raise result.error
+    finally:
+        del result  # it would keep the traceback, which keeps this frame
 
 
 @final
@@ -100,9 +113,7 @@ class Callers:
     def __init__(self, count: int) -> None:
         self._calls: Final[SimpleQueue[_Call | None]] = SimpleQueue()
         self._threads: Final = [
-            threading.Thread(
-                target=_serve, args=(self._calls,), name="zstrat map", daemon=True
-            )
+            SteadyThread(_serve, (self._calls,), name="zstrat map")
             for _ in range(count)
         ]
         self._is_ended = False
@@ -110,12 +121,10 @@ class Callers:
         for thread in self._threads:
             thread.start()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Begins a call, in the context of who asks."""
-        future: Future[Any] = Future()
+    def call(self, results: _Results, function: Callable[..., Any], *args: Any) -> None:
+        """Begins a call, in the context of who asks; its result goes to ``results``."""
         run = contextvars.copy_context().run  # of its own: two may not share one
-        self._calls.put(_Call(future, lambda: run(function, *args)))
-        return future
+        self._calls.put(_Call(results, lambda: run(function, *args)))
 
     def end(self) -> bool:
         """Tells the threads to end after the call that they are in; False if they were
@@ -124,8 +133,8 @@ class Callers:
             return False
         self._is_ended = True
         with contextlib.suppress(Empty):
-            while (waiting := self._calls.get_nowait()) is not None:
-                waiting.future.cancel()
+            while self._calls.get_nowait() is not None:
+                pass
         for _ in self._threads:
             self._calls.put(None)
         return True
@@ -141,20 +150,19 @@ class Callers:
 
 
 class _Call(NamedTuple):
-    future: Future[Any]
+    results: _Results
     run: Callable[[], Any]
 
 
 def _serve(calls: SimpleQueue[_Call | None]) -> None:
     while (waiting := calls.get()) is not None:
-        future, run = waiting
+        results, run = waiting
         del waiting  # what it made may have no other owner than who reads
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(run())
-            except BaseException as error:  # goes to who draws the element
-                future.set_exception(error)
-        del future, run
+        try:
+            results.put(_Result(run(), None))
+        except BaseException as error:  # goes to who draws the element
+            results.put(_Result(None, error))
+        del results, run
 
 
 _OPEN: Final[weakref.WeakSet[Callers]] = weakref.WeakSet()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
-import threading
 import time
 import weakref
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Never, final
+
+from zstrat.threads import SteadyThread
 
 from ._elements import ending
 
@@ -116,7 +117,7 @@ class _Buffer:
         return True
 
 
-_RUNNING: Final[weakref.WeakKeyDictionary[threading.Thread, _Buffer]] = (
+_RUNNING: Final[weakref.WeakKeyDictionary[SteadyThread, _Buffer]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -143,11 +144,8 @@ class Prefetcher:
         self._buffer: Final = _Buffer(size)
         # The source runs in the context of whoever began the pass (the worker's).
         context = contextvars.copy_context()
-        self._thread: Final = threading.Thread(
-            target=context.run,
-            args=(_fill, source, self._buffer),
-            name="zstrat prefetch",
-            daemon=True,
+        self._thread: Final = SteadyThread(
+            context.run, (_fill, source, self._buffer), name="zstrat prefetch"
         )
         weakref.finalize(self, self._buffer.close)
         _RUNNING[self._thread] = self._buffer

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.config import TRY_AGAIN, environment
 from zstrat.errors import DeadlineExceededError, UnavailableError
@@ -98,7 +98,7 @@ class Child:
         self.address, self.log = "", log
         self._bind, self._env = bind, dict(env)
         self._process: DaemonProcess | None = None
-        self._report = -1
+        self._report: IO[bytes] | None = None
         self._heard = b""
 
     @property
@@ -122,21 +122,21 @@ class Child:
         if self.is_running:
             raise RuntimeError(f"{self.task} is running already, pid {self.pid}")
         self.close()
-        report, child_end = os.pipe()
-        self._report, self._heard = report, b""
         self._told.clear()
         server = fork_server(self._env)
         start = started if server is None else server.start
         arguments = ["--index", str(self.index), "--bind", self.address or self._bind]
         arguments += extra
-        output = self._open_log()
-        try:
+        report, child_end = os.pipe()
+        self._report, self._heard = os.fdopen(report, "rb", 0), b""
+        with os.fdopen(child_end, "wb", 0), self._opened_log() as output:
             self._process = start(
-                self.job, arguments, self._env, output=output, report=child_end
+                self.job,
+                arguments,
+                self._env,
+                output=output.fileno(),
+                report=child_end,
             )
-        finally:
-            os.close(child_end)
-            os.close(output)
 
     def hear(self) -> bool:
         """Reads what the child reported; true when it is ready.
@@ -144,7 +144,7 @@ class Child:
         Raises:
             UnavailableError: It ended before it was ready; quotes the end of its log.
         """
-        data = os.read(self._report, 4096)
+        data = os.read(self.fileno(), 4096)
         self._heard += data
         if not data:
             code = self._running().wait()
@@ -203,7 +203,8 @@ class Child:
 
     def fileno(self) -> int:
         """The pipe that the report comes through, for a selector."""
-        return self._report
+        assert self._report is not None
+        return self._report.fileno()
 
     def _running(self) -> DaemonProcess:
         if self._process is None:
@@ -216,16 +217,16 @@ class Child:
         if code not in (0, TRY_AGAIN) and not by_us:
             self.failures.append(end_words(code))
 
-    def _open_log(self) -> int:
-        """A descriptor of the file that the child prints to."""
-        if self.log is None:
-            return os.dup(1)
-        return os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    def _opened_log(self) -> IO[bytes]:
+        """The file that the child prints to."""
+        return (
+            os.fdopen(os.dup(1), "wb", 0) if self.log is None else open(self.log, "ab")
+        )
 
     def _close_report(self) -> None:
-        if self._report >= 0:
-            os.close(self._report)
-            self._report = -1
+        if self._report is not None:
+            self._report.close()
+            self._report = None
 
 
 def quoted_end(log: Path) -> str:

@@ -48,8 +48,10 @@ _SET_BY_JAX: Final = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 """What jax sets when it is imported, where nobody has: a program that has imported it
 since its last cluster finds the same as the fork server, which imports it, too."""
 
-LENGTH: Final = struct.Struct("!I")
-"""How long an order is that follows; the descriptors come with it."""
+ORDER: Final = b"\0"
+"""What an order is on the socket; its text is in the last of the descriptors that come
+with it. So Ctrl-C finds all of it sent, or nothing: half of one would be taken for the
+beginning of the next."""
 WORD: Final = struct.Struct("!i")
 """What a fork server tells of a daemon: its process id, then `STOPPED` and `CONTINUED`
 as often as that happens, and in the end its exit code, or -N for signal N."""
@@ -87,7 +89,7 @@ class ForkServer:
     ) -> None:
         ours, theirs = socket.socketpair()
         self._what = _identity(environment)
-        self._socket, self._sending = ours, threading.Lock()
+        self._socket = ours
         command = [sys.executable, *program]
         try:
             with theirs:
@@ -145,10 +147,9 @@ class ForkServer:
             process = ForkedProcess(self, heard, os.fdopen(ours, "wb", 0))
             here = os.open(folder, os.O_PATH | os.O_DIRECTORY)
             closing.callback(os.close, here)
-            with self._sending:
-                descriptors = [stdin, output, report, told, here]
-                socket.send_fds(self._socket, [LENGTH.pack(len(body))], descriptors)
-                self._socket.sendall(body)
+            text = closing.enter_context(_file_of(body))
+            descriptors = [stdin, output, report, told, here, text.fileno()]
+            socket.send_fds(self._socket, [ORDER], descriptors)
         return process
 
     def wait(self) -> int:
@@ -167,7 +168,10 @@ class ForkedProcess:
         self._server, self._heard = server, heard
         self._pid: int | None = None
         self._is_stopped = False
-        self._rest = b""
+        self._words: list[bytes] = []
+        """All that has come,"""
+        self._looks = 0
+        """and how much of it was looked at."""
         self._reading = threading.Lock()
         # At the end of the program a cluster that was made before still ends it.
         weakref.finalize(self, os.close, heard).atexit = False
@@ -218,6 +222,9 @@ class ForkedProcess:
 
     def _hear(self, timeout: float | None) -> bool:
         """Reads what has come within so many seconds; false if nothing has."""
+        if self._looks < len(self._words):  # Ctrl-C came in between
+            self._look()
+            return True
         waiting = select.poll()
         waiting.register(self._heard, select.POLLIN)
         if not waiting.poll(None if timeout is None else timeout * 1000):
@@ -225,24 +232,26 @@ class ForkedProcess:
         with self._reading:
             if self.returncode is not None or not waiting.poll(0):
                 return True  # another thread was first
-            words = os.read(self._heard, 4096)
-            if not words:  # the kernel kills a daemon whose fork server has ended
-                is_forked = self._pid is not None
-                self.returncode = -signal.SIGKILL if is_forked else self._server.wait()
-            self._rest += words
-            whole = len(self._rest) // WORD.size * WORD.size
-            for (word,) in WORD.iter_unpack(self._rest[:whole]):
-                self._told(word)
-            self._rest = self._rest[whole:]
+            # From C, so that Ctrl-C finds it in the pipe or here: an exit code would be
+            # taken for a process id if that were lost.
+            self._words.extend(map(os.read, (self._heard,), (4096,)))
+            self._look()
         return True
 
-    def _told(self, word: int) -> None:
-        if self._pid is None:
-            self._pid = word
-        elif word in (STOPPED, CONTINUED):
-            self._is_stopped = word == STOPPED
-        else:
-            self.returncode = word
+    def _look(self) -> None:
+        """Finds out from all that has come how the daemon is."""
+        looks, told = len(self._words), b"".join(self._words)
+        whole = len(told) // WORD.size * WORD.size
+        pid, *words = [word for (word,) in WORD.iter_unpack(told[:whole])] or [None]
+        self._pid = pid
+        if words and words[-1] in (STOPPED, CONTINUED):
+            self._is_stopped = words[-1] == STOPPED
+        elif words:
+            self.returncode = words[-1]
+        if not self._words[-1] and self.returncode is None:
+            # The kernel kills a daemon whose fork server has ended.
+            self.returncode = self._server.wait() if pid is None else -signal.SIGKILL
+        self._looks = looks
 
 
 _keeping: Final = threading.Lock()
@@ -304,6 +313,14 @@ def _identity(environment: Mapping[str, str]) -> tuple[object, ...]:
         and _SET_BY_JAX.get(name) != value
     }
     return os.getpid(), sys.executable, early
+
+
+def _file_of(body: bytes) -> IO[bytes]:
+    """A file that has no name, with its position at the beginning."""
+    file = os.fdopen(os.memfd_create("zstrat order"), "w+b", 0)
+    file.write(body)
+    file.seek(0)
+    return file
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket, program: int) -> None:

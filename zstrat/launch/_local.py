@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 import weakref
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import GRACE, environment, settings_from
@@ -100,26 +100,26 @@ class LocalCluster:
             "ps": [daemons] * num_ps,
             "worker": divided(workers, num_workers),
         }
+        fork_server(daemons)  # so that it ends behind us when the program does
         place = RuntimeDir.made(self.lane, directory)
         self.directory = place.folder
         self._children: dict[str, Child] = {}
-        kept = KeptLogs(directory is None)
-        for job, environments in found.items():
-            for index, variables in enumerate(environments):
-                name = f"{job}-{index}"
-                path = place.folder / f"{name}.log" if logs == "files" else None
-                child = Child(job, index, place.address(name), path, variables, kept)
-                self._children[child.task] = child
-        fork_server(daemons)  # so that it ends behind us when the program does
-        self._end = weakref.finalize(
-            self,
-            _end,
+        self._parts: Final = (
             os.getpid(),
-            tuple(self._children.values()),
+            self._children,
             self._settings.timeouts.drain,
             self.directory if directory is None else None,
         )
+        self._end = weakref.finalize(self, _end, *self._parts)
+        kept = KeptLogs(directory is None)
         try:
+            for job, environments in found.items():
+                for index, variables in enumerate(environments):
+                    name = f"{job}-{index}"
+                    path = place.folder / f"{name}.log" if logs == "files" else None
+                    bind = place.address(name)
+                    child = Child(job, index, bind, path, variables, kept)
+                    self._children[child.task] = child
             self._start(self._children.values())
         except BaseException:  # to the caller, who has no cluster that he could stop
             self.stop()
@@ -214,9 +214,11 @@ class LocalCluster:
     def stop(self) -> None:
         """Drains and ends all daemons, workers first; kills what does not end in time.
 
-        Calling it again does nothing.
+        Calling it again does nothing, or goes on with what Ctrl-C has interrupted.
         """
-        self._end()
+        if self._end.alive:
+            _end(*self._parts)
+            self._end.detach()
 
     close = stop
 
@@ -257,12 +259,13 @@ def _require_count(name: str, count: int, least: int) -> None:
 
 
 def _end(
-    program: int, children: tuple[Child, ...], drain: float, folder: Path | None
+    program: int, tasks: Mapping[str, Child], drain: float, folder: Path | None
 ) -> None:
     """Workers first: what they still push needs the parameter servers. A process that
     the program has forked ends without them."""
     if os.getpid() != program:
         return
+    children = list(tasks.values())
     for job in ("worker", "ps"):
         group = [child for child in children if child.job == job]
         for child in group:

@@ -14,12 +14,12 @@ import os
 import signal
 import threading
 import weakref
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
+from zstrat.threads import Promise, SteadyThread
 from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
 
@@ -133,8 +133,7 @@ class Server:
     ) -> None:
         self._def = _define(server_or_cluster_def, job_name, task_index, protocol)
         self._settings = config or settings_from(environment())
-        self._ready: Future[Task] = Future()
-        self._thread: threading.Thread | None = None
+        self._run: ServerRun | None = None
         if start:
             self.start()
 
@@ -153,7 +152,7 @@ class Server:
     @property
     def target(self) -> str:
         """Where this server is reached, such as "tcp://127.0.0.1:2222"."""
-        task = self._ready.result() if self._ready.done() else None
+        task = None if self._run is None else self._run.task
         address = task.address if task is not None else self._def.address
         if "://" in address:
             return address
@@ -162,34 +161,43 @@ class Server:
     def start(self) -> None:
         """Binds and serves; returns when the task answers. Once started, does nothing.
 
+        Cancellation: Ctrl-C ends what has begun, and is raised when it has ended.
+
         Raises:
             ZstratError, OSError: The address cannot be bound; says why.
         """
-        if self._thread is None:
-            name = f"zstrat server {self._def.job_name}:{self._def.task_index}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
-        self._ready.result()
-        _running.add(self)
-        _departure.listen()
+        try:
+            if self._run is None:
+                self._run = ServerRun(self._def, self._settings)
+                _running.add(self)
+                self._run.thread.start()
+            self._run.started.get()
+            _departure.listen()
+        except Exception:  # to the caller
+            _running.discard(self)
+            raise
+        except BaseException:  # Ctrl-C: the caller of the constructor has no server
+            self.stop()
+            self._run = None
+            raise
 
     def join(self) -> None:
         """Blocks until the server is stopped: by `stop`, or by its coordinator.
 
         TensorFlow's never returns; a program here can go on and clean up.
         """
-        if self._thread is None:
+        if self._run is None:
             raise RuntimeError("this server was not started: call start() first")
         with _departure:
-            self._thread.join()
+            self._run.thread.join()
 
     def stop(self) -> None:
         """Finishes what was accepted, closes, lets `join` return. May be repeated."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._run is None:
             return
-        task = self._ready.result()
-        task.end_soon("stopped by its program")
-        self._thread.join()
+        self._run.end_soon("stopped by its program")
+        if self._run.thread.is_alive():
+            self._run.thread.join()
         _running.discard(self)
         if not _running:
             _departure.leave()
@@ -201,21 +209,46 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _run(self) -> None:
+
+@final
+class ServerRun:
+    """The thread of a server, and what it serves."""
+
+    def __init__(self, definition: ServerDef, settings: Settings) -> None:
+        self.started: Promise[None] = Promise()
+        self.task: Task | None = None
+        """Once it serves."""
+        self._def, self._settings = definition, settings
+        self._reason = ""
+        name = f"zstrat server {definition.job_name}:{definition.task_index}"
+        self.thread = SteadyThread(self._live, name=name)
+
+    def end_soon(self, reason: str) -> None:
+        """Asks it to end, also one that does not serve yet."""
+        self._reason = reason  # before the look: see `_serve`
+        if self.task is not None:
+            self.task.end_soon(reason)
+
+    def _live(self) -> None:
+        if self._reason:
+            return
         try:
             run_loop(self._serve())
         except BaseException as error:
             # Raised again where `start` waits; after that nobody waits, and the
             # thread reports it as any thread does.
-            if self._ready.done():
+            if self.started.is_there:
                 raise
-            self._ready.set_exception(error)
+            self.started.fail(error)
 
     async def _serve(self) -> None:
         mine = self._def
         place = TaskPlace(mine.job_name, mine.task_index, mine.address)
         async with serve(place, self._settings) as task:
-            self._ready.set_result(task)
+            self.task = task
+            if self._reason:
+                task.end(self._reason)
+            self.started.settle(None)
             await task.wait_end()
 
 
@@ -248,7 +281,8 @@ _running: Final[weakref.WeakSet[Server]] = weakref.WeakSet()
 
 def _ask_all(reason: str) -> None:
     for server in list(_running):
-        server._ready.result().end_soon(reason)
+        if server._run is not None:
+            server._run.end_soon(reason)
 
 
 def _wait_for_all() -> None:

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest, absolute
 from zstrat.errors import DataLossError, NotFoundError
+from zstrat.threads import Latch
 
 from ._graph import graph_of
 from ._rotation import latest_checkpoint
@@ -73,7 +73,7 @@ class SidecarEvaluator:
         self._directory, self._name = absolute(checkpoint_dir), checkpoint_name
         self._max, self._writers = max_evaluations, tuple(writers)
         self._step, self._pause = step, pause
-        self._stop = threading.Event()
+        self._stop = Latch()
         self._seen: tuple[str, int] | None = None
         self._complained: str | None = None
         self._done = 0
@@ -91,7 +91,7 @@ class SidecarEvaluator:
             PSUnavailableError: A parameter server that holds variables is gone.
             Exception: Whatever ``evaluate`` raises.
         """
-        while not self._stop.is_set():
+        while not self._stop.is_open:
             path = self._new()
             if path is None:
                 self._stop.wait(self._pause)
@@ -100,7 +100,7 @@ class SidecarEvaluator:
 
     def stop(self) -> None:
         """Ends `start` after the evaluation that is under way; from any thread."""
-        self._stop.set()
+        self._stop.open()
 
     def summary(self) -> str:
         """How far it is, in a few words."""

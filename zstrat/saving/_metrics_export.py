@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
+
+from zstrat.threads import Latch, SteadyThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -107,16 +108,15 @@ class MetricsExport:
         self._coordinator, self._every = coordinator, every
         self._writers = [_Guarded(writer) for writer in writers]
         self._points = ExportedPoints()
-        self._ends = threading.Event()
+        self._ends = Latch()
         # A daemon: a folder that hangs must not keep the program from ending.
-        name = "zstrat metrics export"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = SteadyThread(self._run, name="zstrat metrics export")
         self._thread.start()
 
     def close(self) -> None:
         """Writes what is new, and closes the writers; waits ten seconds at most.
         Idempotent."""
-        self._ends.set()
+        self._ends.open()
         self._thread.join(_CLOSING)
         if self._thread.is_alive():
             log.warning("a writer of metrics hangs, and its last points are lost")

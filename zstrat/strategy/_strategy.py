@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import logging
 from contextlib import nullcontext
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from zstrat.data import InputContext
@@ -176,8 +177,9 @@ class Strategy(FirstVersion):
             )
         named = {} if kwargs is None else kwargs
         try:
-            with self.scope():
-                return self._run_replicas(fn, args, named)
+            # In a context of its own: it ends in C, where no Ctrl-C can strike on the
+            # way out and leave the caller in this scope.
+            return copy_context().run(self._run_in_scope, fn, args, named)
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
@@ -328,6 +330,12 @@ class Strategy(FirstVersion):
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # A strategy stands for a set of devices or a cluster, which there is once.
         return self
+
+    def _run_in_scope(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.scope():
+            return self._run_replicas(fn, args, kwargs)
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -22,7 +22,6 @@ from ._loop import Bell as Bell
 from ._loop import LoopBell as LoopBell
 from ._loop import LoopCall as LoopCall
 from ._loop import Portal as Portal
-from ._loop import ThreadBell as ThreadBell
 from ._loop import close_portals as close_portals
 from ._loop import new_event_loop as new_event_loop
 from ._loop import run as run

@@ -18,6 +18,8 @@ from collections import deque
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
+from zstrat.threads import ThreadBell
+
 if TYPE_CHECKING:
     import contextvars
 
@@ -51,9 +53,11 @@ class Echo:
         `show`."""
         self._size = 0
         self._dropped = 0
-        self._changed = threading.Condition()
-        # Re-entrant: a stream may be an object that prints.
-        self._writing = threading.RLock()
+        # Both re-entrant: a finalizer may close this, a stream may be an object that
+        # prints.
+        self._lock, self._writing = threading.RLock(), threading.RLock()
+        self._bell: ThreadBell | None = None
+        """Of the thread that shows, while it waits for more."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -65,7 +69,7 @@ class Echo:
             dropped: Lines before them that are not there.
         """
         lines = []
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             if self._size > MAX_PENDING_CHARACTERS:
@@ -84,14 +88,13 @@ class Echo:
             self.is_behind = True
             if self._thread is None:
                 self._start()
-            else:
-                self._changed.notify()
+            self._wake()
 
     def show(self) -> None:
         """Writes all that waits; blocks as ``print`` does."""
         with self._writing:
             while True:
-                with self._changed:
+                with self._lock:
                     shown = list(self.waiting)
                     self.waiting.clear()
                     self._size = 0
@@ -103,9 +106,13 @@ class Echo:
 
     def close(self) -> None:
         """No more text comes; what waits is written. From any thread."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._bell is not None:
+            self._bell.ring()
 
     def _start(self) -> None:
         if not threading.main_thread().is_alive():
@@ -124,9 +131,13 @@ class Echo:
                 self.show()
             else:
                 place.copy().run(self.show)
-            with self._changed:
+            with self._lock:
                 if main.is_alive() and not (self._closed or self.waiting):
-                    self._changed.wait(LINGER)
+                    self._bell = ThreadBell()
+            if self._bell is not None:
+                self._bell.wait(LINGER)
+            with self._lock:
+                self._bell = None
                 if not (self.waiting and main.is_alive()):
                     self._thread = None
                     return

@@ -11,18 +11,10 @@ The thread is a daemon, so that it cannot keep an interpreter alive, and a porta
 is still open when the interpreter exits is closed before: a thread that is frozen in
 the middle of a socket call could otherwise hang or crash the exit.
 
-A thread or a coroutine of the user waits by a bell. A bell is made only when somebody
-really has to wait, ends one wait however often it is rung, and is rung with the
-engine's lock held. Waiting on a thread's bell is an acquire of a lock, which Ctrl-C
-interrupts.
-
 Python raises KeyboardInterrupt in whatever the main thread executes next. Where that is
 a callback of the garbage collector, as jax has one, or a finalizer, nobody can catch
 it: Python says that it is ignored, and goes on. A program that schedules steps in a
-loop lost three of four, so they are raised again. And where that is in the middle of a
-lock that is written in Python, as the one in each `concurrent.futures.Future`, the lock
-stays locked: the loop, or who ends the program, would wait for it for ever. So nothing
-here that the main thread shares with the loop has one (`LoopCall`).
+loop lost three of four, so they are raised again.
 """
 
 from __future__ import annotations
@@ -32,11 +24,9 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import math
 import signal
 import sys
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 
@@ -45,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 import zmq.utils.garbage  # noqa: F401
 
 from zstrat.errors import ClosedError, DeadlineExceededError
+from zstrat.threads import SteadyThread, ThreadBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -61,50 +52,19 @@ Result = TypeVar("Result")
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Runs ``main`` to its end on a loop of its own, as `asyncio.run` does."""
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)
-
-
-GLANCE: Final = 1.0
-"""Seconds. A signal that arrives just before the acquire begins to block does not
-interrupt it: Python would see Ctrl-C at the next acquire only."""
+    runner = asyncio.Runner(loop_factory=new_event_loop)
+    loop = runner.get_loop()
+    try:
+        with runner:
+            return runner.run(main)
+    finally:
+        _abandon_calls(loop)
 
 
 class Bell(Protocol):
     """Ends one wait."""
 
     def ring(self) -> None: ...
-
-
-class ThreadBell:
-    """Wakes the thread that blocks in `wait`."""
-
-    __slots__ = ("__weakref__", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def ring(self) -> None:
-        # One that was rung already raises.
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Blocks the thread; False when ``timeout`` seconds have passed.
-
-        Raises:
-            ValueError: They are NaN, which never pass.
-        """
-        if timeout is not None and math.isnan(timeout):
-            raise ValueError("timeout=nan: expected seconds, or None")
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            if self._lock.acquire(timeout=max(0.0, min(left, GLANCE))):
-                return True
-            if left <= GLANCE:
-                return False
 
 
 class LoopBell:
@@ -183,7 +143,7 @@ class Portal:
         self._why = "the session is closed"
         if not isinstance(sys.unraisablehook, _KeptInterrupts):
             sys.unraisablehook = _KeptInterrupts(sys.unraisablehook)
-        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread = SteadyThread(self._live, name=name)
         try:
             self._thread.start()
             _open.add(self)
@@ -269,6 +229,7 @@ class Portal:
             self.loop.run_until_complete(_end_tasks())
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+            _abandon_calls(self.loop)
 
     def _leave(self) -> None:
         if self._leaving is None:
@@ -308,6 +269,7 @@ class LoopCall(Generic[T]):
     ) -> None:
         self._loop, self._work, self._what, self._ended = loop, work, what, ended
         self._task: asyncio.Task[T] | None = None
+        self._bell: Bell | None = None
         self._is_over = False
 
     def run(self, timeout: float) -> T:
@@ -317,9 +279,9 @@ class LoopCall(Generic[T]):
         Raises:
             DeadlineExceededError: ``timeout`` seconds were not enough.
         """
-        bell = ThreadBell()
+        self._bell = bell = ThreadBell()
         try:
-            self._post(self._begin, bell)
+            self._ask()
             if not bell.wait(timeout):
                 raise DeadlineExceededError(
                     f"{self._what} did not end within {timeout} s"
@@ -330,33 +292,47 @@ class LoopCall(Generic[T]):
 
     async def run_async(self) -> T:
         """Cancellation: cancels the work."""
-        bell = LoopBell()
+        self._bell = bell = LoopBell()
         try:
-            self._post(self._begin, bell)
+            self._ask()
             await bell.future
             return self._outcome()
         finally:
             self._give_up()
 
-    def _post(self, function: Callable[..., object], *args: object) -> None:
+    def abandon_if_of(self, loop: asyncio.AbstractEventLoop) -> None:
+        """``loop`` is closed, and runs nothing any more that was asked of it."""
+        if self._loop is loop and self._bell is not None:
+            self._bell.ring()
+
+    def _ask(self) -> None:
+        # Before it is asked: a loop that is closed now raises, and one that is closed
+        # later abandons it.
+        _under_way.add(self)
+        self._post(self._begin)
+
+    def _post(self, function: Callable[..., object]) -> None:
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop was closed
-            self._work.close()
+            if self._task is None:
+                self._work.close()
             raise self._closed() from None
 
-    def _begin(self, bell: Bell) -> None:
+    def _begin(self) -> None:
         self._task = self._loop.create_task(self._work, name=self._what)
-        self._task.add_done_callback(lambda task: self._end(task, bell))
+        self._task.add_done_callback(self._end)
 
-    def _end(self, task: asyncio.Task[T], bell: Bell) -> None:
+    def _end(self, task: asyncio.Task[T]) -> None:
         self._is_over = True
         if not task.cancelled():
             task.exception()  # who has given it up does not ask
-        bell.ring()
+        if self._bell is not None:
+            self._bell.ring()
 
     def _outcome(self) -> T:
-        assert self._task is not None
+        if self._task is None or not self._is_over:  # abandoned
+            raise self._closed()
         try:
             return self._task.result()
         except asyncio.CancelledError:
@@ -367,6 +343,7 @@ class LoopCall(Generic[T]):
 
     def _give_up(self) -> None:
         """Posted behind the beginning; if there was none, nothing is left to begin."""
+        _under_way.discard(self)
         if not self._is_over:
             with contextlib.suppress(ClosedError):
                 self._post(self._cancel)
@@ -376,6 +353,17 @@ class LoopCall(Generic[T]):
             self._work.close()
         else:
             self._task.cancel()
+
+
+_under_way: Final[set[LoopCall[Any]]] = set()
+"""All that somebody waits for."""
+
+
+def _abandon_calls(loop: asyncio.AbstractEventLoop) -> None:
+    """The loop is closed: wakes who waits for what was asked of it behind the last look
+    at its tasks, or did not end when it was cancelled."""
+    for call in list(_under_way):
+        call.abandon_if_of(loop)
 
 
 async def _end_tasks() -> None:

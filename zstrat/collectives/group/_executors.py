@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zstrat.collectives._engine import ConnectionEnded, Differs, Overdue, margin_of
 from zstrat.errors import ClosedError, ZstratError
-from zstrat.transport import ThreadBell
+from zstrat.threads import ThreadBell
 
 from ._keys import key_between
 

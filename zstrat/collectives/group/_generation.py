@@ -11,7 +11,6 @@ and a generation ends once.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +31,7 @@ from zstrat.errors import (
     from_wire,
     to_wire,
 )
+from zstrat.threads import Latch
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
@@ -114,7 +114,7 @@ class Generation:
         begun. May be looked at from any thread."""
         self._is_known = False
         """A call here has ended with the error."""
-        self._broken_flag = threading.Event()
+        self._broken_flag = Latch()
         self._inquiry: asyncio.Task[None] | None = None
         self._notice_came: asyncio.Future[None] | None = None
         """The inquiry waits for the notice of a rank that has found out already."""
@@ -272,7 +272,7 @@ class Generation:
         if self.broken is not None:
             return
         self.broken = error
-        self._broken_flag.set()
+        self._broken_flag.open()
         for waiting in (self._heard, self._notice_came):
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)

@@ -6,7 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from zstrat.errors import DeadlineExceededError, ZstratError
-from zstrat.transport import LoopBell, ThreadBell
+from zstrat.threads import ThreadBell
+from zstrat.transport import LoopBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.collectives._engine import Differs, Overdue
 from zstrat.errors import ClosedError
+from zstrat.threads import Latch
 
 from ._futex import SpinPolicy, fence, sleep_while, wake
 
@@ -63,7 +64,7 @@ class ShmBarrier:
         self._deadline = math.inf
         self._error: Exception | None = None
         self._asleep: ControlWords | None = None
-        self._has_heard = threading.Event()
+        self._has_heard = Latch()
         """Set when a call that slept has seen the error of `abort`."""
         self.waited: Final = dict.fromkeys([other.rank for other in others], 0.0)
         """Seconds of waits so far, by the rank for which; from any thread."""
@@ -162,7 +163,7 @@ class ShmBarrier:
             while (posted := words[0]) < step:
                 self._asleep = other  # before the look at the error: see `abort`
                 if self._error is not None:
-                    self._has_heard.set()
+                    self._has_heard.open()
                     raise self._error
                 now = time.monotonic()
                 if now >= self._deadline:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import operator
-import threading
 import time
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
@@ -19,6 +18,7 @@ from zstrat.coordinator._on_worker import in_step
 from zstrat.errors import ClosedError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import has_arrived, http_exporter, sdk_spans
+from zstrat.threads import Latch, SteadyThread
 from zstrat.variables import recorder
 
 from ._profile import WAITING, timeline_of
@@ -99,11 +99,9 @@ class OpenTelemetryExport:
         self._exporter = http_exporter() if exporter is None else exporter
         self._is_told = False
         self._run: TimelineRun | None = None
-        self._ends = threading.Event()
+        self._ends = Latch()
         # A daemon: a collector that hangs must not keep the program from ending.
-        self._thread = threading.Thread(
-            target=self._live, name="zstrat opentelemetry", daemon=True
-        )
+        self._thread = SteadyThread(self._live, name="zstrat opentelemetry")
         self._logger = logging.getLogger(type(self._exporter).__module__)
         self._logger.addFilter(self._is_of_others)
         self._thread.start()
@@ -111,7 +109,7 @@ class OpenTelemetryExport:
     def close(self) -> None:
         """Ends the sample that is taken, sends it, and shuts the exporter down; waits
         ten seconds at most. Idempotent."""
-        self._ends.set()
+        self._ends.open()
         run = self._run
         if run is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -152,7 +150,7 @@ class OpenTelemetryExport:
             run = TimelineRun(session.cluster, self._core.engine, bounds, yields=True)
             await run.begin()
             self._run = run
-            if self._ends.is_set():
+            if self._ends.is_open:
                 run.enough()
             await run.wait_over()
             await run.end()

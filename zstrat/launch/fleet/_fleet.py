@@ -6,17 +6,15 @@ started a child for the death of its parent, and ends the child.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import shutil
-import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 from zstrat.cluster import ClusterSpec, FunctionClusterResolver
 from zstrat.config import GRACE, daemon_variables, environment, settings_from
@@ -29,6 +27,7 @@ from zstrat.errors import (
 )
 from zstrat.launch._child import KeptLogs, quoted_end
 from zstrat.launch._runtime_dir import made_folder
+from zstrat.threads import Promise, SteadyThread
 
 from ._engine import End, TaskLaunch
 from ._keys import RunKeys
@@ -47,7 +46,6 @@ from .state import (
 )
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -123,8 +121,8 @@ class FleetThread:
         self, engine: Engine, plan: FleetPlan, state: FleetState, kept: KeptLogs
     ) -> None:
         self.state, self.plan, self.kept = state, plan, kept
-        self.ready: Future[None] = Future()
-        self.over: Future[None] = Future()
+        self.ready: Promise[None] = Promise()
+        self.over: Promise[None] = Promise()
         self.failed: set[str] = set()
         """Tasks that ended with an error of their own."""
         self._engine = engine
@@ -133,7 +131,7 @@ class FleetThread:
         # A daemon thread: the interpreter must not wait for it before it runs the
         # exit handlers, which end the tasks in an orderly way.
         name = f"zstrat fleet by {engine.name}"
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = SteadyThread(self._work, name=name)
 
     def begin(self) -> None:
         self.say(self.state.begin)
@@ -147,8 +145,9 @@ class FleetThread:
     def end(self) -> None:
         """Ends all tasks and then the thread; returns when that is done."""
         self.say(self.state.stop)
-        self.over.result()
         self._thread.join()
+        if self.over.is_there:  # else Ctrl-C kept it from beginning
+            self.over.get()
 
     def kill(self, task: str) -> None:
         def now_kill(now: float) -> Iterable[FleetOrder]:
@@ -175,10 +174,10 @@ class FleetThread:
             for running in self._running.values():
                 running.kill()
             for waited in (self.ready, self.over):
-                if not waited.done():
-                    waited.set_exception(error)
+                if not waited.is_there:
+                    waited.fail(error)
         else:
-            self.over.set_result(None)
+            self.over.settle(None)
 
     def _obey(self, order: FleetOrder) -> None:
         match order:
@@ -193,10 +192,10 @@ class FleetThread:
                     self.failed.add(task)
                 log.warning("%s", words)
             case FleetReady():
-                self.ready.set_result(None)
+                self.ready.settle(None)
             case BeginFailed(error, task):
                 self.failed.add(task)
-                self.ready.set_exception(error)
+                self.ready.fail(error)
             case FleetOver():
                 pass  # the loop sees it
             case _:
@@ -293,7 +292,8 @@ class Fleet:
         kept = KeptLogs(directory is None)
         self._thread = FleetThread(engine, plan, state, kept)
         remove = self.directory if directory is None else keys.folder
-        self._end = weakref.finalize(self, _end, self._thread, remove)
+        self._parts: Final = os.getpid(), self._thread, remove
+        self._end = weakref.finalize(self, _end, *self._parts)
         self._begin()
 
     @property
@@ -357,17 +357,19 @@ class Fleet:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until all tasks have ended for good; false if that takes longer."""
-        with contextlib.suppress(TimeoutError):
-            self._thread.over.result(timeout)
-            return True
-        return False
+        if not self._thread.over.wait(timeout):
+            return False
+        self._thread.over.get()
+        return True
 
     def stop(self) -> None:
         """Drains and ends all tasks, workers first; kills what does not end in time.
 
-        Calling it again does nothing.
+        Calling it again does nothing, or goes on with what Ctrl-C has interrupted.
         """
-        self._end()
+        if self._end.alive:
+            _end(*self._parts)
+            self._end.detach()
 
     close = stop
 
@@ -382,11 +384,11 @@ class Fleet:
         return f"<Fleet {' '.join(self._tasks)} by {self.engine}, {state}>"
 
     def _begin(self) -> None:
-        self._thread.begin()
         try:
-            self._thread.ready.result()
+            self._thread.begin()
+            self._thread.ready.get()
         except ZstratError as error:
-            self._thread.over.result()
+            self._thread.over.get()
             quotes = [self._quote(task) for task in sorted(self._thread.failed)]
             self.stop()
             words = "; ".join([str(error), *filter(None, quotes)])
@@ -415,7 +417,10 @@ class Fleet:
         return self._thread.plan.log(self._task(task).name)
 
 
-def _end(thread: FleetThread, remove: Path) -> None:
+def _end(program: int, thread: FleetThread, remove: Path) -> None:
+    """A process that the program has forked ends without them."""
+    if os.getpid() != program:
+        return
     try:
         thread.end()
     finally:
