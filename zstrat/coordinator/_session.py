@@ -94,10 +94,6 @@ class ClusterSession:
         return self.cluster.renewal.resumed
 
     @property
-    def ps_count(self) -> int:
-        return len(self.cluster.ps)
-
-    @property
     def worker_count(self) -> int:
         """Workers that the cluster has now, whether they are there or not."""
         return len(self.cluster.membership.addresses)
