@@ -13,6 +13,7 @@ from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
 from ._run_status import log_scalar as log_scalar
 from ._session import ClusterSession as ClusterSession
+from ._session_pause import SessionCut as SessionCut
 from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue

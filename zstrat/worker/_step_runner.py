@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
 
     from ._closure import ClosureStep, Post
+    from ._direct import Direct
     from ._executor import Clock
     from ._needs import Needs
     from ._resources import Arguments, Resources
@@ -72,14 +73,6 @@ class RunEager(Protocol):
         draw: Callable[[StepIterator], Any],
         /,
     ) -> StepResult: ...
-
-
-class EagerHome(Home, Protocol):
-    """The variables during one run of an eager step (`_direct`)."""
-
-    def finish(self) -> None:
-        """The body has run to its end: what it has updated takes effect."""
-        ...
 
 
 @final
@@ -118,7 +111,7 @@ class StepRunner:
         count: int,
         prepare: Prepare,
         run_eager: RunEager,
-        home: Callable[[EagerRun, EagerNotes], EagerHome],
+        home: Callable[[EagerRun, EagerNotes], Direct],
         bind: Callable[[GradientCall], None],
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
