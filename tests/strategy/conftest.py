@@ -259,3 +259,9 @@ def make_tpu(tpu_resolver):
         )
 
     return make
+
+
+@pytest.fixture
+def two():
+    """For files of tests that run with eight devices."""
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
