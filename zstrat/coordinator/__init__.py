@@ -21,8 +21,8 @@ from ._values import RemoteValueStatus as RemoteValueStatus
 from .connecting._session_opening import connect_session as connect_session
 from .connecting._session_opening import hold_session as hold_session
 from .connecting._session_opening import join_session as join_session
-from .membership._workers import Workers as Workers
-from .moving._store_servers import StoreServers as StoreServers
+from .membership._task_changes import StoreServers as StoreServers
+from .membership._task_changes import Workers as Workers
 from .profiling._profile import Profile as Profile
 from .profiling._profile import profile as profile
 from .profiling._span_export import OpenTelemetryExport as OpenTelemetryExport

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from ._closure import ClosureStep, Post
     from ._direct import Direct
-    from ._executor import Clock
     from ._needs import Needs
     from ._resources import Arguments, Resources
 
@@ -91,7 +90,7 @@ class _Task:
 
 @final
 class StepRunner:
-    """A `StepSource` of one session.
+    """The closures of one session, and how to do them.
 
     Args:
         index, count: This worker and how many there are.
@@ -117,7 +116,7 @@ class StepRunner:
         end_lines: Callable[[], None],
         limits: Limits,
         prefetch: int = 0,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock: Final = clock
         self.pipeline: Final = Pipeline(prefetch=prefetch)

@@ -12,7 +12,3 @@ from ._membership import RefuseWorker as RefuseWorker
 from ._membership import ReleaseWorker as ReleaseWorker
 from ._turnover import Turnover as Turnover
 from ._turnover import WorkerSessions as WorkerSessions
-from ._workers import ChangingSession as ChangingSession
-from ._workers import Workers as Workers
-from ._workers import finite_seconds as finite_seconds
-from ._workers import require_reachable as require_reachable
