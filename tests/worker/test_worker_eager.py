@@ -26,7 +26,7 @@ def attempt():
 
 
 async def run_twice(world, step):
-    """Runs the step again, as when its worker is lost; the outcome of the second run."""
+    """The outcome of the second run of a step, as when its worker was lost."""
     digest = await world.ship(step)
     await world.run(digest, [1])
     world.forget(1)

@@ -4,7 +4,6 @@ reads."""
 from __future__ import annotations
 
 from ._membership import AdmitWorker as AdmitWorker
-from ._membership import Change as Change
 from ._membership import InputPipelines as InputPipelines
 from ._membership import Membership as Membership
 from ._membership import MoveWorker as MoveWorker
