@@ -69,7 +69,7 @@ class Asked:
             1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 600.0, root=1
         )
         self.generation.start(self.call, self.outcomes.append)
-        self.generation.overdue(self.call, [1])
+        self.generation.inquire(self.call, [1])
 
     async def is_answered(self, answer=ENDED):
         if isinstance(answer, Exception):

@@ -182,7 +182,7 @@ async def test_who_has_ended_the_generation_says_so_and_is_believed():
     outcomes = []
     generation.start(call, outcomes.append)
     generation._mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
-    generation.overdue(call, [1])
+    generation.inquire(call, [1])
     for _ in range(20):
         await asyncio.sleep(0)  # it runs until it waits
     assert generation.broken is None

@@ -288,9 +288,9 @@ class EngineExecutor:
         try:
             self._engine.run(call)
         except Overdue as late:
-            self._messages.soon(generation.overdue, call, late.ranks)
+            self._messages.soon(generation.inquire, call, late.ranks)
         except Differs as other:
-            self._messages.soon(generation.differs, call, other.rank)
+            self._messages.soon(generation.inquire, call, (other.rank,))
         except ConnectionEnded as ended:
             self._messages.soon(generation.cut_off, ended.rank)
         except ZstratError as error:

@@ -191,14 +191,6 @@ class Generation:
         """Whether an operation without a tag has begun here and has ended."""
         return number <= self.calls and number not in self.begun
 
-    def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None:
-        """A call's deadline has come: finds out why, and ends the generation."""
-        self._inquire(call, waits)
-
-    def differs(self, call: CollectiveCall, sender: int) -> None:
-        """A rank calls something else: asks what, and ends the generation."""
-        self._inquire(call, (sender,))
-
     def check_same(self, sender: int, hop: Hop) -> None:
         """Ends the generation if a hop is of another operation than the one that has
         begun here under its number. An engine may carry that out, and sees no hops."""
@@ -211,7 +203,7 @@ class Generation:
         call = CollectiveCall(
             *(hop.call, CallKind.BARRIER, nothing, nothing, 0, words, now, _ASKING)
         )
-        self.differs(call, sender)
+        self.inquire(call, (sender,))
 
     def check_early(self, number: int) -> None:
         """As `check_same`, of what came before the operation began here."""
@@ -223,7 +215,9 @@ class Generation:
         """Whether `check_early` may find something; from any thread."""
         return self._traffic.has_early
 
-    def _inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
+    def inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
+        """A call's deadline has come, or a rank calls something else: asks these ranks
+        why, and ends the generation."""
         if self._inquiry is None and self.broken is None:
             self._inquiry = self._loop.create_task(
                 self._find_out(call, ranks), name=f"inquiry about {call.words}"
