@@ -64,12 +64,12 @@ class Asked:
             "group", 0, formed, lambda *_, **__: self.link, Counter()
         )
         self.answer = asyncio.get_running_loop().create_future()
-        self.generation._mesh.ask = lambda *_, **__: self.answer
+        self.generation.mesh.ask = lambda *_, **__: self.answer
         self.call = CollectiveCall(
             1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 600.0, root=1
         )
-        self.generation.start(self.call, self.outcomes.append)
-        self.generation.overdue(self.call, [1])
+        self.generation.traffic.start(self.call, self.outcomes.append)
+        self.generation.inquire(self.call, [1])
 
     async def is_answered(self, answer=ENDED):
         if isinstance(answer, Exception):

@@ -180,9 +180,9 @@ async def test_who_has_ended_the_generation_says_so_and_is_believed():
         1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 0.6, root=1
     )
     outcomes = []
-    generation.start(call, outcomes.append)
-    generation._mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
-    generation.overdue(call, [1])
+    generation.traffic.start(call, outcomes.append)
+    generation.mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
+    generation.inquire(call, [1])
     for _ in range(20):
         await asyncio.sleep(0)  # it runs until it waits
     assert generation.broken is None
@@ -220,7 +220,7 @@ async def test_what_a_rank_sent_before_it_left_is_enough():
     for hop in hops:
         generation.hop(1, hop)
     generation.left(1, LeaveGroup(5, 1, "it closed the group"))
-    generation.start(
+    generation.traffic.start(
         replace(mine, deadline=asyncio.get_running_loop().time() + 60), outcomes.append
     )
     assert outcomes == [None]

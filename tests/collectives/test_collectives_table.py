@@ -73,7 +73,7 @@ def test_rank_0_hands_its_table_out(tmp_path):
             lambda rank: with_table(ranks, tmp_path, rank, texts[rank]), range(3)
         )
         for group in groups:
-            assert group._work.generation._traffic.choices == Choices(RULES)
+            assert group._work.generation.traffic.choices == Choices(RULES)
         for result in ranks.each(lambda g: g.all_reduce(data[g.rank]), groups):
             np.testing.assert_array_equal(result, data[0] * 6)
 

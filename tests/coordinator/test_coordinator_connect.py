@@ -199,7 +199,7 @@ def test_the_session_tells_tasks_who_they_are(make_world):
     assert {w.sessions[0].worker_count for w in world.workers} == {3}
     assert world.workers[0].sessions[0].ps == ["ps0:1", "ps1:1"]
     session = world.session
-    assert (session.ps_count, session.worker_count) == (2, 3)
+    assert (len(session.cluster.ps), session.worker_count) == (2, 3)
     assert (session.platform, session.devices) == ("cpu", 2)
 
 

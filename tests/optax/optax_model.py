@@ -47,10 +47,6 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def paths_of(tree: Any) -> list[str]:
-    return [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def by_path(choose: Any) -> Any:
     """A function of a tree: what ``choose`` says of each leaf's path, and the leaf."""
     return lambda tree: jax.tree_util.tree_map_with_path(

@@ -99,6 +99,12 @@ class DictHome:
     async def read_async(self, variable: Variable) -> np.ndarray:
         return self.read(variable)
 
+    def read_many(self, variables) -> list[np.ndarray]:
+        return [self.read(variable) for variable in variables]
+
+    async def read_many_async(self, variables) -> list[np.ndarray]:
+        return self.read_many(variables)
+
     def update(self, variable, op, operands, optimizer) -> None:
         assert all(type(operand) is np.ndarray for operand in operands)
         key = variable.spec.key

@@ -26,7 +26,6 @@ def test_draws(home):
         assert [float(x) for x in step(it, other)] == [0, 100, 1]
         plan = step.plan((it, other))
         assert plan.draws == (0, 1, 0)
-        assert plan.draws_per_step == {0: 2, 1: 1}
         assert [float(x) for x in step(it, other)] == [2, 101, 3]
         for _ in range(2):
             # The second draw fails: the first element and the other's go back.

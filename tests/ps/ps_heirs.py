@@ -52,7 +52,7 @@ class Heirs:
         self.is_over, self.has_left = True, False
         assert await self.service.drain()
         if (owner := self.service.owner) is not None:
-            left = Inherited(77, owner, self.service.state_for_successor(0))
+            left = Inherited(77, owner, self.service.role.state_for_successor(0))
             self.has_left = await self.handover.leave(left, 60)
 
     async def hand_over(self):

@@ -15,7 +15,7 @@ from zstrat.config import Settings, Timeouts
 from zstrat.ps import PinnedTensor, PsClient, PsService, PsUpdate, Ref
 from zstrat.ps.snapshots import _file_thread as disk_module
 from zstrat.testing import FakeLink, FakeRemote
-from zstrat.wire import Job, OpenSession, UpdateOp, VariableEntry
+from zstrat.wire import BindOptimizer, Job, OpenSession, UpdateOp, VariableEntry
 
 TASK = "/job:ps/task:0"
 
@@ -67,7 +67,9 @@ class Rig:
             value = await self.read(ref)
             tree = {"w": ((ref.key,), value.shape, value.dtype)}
             told = binding(OPTIMIZERS[name.encode()](), tree, gradients)
-            await self.client.bind(9, told.encoded(), [ref.ps])
+            data = (np.frombuffer(told.encoded(), np.uint8),)
+            message = BindOptimizer(SESSION, 9, data)
+            await self.client.each([(ref.ps, message)], object)
 
     async def update(self, ref: Ref, op: UpdateOp, *arrays, optimizer: int = 0) -> None:
         update = PsUpdate(ref.ps, ref.key, op, optimizer, arrays)

@@ -32,7 +32,7 @@ class Process:
         service._keeps_state = True
         assert await service.drain()
         owner = self.copies.primary.owner
-        left = Inherited(5, owner, service.state_for_successor(0))
+        left = Inherited(5, owner, service.role.state_for_successor(0))
         assert await self.handover.leave(left, 60)
 
     def begin(self):

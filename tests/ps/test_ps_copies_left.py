@@ -47,7 +47,7 @@ class Left(Copies):
         self.chief = caller(Job.CHIEF, self.session)
         lost_at = self.primary.coordinator_lost_at
         opened = await self.ask(self.opening(replicas))
-        self.backup.follow_new_owner(self.primary.owner, lost_at)
+        self.backup.role.follow_new_owner(self.primary.owner, lost_at)
         return opened
 
     async def value(self, service):

@@ -272,8 +272,7 @@ class FakeCluster:
     async def read(self, specs):
         return [self.client.homes[spec.key][1].read(None) for spec in specs]
 
-    async def bind_optimizer(self, number, data, servers=None):
-        assert servers is None
+    async def bind_optimizer(self, number, data):
         known = self.client.optimizers[number]
         binding = decoded(known.name, known.transformation, data)
         for rule, keys in zip(binding.rules(), binding.keys, strict=True):

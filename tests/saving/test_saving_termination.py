@@ -28,6 +28,5 @@ def test_it_saves_at_once_and_leaves_while_there_is_time():
 
 def test_who_was_not_told_does_what_the_others_want():
     countdown = Countdown(100.0)
-    assert not countdown.is_announced
     assert not countdown.is_due(Wish.GO_ON)
     assert countdown.is_due(max(Wish.GO_ON, Wish.SAVE))

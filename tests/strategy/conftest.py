@@ -135,8 +135,7 @@ class FakeSession:
                 shared = operands.get((spec.ps, optimizer_id), ())
                 self._apply(spec, op, optimizer_id, arrays, shared)
 
-    async def bind_optimizer(self, optimizer_id, data, servers=None):
-        assert servers is None
+    async def bind_optimizer(self, optimizer_id, data):
         known = self.transformations[optimizer_id]
         binding = Binding.decoded(f"optimizer {optimizer_id}", known, data)
         for rule, keys in zip(binding.rules(), binding.keys, strict=True):
@@ -260,3 +259,9 @@ def make_tpu(tpu_resolver):
         )
 
     return make
+
+
+@pytest.fixture
+def two():
+    """For files of tests that run with eight devices."""
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])

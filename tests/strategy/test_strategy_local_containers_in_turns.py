@@ -26,11 +26,6 @@ class Both:
         return cls(*members, name)
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def values(result):
     return [np.asarray(value).tolist() for value in result.values]
 

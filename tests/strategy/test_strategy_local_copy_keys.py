@@ -7,14 +7,8 @@ import weakref
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import zstrat as zs
-
-
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
 def variable(strategy):

@@ -32,11 +32,6 @@ def failing(like):
     return made
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_an_assignment_brings_the_value_back(two, is_apart, capfd):
     options = (

@@ -23,11 +23,6 @@ HERE = Path(zs.__file__).parent
 PLACES = str(HERE / "program"), str(HERE / "variables")
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 class Interrupting:
     """What a replica asks in the middle of its computation: presses Ctrl-C, once, when
     the step waits for the devices."""

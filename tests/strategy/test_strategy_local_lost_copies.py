@@ -19,11 +19,6 @@ def meet():
     zs.get_replica_context().merge_call(lambda strategy: None)
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 @pytest.fixture(params=["apart", "shared", "on_read"])
 def lost(request, two):
     """What a step leaves behind that was given the value and failed."""

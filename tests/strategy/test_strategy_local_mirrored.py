@@ -28,11 +28,6 @@ def eight():
     return zs.MirroredStrategy()
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def test_its_devices_are_all_of_this_process(eight):
     names = tuple(f"/job:localhost/replica:0/task:0/device:CPU:{n}" for n in range(R))
     assert eight.num_replicas_in_sync == R

@@ -9,11 +9,6 @@ import pytest
 import zstrat as zs
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def numbers(strategy, value):
     return [float(x) for x in strategy.experimental_local_results(value)]
 

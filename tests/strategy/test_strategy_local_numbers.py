@@ -33,6 +33,10 @@ def local(strategy, result):
     return [np.asarray(x).tolist() for x in strategy.experimental_local_results(result)]
 
 
+def own(values):
+    return jnp.asarray(values)[replica_id()]
+
+
 @pytest.fixture(params=["by itself", "in a step", "in turns", "in turns in a step"])
 def run(request):
     def run(strategy, fn):
@@ -63,7 +67,7 @@ MEANS = [
 @pytest.mark.parametrize(("values", "mean"), MEANS)
 def test_means_of_narrow_integers(two, run, values, mean):
     def fn():
-        return jnp.asarray(values)[replica_id()]
+        return own(values)
 
     def reduced():
         return zs.get_replica_context().all_reduce("mean", fn())
@@ -75,7 +79,7 @@ def test_means_of_narrow_integers(two, run, values, mean):
 
 def test_sums_of_booleans_count(two, run):
     def fn():
-        return jnp.asarray(FLAGS)[replica_id()]
+        return own(FLAGS)
 
     def reduced():
         return zs.get_replica_context().all_reduce("sum", fn())
@@ -89,7 +93,7 @@ def test_sums_of_booleans_count(two, run):
 def test_the_mean_of_bytes_in_a_variable(two, run):
     with two.scope():
         v = zs.Variable(np.zeros(3, np.uint8), aggregation=A.MEAN)
-    run(two, lambda: v.assign(jnp.asarray(BYTES)[replica_id()]).value())
+    run(two, lambda: v.assign(own(BYTES)).value())
     assert v.numpy().tolist() == [200, 75, 3]
     assert v.numpy().dtype == np.uint8
 
@@ -248,3 +252,73 @@ def test_text_goes_to_the_replicas_where_it_is(two):
     words = zs.data.Dataset.from_tensor_slices(np.array(["a", "b", "c", "d", "e"]))
     found = [local(two, x) for x in two.experimental_distribute_dataset(words.batch(2))]
     assert found == [[["a"], ["b"]], [["c"], ["d"]], [["e"], []]]
+
+
+# What two replicas have, and the mean without what is behind the point.
+VALUES = np.array(
+    [
+        [16777217, 2**31 - 1, -(2**31), -3, 7, 16777217, -16777219],
+        [16777217, 2**31 - 1, -(2**31), -4, 8, 16777220, -16777218],
+    ],
+    np.int32,
+)
+MEAN = [int(sum(map(int, x)) / 2) for x in VALUES.T]
+WIDE = np.array([[2**32 - 1, 2**31], [2**32 - 1, 1]], np.uint32)
+NARROW = np.array([[-128, 127, -3], [-128, 127, -2]], np.int8)
+CASES = [
+    (VALUES, MEAN),
+    (WIDE, [2**32 - 1, 2**30]),
+    (NARROW, [-128, 127, -2]),
+]
+
+
+@pytest.mark.parametrize(("values", "mean"), CASES)
+def test_what_replicas_assign(two, run, values, mean):
+    with two.scope():
+        v = zs.Variable(np.zeros_like(values[0]), aggregation=A.MEAN)
+    run(two, lambda: v.assign(own(values)).value())
+    assert v.numpy().dtype == values.dtype
+    assert v.numpy().tolist() == mean
+
+
+@pytest.mark.parametrize(("values", "mean"), CASES)
+def test_what_replicas_have_when_it_is_read(two, run, values, mean):
+    with two.scope():
+        v = zs.Variable(
+            np.zeros_like(values[0]), aggregation=A.MEAN, synchronization=S.ON_READ
+        )
+    run(two, lambda: v.assign(own(values)).value())
+    assert v.numpy().tolist() == mean
+    assert zs.function(lambda: v.value() + 0)().tolist() == mean
+
+
+def test_a_team_of_eight_and_a_byte():
+    eight = zs.MirroredStrategy([f"CPU:{n}" for n in range(8)])
+    values = np.array([[127 - n] for n in range(8)], np.int8)
+    with eight.scope():
+        v = zs.Variable(np.zeros(1, np.int8), aggregation=A.MEAN)
+    eight.run(lambda: v.assign(own(values)).value())
+    assert v.numpy().tolist() == [123]  # 123.5
+
+
+FAR = np.array([[2**31 - 1, 2**30, 5], [2**31 - 1, 2**30 + 1, 6]], np.int32)
+
+
+@pytest.mark.parametrize("values", [FAR, -FAR, WIDE])
+def test_what_is_reduced_does_not_wrap_on_the_way(two, run, values):
+    mean = values.astype(float).mean(0)
+    found = run(two, lambda: zs.get_replica_context().all_reduce("mean", own(values)))
+    for each in two.experimental_local_results(found):
+        assert each.dtype == np.float32
+        np.testing.assert_allclose(each, mean, rtol=1e-7)
+    parts = run(two, lambda: own(values))
+    here = zs.PerReplica(tuple(values))
+    for each in (parts, here):
+        np.testing.assert_allclose(two.reduce("mean", each, None), mean, rtol=1e-7)
+        np.testing.assert_allclose(
+            two.reduce("mean", each, 0), values.astype(float).mean(), rtol=1e-7
+        )
+        there = two.extended.reduce_to("mean", each, "CPU:0")
+        np.testing.assert_allclose(there, mean, rtol=1e-7)
+    reduce = zs.function(lambda: two.reduce("mean", two.run(lambda: own(values)), 0))
+    np.testing.assert_allclose(reduce(), values.astype(float).mean(), rtol=1e-7)

@@ -33,11 +33,6 @@ def merged(strategy, read):
     return strategy.experimental_local_results(found)[0]
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def ways(strategy, v):
     return {
         "sparse_read": lambda: v.sparse_read(IDS),

@@ -11,11 +11,6 @@ NONE, SUM = zs.VariableAggregation.NONE, zs.VariableAggregation.SUM
 ON_READ = zs.VariableSynchronization.ON_READ
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def number():
     return zs.get_replica_context().replica_id_in_sync_group
 

@@ -10,11 +10,6 @@ import zstrat as zs
 START = np.array([1.0, 2.0], np.float32)
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def test_in_a_replica_the_other_gradients_are_not_known(two):
     with two.scope():
         variable = zs.Variable(START, name="moved")

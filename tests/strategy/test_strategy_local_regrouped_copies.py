@@ -10,11 +10,6 @@ ON_READ = zs.VariableSynchronization.ON_READ
 SUM = zs.VariableAggregation.SUM
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def number():
     return zs.get_replica_context().replica_id_in_sync_group
 

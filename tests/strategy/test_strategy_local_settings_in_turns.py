@@ -10,11 +10,6 @@ from jax.extend import source_info_util
 import zstrat as zs
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def number():
     return zs.get_replica_context().replica_id_in_sync_group
 

@@ -11,11 +11,6 @@ import zstrat as zs
 BATCH = np.arange(4, dtype=np.float32)
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def meet():
     zs.get_replica_context().merge_call(lambda strategy: None)
 

@@ -14,11 +14,6 @@ SUM, MEAN = zs.VariableAggregation.SUM, zs.VariableAggregation.MEAN
 FIRST = zs.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 def replica_id():
     return zs.get_replica_context().replica_id_in_sync_group
 

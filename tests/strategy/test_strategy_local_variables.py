@@ -17,11 +17,6 @@ A = zs.VariableAggregation
 S = zs.VariableSynchronization
 
 
-@pytest.fixture
-def two():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
 WAYS = ["by itself", "in a step", "in turns", "in turns in a step"]
 
 

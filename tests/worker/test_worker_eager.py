@@ -25,6 +25,14 @@ def attempt():
     return get_worker_context().attempt
 
 
+async def run_twice(world, step):
+    """The outcome of the second run of a step, as when its worker was lost."""
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    return await world.run(digest, [1], attempt=2)
+
+
 async def test_a_second_run_that_branches_otherwise_is_told_and_not_lost(world):
     first, second = world.variable(np.float32(0)), world.variable(np.float32(0))
 
@@ -36,10 +44,7 @@ async def test_a_second_run_that_branches_otherwise_is_told_and_not_lost(world):
             raise Stopped
         second.assign_add(1.0)
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    (error,) = await world.run(digest, [1], attempt=2)
+    (error,) = await run_twice(world, step)
     assert isinstance(error, RetryDiffersError)
     assert error.step == 1
     assert "test_worker_eager.py" in error.before
@@ -59,10 +64,7 @@ async def test_it_is_told_too_where_the_runs_went_to_different_servers(make_worl
         if attempt() == 1:
             raise Stopped
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    (error,) = await world.run(digest, [1], attempt=2)
+    (error,) = await run_twice(world, step)
     assert isinstance(error, RetryDiffersError)
     assert (world.value(here), world.value(there)) == (1.0, 0.0)
 
@@ -79,10 +81,7 @@ async def test_a_run_that_ends_before_it_has_done_what_the_last_one_did(world):
             v.value()
             raise Stopped
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    (error,) = await world.run(digest, [1], attempt=2)
+    (error,) = await run_twice(world, step)
     assert isinstance(error, RetryDiffersError)
     assert "nothing" in error.now
     assert world.value(v) == 11.0
@@ -100,10 +99,7 @@ async def test_the_same_way_again_goes_on_where_the_last_run_stopped(world):
                 raise Stopped
         return v.value()
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    assert await world.run(digest, [1], attempt=2) == [211.0]
+    assert await run_twice(world, step) == [211.0]
     assert world.value(v) == 211.0
 
 
@@ -141,10 +137,7 @@ async def test_a_long_run_is_compared_to_its_end(make_world):
         if attempt() == 1:
             raise Stopped
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    await world.run(digest, [1], attempt=2)
+    await run_twice(world, step)
     assert [world.value(v) for v in some] == [150.0, *9 * [75.0]]
     assert len([m for m in world.log if isinstance(m, AskParts)]) > 2
 
@@ -160,10 +153,7 @@ async def test_a_loop_tells_its_rounds_apart(world):
         if attempt() == 1:
             raise Stopped
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    (error,) = await world.run(digest, [1], attempt=2)
+    (error,) = await run_twice(world, step)
     assert isinstance(error, RetryDiffersError)
     assert "the 3rd time" in error.now
     assert world.value(v) == 2.0
@@ -222,10 +212,7 @@ async def test_rows_of_other_numbers_are_the_same_run(make_world):
             raise Stopped
         first.scatter_add(IndexedSlices(ones, rows))
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    assert await world.run(digest, [1], attempt=2) == [None]
+    assert await run_twice(world, step) == [None]
     assert world.value(first)[:, 0].tolist() == [1, 2, 0, 1]
 
 
@@ -247,10 +234,7 @@ async def test_no_rows_at_all_are_the_same_run(make_world, empty_run, reads_betw
         if attempt() == 1:
             raise Stopped
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    assert await world.run(digest, [1], attempt=2) == [None]
+    assert await run_twice(world, step) == [None]
     assert world.value(other) == 1.0
 
 
@@ -274,10 +258,7 @@ async def test_another_update_in_the_place_of_no_rows_is_told(
         if attempt() == 1:
             raise Stopped
 
-    digest = await world.ship(step)
-    await world.run(digest, [1])
-    world.forget(1)
-    (error,) = await world.run(digest, [1], attempt=2)
+    (error,) = await run_twice(world, step)
     assert isinstance(error, RetryDiffersError)
     assert "SCATTER_ADD of 'table'" in error.before
     assert world.value(other) == 1.0

@@ -129,14 +129,14 @@ def _launches(env: Mapping[str, str], host: str) -> Iterator[Launch]:
                 f"{name}={size}, so {rank_name} has to be a number below that; it is "
                 f"{env.get(rank_name)!r:.80}"
             )
-        addresses, lack = _whereabouts(env, name, rank, size)
+        addresses, lack = _whereabouts(env, name, size)
         yield Launch(name, rank_name, size, rank, addresses, lack)
     if _INDEX in env:
         yield from _indexed(env, host)
 
 
 def _whereabouts(
-    env: Mapping[str, str], name: str, rank: int, size: int
+    env: Mapping[str, str], name: str, size: int
 ) -> tuple[tuple[str, ...] | None, str]:
     """The addresses of all ranks, or what is missing to know them."""
     match name:

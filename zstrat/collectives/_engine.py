@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.wire import MemberEntry
-
 
 class CallKind(enum.Enum):
     """What is called, by the name of the method of a group."""
@@ -175,30 +173,3 @@ class Between(Protocol):
         Several parts of one call may be under way; ``part`` numbers them, alike on all
         of ``ranks``. ``source`` must not change before `Started.wait` returns.
         """
-
-
-class HostMemory(Protocol):
-    """What this rank shares with ranks of its host; made before the group is formed,
-    so that the others learn of it with the members."""
-
-    @property
-    def descriptor(self) -> int: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def word(self) -> bytes: ...
-
-    def attach(
-        self, rank: int, members: Sequence[MemberEntry], between: Between
-    ) -> CollectiveEngine:
-        """The engine of one generation. Ranks of one host are those whose entries have
-        the same ``host`` and a capacity above 0.
-
-        It is used only if `attach` succeeds on all ranks; else it is closed.
-
-        Raises:
-            OSError: The memory of a rank of this host cannot be mapped; says why.
-        """
-
-    def close(self) -> None:
-        """Lets go of the memory of this rank."""

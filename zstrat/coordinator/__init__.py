@@ -13,6 +13,7 @@ from ._datasets import PerWorkerDataset as PerWorkerDataset
 from ._datasets import PerWorkerIterator as PerWorkerIterator
 from ._run_status import log_scalar as log_scalar
 from ._session import ClusterSession as ClusterSession
+from ._session_pause import SessionCut as SessionCut
 from ._values import AsyncRemoteValue as AsyncRemoteValue
 from ._values import PerWorkerValues as PerWorkerValues
 from ._values import RemoteValue as RemoteValue
@@ -20,8 +21,8 @@ from ._values import RemoteValueStatus as RemoteValueStatus
 from .connecting._session_opening import connect_session as connect_session
 from .connecting._session_opening import hold_session as hold_session
 from .connecting._session_opening import join_session as join_session
-from .membership._workers import Workers as Workers
-from .moving._store_servers import StoreServers as StoreServers
+from .membership._task_changes import StoreServers as StoreServers
+from .membership._task_changes import Workers as Workers
 from .profiling._profile import Profile as Profile
 from .profiling._profile import profile as profile
 from .profiling._span_export import OpenTelemetryExport as OpenTelemetryExport

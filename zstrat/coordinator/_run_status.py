@@ -8,13 +8,15 @@ task is lost.
 from __future__ import annotations
 
 import logging
+import math
 import operator
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex, final
 
 from zstrat.program import worker_context
-from zstrat.telemetry import SCALARS, TaskTold, report
+from zstrat.telemetry import TaskTold, report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,6 +30,10 @@ KEPT_LINES: Final = 200
 """Lines of all tasks together that are kept."""
 LINE_CHARACTERS: Final = 1000
 """Of one line; the rest is cut off."""
+KEPT_POINTS: Final = 1000
+"""Points of one scalar."""
+SCALAR_NAMES: Final = 256
+"""Scalars: the names of more are a mistake, such as a step's number in a name."""
 _LOGGERS: Final = ("zstrat.coordinator", "zstrat.transport")
 """Whose lines are taken by a filter that lets all pass: a handler would keep Python
 from showing warnings where the program has not set logging up."""
@@ -37,6 +43,54 @@ _STREAMS: Final = {1: "stdout", 2: "stderr"}
 def short(task: str) -> str:
     """ "worker:0" of "/job:worker/task:0"."""
     return task.removeprefix("/job:").replace("/task", "")
+
+
+@final
+class Scalars:
+    """Numbers that a program says of its training: the last `KEPT_POINTS` of each of at
+    most `SCALAR_NAMES` scalars. From any thread."""
+
+    def __init__(self) -> None:
+        self._points: Final[dict[str, deque[tuple[int, float, float]]]] = {}
+        self._lock: Final = threading.Lock()
+
+    def add(self, name: str, value: float, step: int | None = None) -> None:
+        """A point; without a step it is one more than the last one's.
+
+        Raises:
+            ValueError: There are `SCALAR_NAMES` others already.
+        """
+        with self._lock:
+            points = self._points.get(name)
+            if points is None:
+                if len(self._points) >= SCALAR_NAMES:
+                    raise ValueError(
+                        f"scalar {name!r}: there are {SCALAR_NAMES} others already. A "
+                        "name is one curve; the number of a step goes into step="
+                    )
+                points = self._points[name] = deque(maxlen=KEPT_POINTS)
+            if step is None:
+                step = points[-1][0] + 1 if points else 0
+            points.append((step, time.monotonic(), value))
+
+    def plain(self, since: float) -> dict[str, PlainTree]:
+        """``[step, seconds since then, value]`` of each point that came since a time of
+        `time.monotonic`, by name. JSON has no word for what is not finite: None."""
+        found: dict[str, PlainTree] = {}
+        with self._lock:
+            for name, points in self._points.items():
+                late: list[PlainTree] = [
+                    [step, at - since, value if math.isfinite(value) else None]
+                    for step, at, value in points
+                    if at >= since
+                ]
+                if late:
+                    found[name] = late
+        return found
+
+
+SCALARS: Final = Scalars()
+"""Those of this process."""
 
 
 @final

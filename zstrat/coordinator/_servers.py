@@ -249,13 +249,11 @@ class ParameterServers:
         await self.client.store(spec.ps, [entry], [value])
 
     @steady
-    async def bind_optimizer(
-        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
-    ) -> None:
-        """Tells parameter servers (None: all) which variables the optimizer moves:
-        ``data`` is `zstrat.optimizers.Binding.encoded`. The same again is fine. Every
-        program that applies gradients tells the tree, before its first gradient."""
-        await self.client.bind(optimizer, data, servers)
+    async def bind_optimizer(self, optimizer: int, data: bytes) -> None:
+        """Tells all parameter servers which variables the optimizer moves: ``data`` is
+        `zstrat.optimizers.Binding.encoded`. The same again is fine. Every program that
+        applies gradients tells the tree, before its first gradient."""
+        await self.client.bind(optimizer, data)
         if self._inventory is not None:
             self._inventory.bound(optimizer, data)
 

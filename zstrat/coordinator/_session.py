@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._cluster import Cluster
-    from ._session_pause import Cut
+    from ._session_pause import SessionCut
     from .recovery import RestorePoint
 
 log = logging.getLogger("zstrat.coordinator")
@@ -94,10 +94,6 @@ class ClusterSession:
         return self.cluster.renewal.resumed
 
     @property
-    def ps_count(self) -> int:
-        return len(self.cluster.ps)
-
-    @property
     def worker_count(self) -> int:
         """Workers that the cluster has now, whether they are there or not."""
         return len(self.cluster.membership.addresses)
@@ -154,7 +150,7 @@ class ClusterSession:
             raise
 
     @contextlib.asynccontextmanager
-    async def at_rest(self) -> AsyncIterator[Cut | None]:
+    async def at_rest(self) -> AsyncIterator[SessionCut | None]:
         """Holds the session between two steps: what is read of its variables inside is
         of one moment, with each step on all servers or on none. From any event loop.
 
@@ -234,7 +230,9 @@ class ClusterSession:
         work = self.cluster.settled(since)
         return await self.run_async(work, "waiting for parameter servers")
 
-    async def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:
+    async def remember(
+        self, point: RestorePoint, cut: SessionCut, restores: int
+    ) -> list[str]:
         """The checkpoint is whole, or was restored.
 
         Args:

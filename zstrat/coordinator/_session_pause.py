@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SessionCut:
     """Which steps have had their effect: all below ``end``, and ``besides`` those of
     these runs; no other."""
 
@@ -37,10 +37,10 @@ class Cut:
     besides: tuple[StepRun, ...] = ()
 
 
-def cut_of(queue: Queue) -> Cut:
+def cut_of(queue: Queue) -> SessionCut:
     """The steps that have ended."""
     steps = queue.steps
-    return Cut(steps.low_water, tuple(StepRun(*run) for run in steps.above))
+    return SessionCut(steps.low_water, tuple(StepRun(*run) for run in steps.above))
 
 
 class Gate:
@@ -105,7 +105,7 @@ class SessionPause:
         if self._holders:
             dispatcher.hold()
 
-    async def begin(self, holder: object) -> Cut:
+    async def begin(self, holder: object) -> SessionCut:
         """Waits until all is at rest. `end` has to follow, whatever comes of it.
 
         Raises:
@@ -120,7 +120,7 @@ class SessionPause:
         dispatcher = self._dispatcher
         if dispatcher is None:
             await self.gate.close()
-            return Cut()
+            return SessionCut()
         dispatcher.hold()
         await dispatcher.engine.rest_async()
         await self.gate.close()

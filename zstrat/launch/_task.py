@@ -299,10 +299,10 @@ class Task:
         left = Inherited(
             self.hello.incarnation,
             owner,
-            ps.state_for_successor(self.place.index),
+            ps.role.state_for_successor(self.place.index),
             copies,
         )
-        if ps.is_replicated:  # others need not wait until that is written
+        if ps.role.is_replicated:  # others need not wait until that is written
             await self._endpoint.close(_RESTART, patience)
         if await self._handover.leave(left, patience):
             self._returns = patience

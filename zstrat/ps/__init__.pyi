@@ -10,7 +10,6 @@ from .client._snapshot_client import PinnedTensor as PinnedTensor
 from .engine._engine import OptimizerEngine as OptimizerEngine
 from .handover._handover import Handover as Handover
 from .handover._handover import Inherited as Inherited
-from .handover._handover import LeftStore as LeftStore
 from .handover._handover import StoreRole as StoreRole
 from .replication._hosting import HostedStores as HostedStores
 from .replication._hosting import backup_links as backup_links

@@ -179,7 +179,7 @@ class PsService:
         self._joining = Joining(task, self._ownership, self._store)
         self._waiting_workers = WaitingWorkers(task, self._ownership, tell)
         timeouts = settings.timeouts
-        self._role = StoreServingRole(
+        self.role: Final = StoreServingRole(
             self._store, self._ownership, self._standing, timeouts
         )
         if backup_of is not None:
@@ -191,13 +191,13 @@ class PsService:
                 owner.session,
                 view,
                 named,
-                self._role.promoted,
+                self.role.promoted,
                 clock,
                 self._serving.repeated,
             )
-            self._role.be_backup(owner, following)
+            self.role.be_backup(owner, following)
         if inherited is not None:
-            self._role.inherit(inherited)
+            self.role.inherit(inherited)
         self._draining = False
         self._failed = 0
         self._telemetry = ServiceTelemetry(self._store, self._serving, clock)
@@ -209,7 +209,7 @@ class PsService:
                 self._serving,
                 self._snapshots,
                 self._standing,
-                self._role,
+                self.role,
                 self._joining,
                 self._waiting_workers,
                 self._telemetry,
@@ -238,20 +238,6 @@ class PsService:
         """Whose session it is, whether he is there or not."""
         return self._ownership.owner
 
-    @property
-    def is_backup(self) -> bool:
-        return self._role.is_backup
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether another process has a copy of the store, or is to have one."""
-        return self._role.is_replicated
-
-    @property
-    def view(self) -> int:
-        """The newest one of its store that it knows of."""
-        return self._role.view
-
     def handle(
         self, remote: Caller, message: Message
     ) -> Message | Awaitable[Message] | None:
@@ -261,7 +247,7 @@ class PsService:
         Raises:
             ZstratError: The request is refused; nothing has changed.
         """
-        silence, is_serving = self._role.silence, self._is_serving
+        silence, is_serving = self.role.silence, self._is_serving
         # A look changes nothing: it is answered even while all else is left to the next
         # process.
         if silence is not None and not isinstance(message, Inspect):
@@ -357,8 +343,8 @@ class PsService:
         return await acknowledged(self._store.log, fenced)
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
-        if self._role.silence is not None:
-            return self._role.silence
+        if self.role.silence is not None:
+            return self.role.silence
         try:
             if not self._is_serving:
                 raise self._standing.refusal
@@ -385,7 +371,7 @@ class PsService:
         for its snapshots: nobody might ever release them."""
         self._joining.lost(remote)
         self._waiting_workers.lost(remote)
-        following = self._role.following
+        following = self.role.following
         if following is not None and following.is_primary(remote):
             self._standing.parted_at = self._clock()
         self._session.lost(remote)
@@ -406,10 +392,10 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         owner = self._ownership.owner
-        if self._keeps_state and (owner is not None or self.is_backup):
-            self._role.fall_silent()
+        if self._keeps_state and (owner is not None or self.role.is_backup):
+            self.role.fall_silent()
             await asyncio.sleep(0)  # what was handed on before has begun by then
-        elif owner is not None and len(self._store) and not self.is_replicated:
+        elif owner is not None and len(self._store) and not self.role.is_replicated:
             log.warning(
                 "the %d variables of session %#x of %s end with this process: with a "
                 "state folder (--state-dir, ZSTRAT_STATE) the next one would go on "
@@ -421,18 +407,13 @@ class PsService:
             )
         return await self._finish()
 
-    def state_for_successor(self, number: int) -> LeftStore:
-        """What this process leaves of the store ``number`` to the next one. To be
-        called behind `drain`, if that was done in time."""
-        return self._role.state_for_successor(number)
-
     async def _finish(self) -> bool:
         self._draining = True
-        quietly = self._role.silence is not None
+        quietly = self.role.silence is not None
         self._telemetry.close()
         # In the order in which work is handed on, within one deadline: a request may
         # leave an answer that waits for the backup, and both may use the thread.
-        self._role.give_way()
+        self.role.give_way()
         if not quietly:
             self._joining.close(self._standing.parting)
             self._waiting_workers.close(self._standing.parting)
@@ -486,19 +467,6 @@ class PsService:
         self._snapshots.clear()
         self._store.clear()
 
-    def create_store(self, remote: Caller, view: int) -> None:
-        """Makes this the primary of a store that is new and empty, for the coordinator
-        that asks for it."""
-        self._role.promoted(remote, view)
-
-    def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
-        """Another program has the process that keeps this copy, and goes on with it.
-
-        Args:
-            lost_at: When the process had lost the one before.
-        """
-        self._role.follow_new_owner(owner, lost_at)
-
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
     ) -> LeftCopy | None:
@@ -507,18 +475,18 @@ class PsService:
         Args:
             lost_at: When the process had lost that program.
         """
-        return self._role.copy_of_lost_program(number, self._incarnation, lost_at)
+        return self.role.copy_of_lost_program(number, self._incarnation, lost_at)
 
     @property
     def _is_serving(self) -> bool:
-        return self._role.state is ServingState.SERVING
+        return self.role.state is ServingState.SERVING
 
     async def _replicate(self, remote: Caller, message: ReplicationRequest) -> Message:
         self._ownership.check(message.session)
         self._require_open()
         done = await self._standing.handle(message)
         if isinstance(message, PromoteBackup):  # it is asked again, maybe by a new line
-            self._role.promoted(remote, message.view)
+            self.role.promoted(remote, message.view)
         return done
 
     def _handle_aside(
@@ -528,7 +496,7 @@ class PsService:
         primary and a coordinator say to a backup, and who wants to serve it again."""
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
-        following = self._role.following
+        following = self.role.following
         if following is not None and isinstance(message, Capturing):
             check_role(self._task, remote, message)
             following.require(message.session, following.view)

@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
     from zstrat.checkpoint import StoredTensor, TensorReader
+    from zstrat.coordinator import ClusterSession
     from zstrat.ps import PsClient
     from zstrat.variables import AbstractVariable, OptimizerHandle, VariableHandle
 
     from ._match import Found, Load
-    from ._servers import AskedCluster, ClusterMoment, ServerConnection, T
+    from ._servers import AskedCluster, ClusterMoment, T
     from ._tensors import StoredNode
 
 
@@ -108,12 +109,12 @@ async def load(
 def sorted_loads(
     folder: str, loads: Sequence[Load]
 ) -> tuple[
-    list[tuple[VariableHandle, Load, int]], list[tuple[ServerConnection, LoadingServer]]
+    list[tuple[VariableHandle, Load, int]], list[tuple[ClusterSession, LoadingServer]]
 ]:
     """What is loaded in this process, each with its first row, and what each server of
     each cluster is to read."""
     local: list[tuple[VariableHandle, Load, int]] = []
-    servers: dict[tuple[int, int], tuple[ServerConnection, LoadingServer]] = {}
+    servers: dict[tuple[int, int], tuple[ClusterSession, LoadingServer]] = {}
     for each in loads:
         start = 0
         for component in each.variable.components:
@@ -373,7 +374,7 @@ async def remember(
     return lacks
 
 
-def _point(path: str, found: Found, cluster: ServerConnection) -> SavedServers:
+def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
     mine = [each for each in found.loads if _lives_on(cluster, each.variable)]
     _, servers = sorted_loads(path, mine)
     optimizers = {
@@ -391,7 +392,7 @@ def _point(path: str, found: Found, cluster: ServerConnection) -> SavedServers:
     )
 
 
-def _lives_on(cluster: ServerConnection, variable: AbstractVariable) -> bool:
+def _lives_on(cluster: ClusterSession, variable: AbstractVariable) -> bool:
     return any(cluster_of(part) is cluster for part in variable.components)
 
 

@@ -92,11 +92,6 @@ class Countdown:
         self._has_saved = False
         self._saving = self._running = 0.0
 
-    @property
-    def is_announced(self) -> bool:
-        """Whether this process was told of its end."""
-        return self._announced_at is not None
-
     def announced(self, now: float) -> None:
         """The end was announced; the first time counts."""
         if self._announced_at is None:

@@ -24,10 +24,10 @@ from ._tensors import WrittenPlace, logical_tensors, plain_graph
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.coordinator import SessionCut
     from zstrat.variables import Variable
 
     from ._graph import Graph
-    from ._servers import SessionCut
     from ._snapshot_sources import SnapshotSource, SourceTensor, Written
     from ._tensors import Logical
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from zstrat.errors import ZstratError
 from zstrat.strategy import ServerVariables
@@ -16,25 +16,13 @@ if TYPE_CHECKING:
         Callable,
         Coroutine,
         Iterable,
-        Sequence,
     )
-    from contextlib import AbstractAsyncContextManager
 
-    from zstrat.coordinator import RestorePoint
+    from zstrat.coordinator import ClusterSession, SessionCut
     from zstrat.ps import PsClient
     from zstrat.variables import VariableHandle
 
 T = TypeVar("T")
-
-
-class SessionCut(Protocol):
-    """Which steps have had their effect: all below ``end``, and the runs ``[first,
-    end)`` of ``besides``."""
-
-    @property
-    def end(self) -> int: ...
-    @property
-    def besides(self) -> Sequence[tuple[int, int]]: ...
 
 
 class AskedCluster(Protocol):
@@ -53,56 +41,16 @@ class AskedCluster(Protocol):
         ...
 
 
-@runtime_checkable
-class ServerConnection(AskedCluster, Protocol):
-    """A connection to parameter servers (`zstrat.coordinator.ClusterSession`)."""
-
-    @property
-    def recovers(self) -> bool:
-        """Whether servers that come back empty are filled again."""
-        ...
-
-    @property
-    def restores(self) -> int:
-        """How often the servers were filled again from a checkpoint."""
-        ...
-
-    @property
-    def outages(self) -> int:
-        """How often that was done, or another copy took a server's place."""
-        ...
-
-    def require_unrestored(self, since: int) -> None:
-        """Raises `PSUnavailableError` if it was done since so many `restores`."""
-        ...
-
-    async def settled(self, since: int) -> bool:
-        """Waits while it is done; whether it was since so many `outages`."""
-        ...
-
-    async def remember(
-        self, point: RestorePoint, cut: SessionCut, restores: int
-    ) -> Sequence[str]:
-        """What they may be filled from, with the steps that are in it; returns what it
-        lacks for that."""
-        ...
-
-    def at_rest(self) -> AbstractAsyncContextManager[SessionCut | None]:
-        """Holds the cluster between two steps. None: other programs change what is
-        there, too, and go on."""
-        ...
-
-
 class ClusterMoment(NamedTuple):
     """When the values of a cluster were saved or loaded: between which steps, and
     behind how many restores of its servers."""
 
-    cluster: ServerConnection
+    cluster: ClusterSession
     cut: SessionCut | None
     restores: int
 
 
-def cluster_of(variable: VariableHandle) -> ServerConnection | None:
+def cluster_of(variable: VariableHandle) -> ClusterSession | None:
     """The cluster that a variable lives on, None if it lives in this process.
 
     Raises:
@@ -111,7 +59,7 @@ def cluster_of(variable: VariableHandle) -> ServerConnection | None:
     home = variable.home
     if isinstance(home, HomeWithSlots):
         return None
-    if isinstance(home, ServerVariables) and isinstance(home.session, ServerConnection):
+    if isinstance(home, ServerVariables):
         return home.session
     raise RuntimeError(
         f"{variable.spec} at {variable.device} cannot be saved or restored from here: "
@@ -119,7 +67,7 @@ def cluster_of(variable: VariableHandle) -> ServerConnection | None:
     )
 
 
-def clusters_of(variables: Iterable[VariableHandle]) -> list[ServerConnection]:
+def clusters_of(variables: Iterable[VariableHandle]) -> list[ClusterSession]:
     """The clusters that some of the variables live on, each once.
 
     Raises: As `cluster_of`.
@@ -130,7 +78,7 @@ def clusters_of(variables: Iterable[VariableHandle]) -> list[ServerConnection]:
 
 @contextlib.asynccontextmanager
 async def at_rest(
-    clusters: Iterable[ServerConnection],
+    clusters: Iterable[ClusterSession],
 ) -> AsyncIterator[list[ClusterMoment]]:
     """Holds all of the clusters between two steps; when that is, of each."""
     async with contextlib.AsyncExitStack() as resting:

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.coordinator import ClusterSession
     from zstrat.variables import Optimizer, Variable
     from zstrat.wire import Buffer
 
     from ._blocking import FileThread
-    from ._servers import ClusterMoment, ServerConnection
+    from ._servers import ClusterMoment
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""
@@ -133,7 +134,7 @@ class LocalSnapshotSource:
 class ServerSnapshotSource:
     """One parameter server, in one snapshot."""
 
-    def __init__(self, cluster: ServerConnection, snapshot: int, ps: int) -> None:
+    def __init__(self, cluster: ClusterSession, snapshot: int, ps: int) -> None:
         self._cluster, self._snapshot, self._ps = cluster, snapshot, ps
         self.name = f"ps{ps}"
 
@@ -178,12 +179,12 @@ class PinnedSnapshot:
     ) -> None:
         self._variables, self._optimizers, self._note = variables, optimizers, note
         self._number = secrets.randbits(62)
-        self._clusters: list[ServerConnection] = []
+        self._clusters: list[ClusterSession] = []
         self.moments: list[ClusterMoment] = []
         """Which steps are in it, of each cluster."""
 
     async def __aenter__(self) -> list[SourceTensor]:
-        clusters: dict[int, ServerConnection] = {}
+        clusters: dict[int, ClusterSession] = {}
         refs: dict[int, list[Ref]] = {}
         local = []
         for variable in self._variables:
@@ -215,7 +216,7 @@ class PinnedSnapshot:
                 await cluster.run_async(release, "releasing a snapshot")
 
     async def _pin(
-        self, cluster: ServerConnection, refs: list[Ref]
+        self, cluster: ClusterSession, refs: list[Ref]
     ) -> list[SourceTensor]:
         optimizers = [each.id for each in self._optimizers if not each.is_local]
         self._clusters.append(cluster)

@@ -28,14 +28,11 @@ _LOCAL: Final = ("localhost", "worker", "chief")
 """Jobs whose task 0 may be this process."""
 
 
-def device_named(
-    name: str | jax.Device, devices: Sequence[jax.Device] | None = None
-) -> jax.Device:
-    """The device that is meant.
+def device_named(name: str | jax.Device) -> jax.Device:
+    """The device of this process that is meant.
 
     Args:
         name: TF's name, or a device, which is taken as it is.
-        devices: Those that there are; left out: all of this process.
 
     Raises:
         ValueError: It is no name of a device, or there is no such device; says which
@@ -44,7 +41,7 @@ def device_named(
     if isinstance(name, jax.Device):
         return name
     found = _SHORT.fullmatch(name) if isinstance(name, str) else None
-    there = local_devices() if devices is None else devices
+    there = local_devices()
     if found is None:
         raise ValueError(
             f"{name!r} is no name of a device: expected one like 'GPU:0', "

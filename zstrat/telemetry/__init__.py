@@ -24,7 +24,6 @@ from ._recorder import resident_bytes as resident_bytes
 from ._report import TaskTold as TaskTold
 from ._report import over as over
 from ._report import report as report
-from ._scalars import SCALARS as SCALARS
 from ._throughput import RECENT as RECENT
 from ._throughput import Rate as Rate
 from ._throughput import Throughput as Throughput

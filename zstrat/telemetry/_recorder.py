@@ -128,8 +128,6 @@ class Recorder:
         self._capture: SpanCapture | None = None
         self.on_capture: Callable[[bool], None] = _ignore
         """Called when a capture begins, and when it ends."""
-        self.is_fresh = False
-        """Something was noted since this was last set to False."""
 
     def ran(self, times: StepTimes, now: float) -> None:
         """Takes over what steps that have run have noted."""
@@ -141,7 +139,6 @@ class Recorder:
         steps.stalled += times.stalled
         for server, seconds in times.stalls.items():
             self._stalls.add(f"ps:{server}", seconds, now)
-        self.is_fresh = True
         if self._capture is not None:
             self._capture.sample(now)
         many = len(steps.quick) > PENDING * QUICK or len(steps.full) > PENDING * FULL
@@ -155,7 +152,6 @@ class Recorder:
         if spans is None:
             spans = self._spans[phase] = []
         spans += (step, began, ended)
-        self.is_fresh = True
         if self._capture is not None:
             self._capture.sample(ended)
         if len(spans) > PENDING * 3:

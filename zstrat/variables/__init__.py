@@ -23,7 +23,6 @@ from ._device import DeviceHome as DeviceHome
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
-from ._home import KnowsSlots as KnowsSlots
 from ._home import Residence as Residence
 from ._home import VariableHandle as VariableHandle
 from ._home import read_all as read_all
@@ -58,7 +57,6 @@ from ._table import ABSENT as ABSENT
 from ._table import IndexedSlices as IndexedSlices
 from ._table import Table as Table
 from ._table import TableLayout as TableLayout
-from ._table import TablePiece as TablePiece
 from ._table import absent as absent
 from ._table import reaching as reaching
 from ._tracing import KeepsCopies as KeepsCopies
@@ -89,7 +87,6 @@ from ._variable import next_key as next_key
 from ._variable import owned as owned
 from ._variable import stand_in as stand_in
 from .gradients._gradient_call import Binds as Binds
-from .gradients._gradient_call import CalledOptimizer as CalledOptimizer
 from .gradients._gradient_call import GradientCall as GradientCall
 from .gradients._gradient_call import UpdateRecorder as UpdateRecorder
 from .gradients._gradient_call import VariableUpdate as VariableUpdate
@@ -98,7 +95,6 @@ from .gradients._gradient_call import require_servers as require_servers
 from .gradients._optimizer import Optimizer as Optimizer
 from .gradients._optimizer import next_id as next_id
 from .gradients._slots import OptimizerHandle as OptimizerHandle
-from .gradients._slots import SlotInfo as SlotInfo
 from .gradients._slots import SlotRule as SlotRule
 from .gradients._slots import SlotValues as SlotValues
 from .gradients._tree_updates import TreeStep as TreeStep

@@ -102,6 +102,14 @@ class Home(Protocol):
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray: ...
 
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
+        """The values of several variables, in order. One request to each ps."""
+        ...
+
+    async def read_many_async(
+        self, variables: Sequence[VariableHandle]
+    ) -> list[np.ndarray]: ...
+
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of variables, in order. One request to each ps."""
         ...
@@ -160,39 +168,16 @@ class NamesDevices(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsMany(Protocol):
-    """A home that gives many values for the price of one."""
-
-    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        """The values, in order; see `Home.read`."""
-        ...
-
-
-@runtime_checkable
-class ReadsManyAsync(Protocol):
-    """A home that gives many values for the price of one, to who awaits them."""
-
-    async def read_many_async(
-        self, variables: Sequence[VariableHandle]
-    ) -> list[np.ndarray]:
-        """The values, in order; see `Home.read`."""
-        ...
-
-
 def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
     """The values of variables, in order; see `Home.read`.
 
-    Cost: one request to each home that can answer for many.
+    Cost: one request to each home.
     """
     wanted = list(variables)
     found: dict[int, np.ndarray] = {}
     for home, places in _homes(wanted):
-        here = [wanted[place] for place in places]
-        if isinstance(home, ReadsMany):
-            found.update(zip(places, home.read_many(here), strict=True))
-        else:
-            found.update((place, home.read(wanted[place])) for place in places)
+        values = home.read_many([wanted[place] for place in places])
+        found.update(zip(places, values, strict=True))
     return [found[place] for place in range(len(wanted))]
 
 
@@ -201,13 +186,8 @@ async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray
     wanted = list(variables)
     found: dict[int, np.ndarray] = {}
     for home, places in _homes(wanted):
-        here = [wanted[place] for place in places]
-        if isinstance(home, ReadsManyAsync):
-            values = await home.read_many_async(here)
-            found.update(zip(places, values, strict=True))
-        else:
-            for place in places:
-                found[place] = await home.read_async(wanted[place])
+        values = await home.read_many_async([wanted[place] for place in places])
+        found.update(zip(places, values, strict=True))
     return [found[place] for place in range(len(wanted))]
 
 

@@ -48,6 +48,9 @@ class HomeHere:
     ) -> None:
         """Applies one update; returns when it is visible to every reader."""
 
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
+        return [self.read(variable) for variable in variables]
+
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
 
@@ -57,6 +60,11 @@ class HomeHere:
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return self.read(variable)
+
+    async def read_many_async(
+        self, variables: Sequence[VariableHandle]
+    ) -> list[np.ndarray]:
+        return self.read_many(variables)
 
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return self.read_rows(parts)

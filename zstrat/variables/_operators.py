@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import operator
 import sys
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import jax
 import numpy as np
@@ -21,7 +21,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType
 
+_Operator: TypeAlias = "Callable[[ArrayOperators, Any], Any]"
 _OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
+
+
+def _left(operate: Callable[[Any, Any], Any]) -> _Operator:
+    """An operator with the variable to its left."""
+
+    def left(self: ArrayOperators, other: Any) -> Any:
+        return operate(self.value(), value_of(other))
+
+    return left
+
+
+def _right(operate: Callable[[Any, Any], Any]) -> _Operator:
+    """An operator with the variable to its right."""
+
+    def right(self: ArrayOperators, other: Any) -> Any:
+        return operate(value_of(other), self.value())
+
+    return right
+
+
+def _refused(what: str, instead: str = "assign") -> Callable[..., NoReturn]:
+    """An operator that would change a value in place."""
+
+    def refuse(self: ArrayOperators, other: Any) -> NoReturn:
+        raise TypeError(
+            f"{what} would replace the variable by an array and change nothing on it: "
+            f"call {instead}(...) to update it, or write it out (x = v + y) for a value"
+        )
+
+    return refuse
 
 
 class ArrayOperators(abc.ABC):
@@ -131,101 +162,26 @@ class ArrayOperators(abc.ABC):
     def __round__(self, digits: int = 0) -> Any:
         return self.value().round(digits)
 
-    def __add__(self, other: Any) -> Any:
-        return self.value() + value_of(other)
-
-    def __radd__(self, other: Any) -> Any:
-        return value_of(other) + self.value()
-
-    def __sub__(self, other: Any) -> Any:
-        return self.value() - value_of(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return value_of(other) - self.value()
-
-    def __mul__(self, other: Any) -> Any:
-        return self.value() * value_of(other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return value_of(other) * self.value()
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.value() / value_of(other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return value_of(other) / self.value()
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self.value() // value_of(other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return value_of(other) // self.value()
-
-    def __mod__(self, other: Any) -> Any:
-        return self.value() % value_of(other)
-
-    def __rmod__(self, other: Any) -> Any:
-        return value_of(other) % self.value()
-
-    def __divmod__(self, other: Any) -> Any:
-        return divmod(self.value(), value_of(other))
-
-    def __rdivmod__(self, other: Any) -> Any:
-        return divmod(value_of(other), self.value())
-
-    def __pow__(self, other: Any) -> Any:
-        return self.value() ** value_of(other)
-
-    def __rpow__(self, other: Any) -> Any:
-        return value_of(other) ** self.value()
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.value() @ value_of(other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return value_of(other) @ self.value()
-
-    def __and__(self, other: Any) -> Any:
-        return self.value() & value_of(other)
-
-    def __rand__(self, other: Any) -> Any:
-        return value_of(other) & self.value()
-
-    def __or__(self, other: Any) -> Any:
-        return self.value() | value_of(other)
-
-    def __ror__(self, other: Any) -> Any:
-        return value_of(other) | self.value()
-
-    def __xor__(self, other: Any) -> Any:
-        return self.value() ^ value_of(other)
-
-    def __rxor__(self, other: Any) -> Any:
-        return value_of(other) ^ self.value()
-
-    def __lshift__(self, other: Any) -> Any:
-        return self.value() << value_of(other)
-
-    def __rshift__(self, other: Any) -> Any:
-        return self.value() >> value_of(other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self.value() < value_of(other)
-
-    def __le__(self, other: Any) -> Any:
-        return self.value() <= value_of(other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.value() > value_of(other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self.value() >= value_of(other)
-
-    def __eq__(self, other: object) -> Any:
-        return self.value() == value_of(other)
-
-    def __ne__(self, other: object) -> Any:
-        return self.value() != value_of(other)
+    __add__, __radd__ = _left(operator.add), _right(operator.add)
+    __sub__, __rsub__ = _left(operator.sub), _right(operator.sub)
+    __mul__, __rmul__ = _left(operator.mul), _right(operator.mul)
+    __truediv__, __rtruediv__ = _left(operator.truediv), _right(operator.truediv)
+    __floordiv__, __rfloordiv__ = _left(operator.floordiv), _right(operator.floordiv)
+    __mod__, __rmod__ = _left(operator.mod), _right(operator.mod)
+    __divmod__, __rdivmod__ = _left(divmod), _right(divmod)
+    __pow__, __rpow__ = _left(operator.pow), _right(operator.pow)
+    __matmul__, __rmatmul__ = _left(operator.matmul), _right(operator.matmul)
+    __and__, __rand__ = _left(operator.and_), _right(operator.and_)
+    __or__, __ror__ = _left(operator.or_), _right(operator.or_)
+    __xor__, __rxor__ = _left(operator.xor), _right(operator.xor)
+    __lshift__ = _left(operator.lshift)
+    __rshift__ = _left(operator.rshift)
+    __lt__ = _left(operator.lt)
+    __le__ = _left(operator.le)
+    __gt__ = _left(operator.gt)
+    __ge__ = _left(operator.ge)
+    __eq__ = _left(operator.eq)
+    __ne__ = _left(operator.ne)
 
     # Elementwise ``==`` and hashing by identity, as torch does: variables are keys of
     # dicts and members of sets, where Python looks at identity first.
@@ -234,50 +190,19 @@ class ArrayOperators(abc.ABC):
             told(self)
         return id(self)
 
-    def __iadd__(self, other: Any) -> NoReturn:
-        self._no_inplace("+=", "assign_add")
-
-    def __isub__(self, other: Any) -> NoReturn:
-        self._no_inplace("-=", "assign_sub")
-
-    def __imul__(self, other: Any) -> NoReturn:
-        self._no_inplace("*=", "assign")
-
-    def __itruediv__(self, other: Any) -> NoReturn:
-        self._no_inplace("/=", "assign")
-
-    def __ifloordiv__(self, other: Any) -> NoReturn:
-        self._no_inplace("//=", "assign")
-
-    def __imod__(self, other: Any) -> NoReturn:
-        self._no_inplace("%=", "assign")
-
-    def __ipow__(self, other: Any) -> NoReturn:
-        self._no_inplace("**=", "assign")
-
-    def __imatmul__(self, other: Any) -> NoReturn:
-        self._no_inplace("@=", "assign")
-
-    def __iand__(self, other: Any) -> NoReturn:
-        self._no_inplace("&=", "assign")
-
-    def __ior__(self, other: Any) -> NoReturn:
-        self._no_inplace("|=", "assign")
-
-    def __ixor__(self, other: Any) -> NoReturn:
-        self._no_inplace("^=", "assign")
-
-    def __ilshift__(self, other: Any) -> NoReturn:
-        self._no_inplace("<<=", "assign")
-
-    def __irshift__(self, other: Any) -> NoReturn:
-        self._no_inplace(">>=", "assign")
-
-    def _no_inplace(self, what: str, instead: str) -> NoReturn:
-        raise TypeError(
-            f"{what} would replace the variable by an array and change nothing on it: "
-            f"call {instead}(...) to update it, or write it out (x = v + y) for a value"
-        )
+    __iadd__ = _refused("+=", "assign_add")
+    __isub__ = _refused("-=", "assign_sub")
+    __imul__ = _refused("*=")
+    __itruediv__ = _refused("/=")
+    __ifloordiv__ = _refused("//=")
+    __imod__ = _refused("%=")
+    __ipow__ = _refused("**=")
+    __imatmul__ = _refused("@=")
+    __iand__ = _refused("&=")
+    __ior__ = _refused("|=")
+    __ixor__ = _refused("^=")
+    __ilshift__ = _refused("<<=")
+    __irshift__ = _refused(">>=")
 
 
 def value_of(other: Any) -> Any:

@@ -4,7 +4,6 @@ from ._capture import SessionCapture as SessionCapture
 from ._closure import Costs as Costs
 from ._closure import Do as Do
 from ._executor import Executor as Executor
-from ._executor import StepSource as StepSource
 from ._executor import work as work
 from ._pipeline import Pipeline as Pipeline
 from ._server_links import ServerLinks as ServerLinks
@@ -14,3 +13,4 @@ from ._service import WorkerService as WorkerService
 from ._step_output import Hear as Hear
 from ._step_output import Listen as Listen
 from ._step_output import StepOutput as StepOutput
+from ._step_runner import StepRunner as StepRunner

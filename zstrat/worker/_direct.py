@@ -207,6 +207,11 @@ class Direct:
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
         raise _not_here(variable)
 
+    async def read_many_async(
+        self, variables: Sequence[VariableHandle]
+    ) -> list[np.ndarray]:
+        raise _not_here(*variables)
+
     def update_many(self, updates: Sequence[HomeUpdate]) -> None:
         """They are applied with the next read, or at the end of the step, together with
         all that waits: on each server all of its own or none."""

@@ -13,53 +13,19 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, assert_never, final
 
 from ._closure import Do
 
 if TYPE_CHECKING:
-    from ._closure import ClosureStep, Post
-    from ._pipeline import Pipeline
+    from collections.abc import Callable
+
+    from ._step_runner import StepRunner
 
 T = TypeVar("T")
-Clock = Callable[[], float]
 
 _LOG: Final = logging.getLogger("zstrat.worker")
-
-
-class StepSource(Protocol):
-    """The closures of one session, and how to do them."""
-
-    @property
-    def pipeline(self) -> Pipeline: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    def prepare(self, step: ClosureStep, began: float) -> float:
-        """Prepares or refuses the step; returns the time at its end."""
-        ...
-
-    def advance(self, step: ClosureStep, began: float) -> float:
-        """Gives the step its values and asks what it reads next; returns the time at
-        its end."""
-        ...
-
-    def run(self, step: ClosureStep, began: float) -> float:
-        """Runs the step; returns the time at its end."""
-        ...
-
-    @property
-    def end_lines(self) -> Callable[[], None]:
-        """Ends the lines that what ran has begun to print. Called before a post."""
-        ...
-
-    @property
-    def carry_out(self) -> Callable[[Post], None]:
-        """Does what was posted. Called on the loop."""
-        ...
 
 
 class WorkerThread(Protocol):
@@ -73,7 +39,7 @@ class WorkerThread(Protocol):
         """Does a job on the thread between two closures."""
         ...
 
-    def work_for(self, source: StepSource | None) -> None:
+    def work_for(self, source: StepRunner | None) -> None:
         """From now on it does these closures. Called on the thread."""
         ...
 
@@ -101,7 +67,7 @@ class Executor:
         # Unbounded as a queue, bounded by those who write: the service bounds closures,
         # transport the requests of a peer, and each pull is answered once.
         self._inbox: Final[queue.SimpleQueue[Callable[[], None]]] = queue.SimpleQueue()
-        self._source: StepSource | None = None
+        self._source: StepRunner | None = None
         self._stopping = False
         self._ended: Final[asyncio.Future[None]] = self._loop.create_future()
         # A daemon, so that user code which never returns cannot keep the process alive.
@@ -137,7 +103,7 @@ class Executor:
         self._thread.join()  # its last line runs
         return True
 
-    def work_for(self, source: StepSource | None) -> None:
+    def work_for(self, source: StepRunner | None) -> None:
         """From now on the thread does these closures. To be called on the thread."""
         self._source = source
 
@@ -187,7 +153,7 @@ class Executor:
             self._stopping = True
 
 
-def work(source: StepSource, now: float, call: Callable[..., object]) -> float | None:
+def work(source: StepRunner, now: float, call: Callable[..., object]) -> float | None:
     """Does the next piece of work there is.
 
     Args:

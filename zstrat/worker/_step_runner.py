@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
 
     from ._closure import ClosureStep, Post
-    from ._executor import Clock
+    from ._direct import Direct
     from ._needs import Needs
     from ._resources import Arguments, Resources
 
@@ -74,14 +74,6 @@ class RunEager(Protocol):
     ) -> StepResult: ...
 
 
-class EagerHome(Home, Protocol):
-    """The variables during one run of an eager step (`_direct`)."""
-
-    def finish(self) -> None:
-        """The body has run to its end: what it has updated takes effect."""
-        ...
-
-
 @final
 @dataclass(slots=True, eq=False)
 class _Task:
@@ -98,7 +90,7 @@ class _Task:
 
 @final
 class StepRunner:
-    """A `StepSource` of one session.
+    """The closures of one session, and how to do them.
 
     Args:
         index, count: This worker and how many there are.
@@ -118,13 +110,13 @@ class StepRunner:
         count: int,
         prepare: Prepare,
         run_eager: RunEager,
-        home: Callable[[EagerRun, EagerNotes], EagerHome],
+        home: Callable[[EagerRun, EagerNotes], Direct],
         bind: Callable[[GradientCall], None],
         carry_out: Callable[[Post], None],
         end_lines: Callable[[], None],
         limits: Limits,
         prefetch: int = 0,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock: Final = clock
         self.pipeline: Final = Pipeline(prefetch=prefetch)

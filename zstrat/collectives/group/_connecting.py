@@ -75,7 +75,7 @@ async def told(
     loop = asyncio.get_running_loop()
     call = _gathering(generation, key, word, patience)
     over: asyncio.Future[None] = loop.create_future()
-    generation.start(call, partial(_settle, over))
+    generation.traffic.start(call, partial(_settle, over))
     await over
     return [bytes(each) for each in call.target.reshape(generation.size, -1)]
 
@@ -111,7 +111,7 @@ async def connect_data(
             generation.rank,
             generation.size,
             one_host=generation.hosts == 1,
-            choices=generation.choices,
+            choices=generation.traffic.choices,
         )
         others = [rank for rank in range(generation.size) if rank != generation.rank]
         for rank in others:

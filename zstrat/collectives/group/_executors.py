@@ -58,7 +58,7 @@ class MessageExecutor:
     ) -> AwaitedCall:
         """Starts one call, among all ranks or these; from a thread that will wait."""
         awaited = AwaitedCall()
-        start = self._generation.start
+        start = self._generation.traffic.start
         if not self.soon(start, call, awaited.ended, ranks):
             awaited.ended(ClosedError("the loop of the group has ended"))
         return awaited
@@ -97,7 +97,7 @@ class MessageSteps:
         # One more: a call may be over before the next one has begun.
         self._left = len(calls) + 1
         for call in calls:
-            self._generation.start(call, self._ended)
+            self._generation.traffic.start(call, self._ended)
         self._ended(None)
 
     def _ended(self, error: Exception | None) -> None:
@@ -288,9 +288,9 @@ class EngineExecutor:
         try:
             self._engine.run(call)
         except Overdue as late:
-            self._messages.soon(generation.overdue, call, late.ranks)
+            self._messages.soon(generation.inquire, call, late.ranks)
         except Differs as other:
-            self._messages.soon(generation.differs, call, other.rank)
+            self._messages.soon(generation.inquire, call, (other.rank,))
         except ConnectionEnded as ended:
             self._messages.soon(generation.cut_off, ended.rank)
         except ZstratError as error:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.collectives._engine import Between, CollectiveEngine, HostMemory
+    from zstrat.collectives._engine import Between, CollectiveEngine
+    from zstrat.collectives.memory._engines import SharedMemory
     from zstrat.collectives.schedules._choice import Choices
 
     from ._generation import Generation
@@ -156,7 +157,7 @@ async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationSchedu
 
 async def _agree(
     generation: Generation,
-    memory: HostMemory | None,
+    memory: SharedMemory | None,
     between: Between,
     patience: float,
 ) -> CollectiveEngine | None:
@@ -176,7 +177,7 @@ async def _agree(
 
 
 def _entry(
-    runtime: GroupRuntime, wanted: FormingRequest, memory: HostMemory | None
+    runtime: GroupRuntime, wanted: FormingRequest, memory: SharedMemory | None
 ) -> MemberEntry:
     me, seat = runtime.node.me, wanted.seats[wanted.rank]
     shared = (0, 0, b"")

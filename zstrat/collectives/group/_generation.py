@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.collectives.schedules._choice import Choices
     from zstrat.wire import GroupFormed, Hello, PlainTree
 
     from ._mesh import MakeMeshLink
@@ -100,15 +99,15 @@ class Generation:
         self._counts = counts
         self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
         self._loop = asyncio.get_running_loop()
-        self._mesh = Mesh(
+        self.mesh: Final = Mesh(
             group,
             rank,
             self.members,
             make_link,
             on_lost=self.gone,
-            on_flushed=lambda: self._traffic.draw(),  # made after the mesh
+            on_flushed=lambda: self.traffic.draw(),  # made after the mesh
         )
-        self._traffic = Traffic(self, self._mesh, formed, counts)
+        self.traffic: Final = Traffic(self, self.mesh, formed, counts)
         self.leavers: dict[int, int] = {}
         """Ranks that left on purpose, and how many operations without a tag they have
         begun. May be looked at from any thread."""
@@ -121,15 +120,6 @@ class Generation:
         self._heard: asyncio.Future[None] | None = None
         """`close` waits for the others to have what was sent to them."""
 
-    async def open(self, deadline: float) -> None:
-        """Connects to all members; see `Mesh.open`."""
-        await self._mesh.open(deadline)
-
-    @property
-    def choices(self) -> Choices:
-        """The table of algorithms, which is rank 0's."""
-        return self._traffic.choices
-
     @property
     def waited(self) -> dict[str, float]:
         """Seconds that calls have waited here, by the rank for which; from any
@@ -137,26 +127,17 @@ class Generation:
         in_memory = self.engine_waited()
         return {
             self.members[rank].task: seconds + in_memory.get(rank, 0.0)
-            for rank, seconds in enumerate(self._traffic.waited)
+            for rank, seconds in enumerate(self.traffic.waited)
             if seconds or in_memory.get(rank)
         }
 
     def name(self, rank: int) -> str:
         """What messages call a rank."""
-        return self._mesh.name(rank)
+        return self.mesh.name(rank)
 
     def rank_of(self, hello: Hello) -> int | None:
         """The rank of a task, None if it is no member."""
         return self._ranks.get(hello.incarnation)
-
-    def start(
-        self,
-        call: CollectiveCall,
-        ended: Callable[[Exception | None], None],
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """Begins a call; see `Traffic.start`."""
-        self._traffic.start(call, ended, ranks)
 
     def hop(self, incarnation: int, hop: Hop) -> None:
         """Part of a call arrived."""
@@ -164,7 +145,7 @@ class Generation:
         if sender is None or len(hop.arrays) != 1:
             self._counts["hops of strangers"] += 1
             return
-        self._traffic.hop(sender, hop)
+        self.traffic.hop(sender, hop)
 
     def end(self, number: int) -> None:
         """An operation without a tag is over, well or not; from any thread."""
@@ -175,7 +156,7 @@ class Generation:
 
     def state(self, ask: AskCall) -> CallState:
         """The answer to a rank that waits."""
-        found = self._traffic.state(ask.call)
+        found = self.traffic.state(ask.call)
         number = number_of(ask.call)
         if found is not None:
             if found.about == FORGOTTEN:
@@ -191,14 +172,6 @@ class Generation:
         """Whether an operation without a tag has begun here and has ended."""
         return number <= self.calls and number not in self.begun
 
-    def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None:
-        """A call's deadline has come: finds out why, and ends the generation."""
-        self._inquire(call, waits)
-
-    def differs(self, call: CollectiveCall, sender: int) -> None:
-        """A rank calls something else: asks what, and ends the generation."""
-        self._inquire(call, (sender,))
-
     def check_same(self, sender: int, hop: Hop) -> None:
         """Ends the generation if a hop is of another operation than the one that has
         begun here under its number. An engine may carry that out, and sees no hops."""
@@ -211,19 +184,16 @@ class Generation:
         call = CollectiveCall(
             *(hop.call, CallKind.BARRIER, nothing, nothing, 0, words, now, _ASKING)
         )
-        self.differs(call, sender)
+        self.inquire(call, (sender,))
 
     def check_early(self, number: int) -> None:
         """As `check_same`, of what came before the operation began here."""
-        for sender, hop in self._traffic.early_of(number):
+        for sender, hop in self.traffic.early_of(number):
             self.check_same(sender, hop)
 
-    @property
-    def has_early(self) -> bool:
-        """Whether `check_early` may find something; from any thread."""
-        return self._traffic.has_early
-
-    def _inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
+    def inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
+        """A call's deadline has come, or a rank calls something else: asks these ranks
+        why, and ends the generation."""
         if self._inquiry is None and self.broken is None:
             self._inquiry = self._loop.create_task(
                 self._find_out(call, ranks), name=f"inquiry about {call.words}"
@@ -235,7 +205,7 @@ class Generation:
         question = AskCall(self.ticket, key)
         # Loop time and the monotonic clock are the same clock.
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
-        ask = partial(self._mesh.ask, message=question)
+        ask = partial(self.mesh.ask, message=question)
         await inquire(inquiry, ranks, ask, deadline)
         if inquiry.has_ended_elsewhere and self.broken is None:
             self._notice_came = self._loop.create_future()
@@ -279,10 +249,10 @@ class Generation:
         self.lost.update(lost)
         if tell:
             plain = cast("PlainTree", to_wire(error))
-            self._mesh.tell_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
-        if self._traffic.running:
+            self.mesh.tell_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
+        if self.traffic.running:
             self._is_known = True
-        self._traffic.fail(partial(again, error))
+        self.traffic.fail(partial(again, error))
         self.on_broken(error)
 
     def abort_by(self, error: Exception) -> None:
@@ -328,7 +298,7 @@ class Generation:
         """A member leaves on purpose: what it has called is complete on its side."""
         self.leavers[sender] = message.calls
         self.lost.add(sender)
-        for running in list(self._traffic.running.values()):
+        for running in list(self.traffic.running.values()):
             self.check_left(running)
         self.check_begun(max(list(self.begun), default=0))
 
@@ -383,20 +353,18 @@ class Generation:
             if self.broken is None:
                 informed.add(rank)
                 with suppress(BusyError):  # it hears of it from the end of the link
-                    self._mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
+                    self.mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
 
         question = AskCall(self.ticket, FORMING)
-        await wait_heard(self._mesh, others, question, deadline, self._heard, tell)
+        await wait_heard(self.mesh, others, question, deadline, self._heard, tell)
 
     async def _leave(self, reason: str, informed: set[int]) -> None:
         if self.broken is None:
-            self._mesh.tell_all(
-                LeaveGroup(self.ticket, self.calls, reason), [*informed]
-            )
+            self.mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason), [*informed])
             self.abort(ClosedError(f"{self.title} was closed"), tell=False)
         if self._inquiry is not None:
             self._inquiry.cancel()
-        await self._mesh.close(reason)
+        await self.mesh.close(reason)
 
 
 def again(error: ZstratError) -> ZstratError:

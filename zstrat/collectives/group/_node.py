@@ -226,7 +226,7 @@ class GroupNode:
         try:
             for incarnation, hop in self._claim(formed.ticket):
                 generation.hop(incarnation, hop)
-            await generation.open(deadline + _GRACE)
+            await generation.mesh.open(deadline + _GRACE)
         except BaseException:  # to `form`; cancellation, too: the others hear of it
             await self.leave(generation, "it could not reach all ranks")
             raise

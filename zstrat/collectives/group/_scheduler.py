@@ -136,7 +136,7 @@ class OperationScheduler:
                 if generation.leavers:  # looked at after `begun` is set: see `left`
                     self._messages.soon(generation.check_begun, number)
                 if self._by_engine is not None:
-                    if generation.has_early:  # the same
+                    if generation.traffic.has_early:  # the same
                         self._messages.soon(generation.check_early, number)
                     turn = self._by_engine.draw(blocking=blocking)
         rank, size = generation.rank, generation.size

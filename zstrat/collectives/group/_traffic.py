@@ -94,9 +94,7 @@ class TrafficOwner(Protocol):
 
     def check_left(self, running: Running) -> None: ...
 
-    def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None: ...
-
-    def differs(self, call: CollectiveCall, sender: int) -> None: ...
+    def inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None: ...
 
     def check_same(self, sender: int, hop: Hop) -> None: ...
 
@@ -261,7 +259,7 @@ class Traffic:
         if running.call.key not in self.running:
             return  # an earlier hop has ended it
         if hop.about != running.call.about:
-            self._owner.differs(running.call, sender)
+            self._owner.inquire(running.call, (sender,))
             return
         try:
             sends = running.progress.arrived(hop.place, hop.arrays[0])
@@ -317,7 +315,7 @@ class Traffic:
     def _overdue(self, key: int, words: str) -> None:
         running = self.running.get(key)
         if running is not None:
-            self._owner.overdue(running.call, running.waits)
+            self._owner.inquire(running.call, running.waits)
 
     def _compressor_of(self, call: CollectiveCall) -> Compressor | None:
         name = call.compression

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         Between,
         CollectiveCall,
         CollectiveEngine,
-        HostMemory,
         Started,
     )
     from zstrat.wire import MemberEntry
@@ -271,29 +270,27 @@ def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
 
 
 class SharedMemory:
-    """Implements `zstrat.collectives._engine.HostMemory`."""
+    """What this rank shares with ranks of its host; made before the group is formed,
+    so that the others learn of it with the members."""
 
     def __init__(self) -> None:
         """Raises: OSError: the kernel gives no anonymous memory."""
         made = Arena(CAPACITY)
         self._arena: Arena | None = made
-        self._descriptor, self._word = made.descriptor, made.word
-
-    @property
-    def descriptor(self) -> int:
-        return self._descriptor
-
-    @property
-    def capacity(self) -> int:
-        return CAPACITY
-
-    @property
-    def word(self) -> bytes:
-        return self._word
+        self.descriptor, self.word = made.descriptor, made.word
+        self.capacity: Final = CAPACITY
 
     def attach(
         self, rank: int, members: Sequence[MemberEntry], between: Between
     ) -> CollectiveEngine:
+        """The engine of one generation. Ranks of one host are those whose entries have
+        the same ``host`` and a capacity above 0.
+
+        It is used only if `attach` succeeds on all ranks; else it is closed.
+
+        Raises:
+            OSError: The memory of a rank of this host cannot be mapped; says why.
+        """
         assert self._arena is not None, "it is closed"
         mine = self._arena.memory
         # Without memory to share a rank is a host of its own.
@@ -319,7 +316,7 @@ class SharedMemory:
             self._arena = None  # whoever keeps a closed group keeps no memory
 
 
-def host_memory(lane: str) -> HostMemory | None:
+def host_memory(lane: str) -> SharedMemory | None:
     """What this rank shares with ranks of its host, None where all goes by messages."""
     if lane not in ("auto", "shm") or not IS_AVAILABLE:
         return None

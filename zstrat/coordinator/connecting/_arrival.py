@@ -56,18 +56,6 @@ class AwaitedTask(Protocol):
     async def wait_ready(self, deadline: float) -> object: ...
 
 
-class Cancellable(Protocol):
-    def cancel(self) -> None: ...
-
-
-class CallLater(Protocol):
-    """`asyncio.AbstractEventLoop.call_later`."""
-
-    def __call__(
-        self, delay: float, callback: Callable[[], None], /
-    ) -> Cancellable: ...
-
-
 @final
 class Arrival:
     """Watches the tasks of a cluster until all parameter servers and one worker are
@@ -77,10 +65,10 @@ class Arrival:
         self,
         ps: Sequence[AwaitedTask],
         workers: Sequence[AwaitedTask],
-        call_later: CallLater,
+        call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
     ) -> None:
         self._ps, self._workers, self._call_later = ps, workers, call_later
-        self._timer: Cancellable | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._said: list[str] = []
 
     def start(self) -> None:

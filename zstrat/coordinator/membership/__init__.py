@@ -4,7 +4,6 @@ reads."""
 from __future__ import annotations
 
 from ._membership import AdmitWorker as AdmitWorker
-from ._membership import Change as Change
 from ._membership import InputPipelines as InputPipelines
 from ._membership import Membership as Membership
 from ._membership import MoveWorker as MoveWorker
@@ -12,7 +11,3 @@ from ._membership import RefuseWorker as RefuseWorker
 from ._membership import ReleaseWorker as ReleaseWorker
 from ._turnover import Turnover as Turnover
 from ._turnover import WorkerSessions as WorkerSessions
-from ._workers import ChangingSession as ChangingSession
-from ._workers import Workers as Workers
-from ._workers import finite_seconds as finite_seconds
-from ._workers import require_reachable as require_reachable

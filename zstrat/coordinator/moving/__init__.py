@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ._levelling import StoreMove as StoreMove
 from ._levelling import leaving as leaving
 from ._levelling import levelled as levelled
 from ._store_moves import StoreMoves as StoreMoves
-from ._store_servers import StoreServers as StoreServers

@@ -6,7 +6,6 @@ from __future__ import annotations
 from ._inventory import Inventory as Inventory
 from ._inventory import RestorePoint as RestorePoint
 from ._inventory import entry_of as entry_of
-from ._recovery import PS_WAIT as PS_WAIT
 from ._recovery import Patient as Patient
 from ._recovery import Recovery as Recovery
 from ._recovery import count as count

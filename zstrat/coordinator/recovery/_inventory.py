@@ -144,7 +144,7 @@ class Inventory:
         for number, (name, code) in self._optimizers.items():
             await client.create_optimizer(number, name, code)
         for number, tree in self._trees:
-            await client.bind(number, tree, None)
+            await client.bind(number, tree)
 
 
 def entry_of(spec: VariableSpec) -> VariableEntry:

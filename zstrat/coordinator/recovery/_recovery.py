@@ -42,7 +42,7 @@ from ._inventory import Inventory
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from zstrat.coordinator._session_pause import Cut
+    from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.ps import PsClient
 
@@ -155,7 +155,9 @@ class Recovery:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def remember(self, point: RestorePoint, cut: Cut, restores: int) -> list[str]:
+    def remember(
+        self, point: RestorePoint, cut: SessionCut, restores: int
+    ) -> list[str]:
         """The checkpoint is whole, or its values were loaded.
 
         Args:
@@ -372,7 +374,7 @@ class Recovery:
         return next((task for task in tasks if not task.is_ready), tasks[0])
 
 
-def count(cut: Cut) -> int:
+def count(cut: SessionCut) -> int:
     """How many steps are in it."""
     return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol, final
 
-from zstrat.coordinator._session_pause import Cut, cut_of
+from zstrat.coordinator._session_pause import SessionCut, cut_of
 from zstrat.coordinator.connecting import all_joined, arrive
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
@@ -84,10 +84,10 @@ class SessionRenewal:
         self._cluster, self._draw = cluster, draw
 
     @property
-    def ended_steps(self) -> Cut:
+    def ended_steps(self) -> SessionCut:
         """The steps that have ended."""
         dispatcher = self._cluster.dispatcher
-        return Cut() if dispatcher is None else cut_of(dispatcher.queue)
+        return SessionCut() if dispatcher is None else cut_of(dispatcher.queue)
 
     def suspend_dispatch(self) -> None:
         """Nothing is handed out to workers any more."""

@@ -8,7 +8,6 @@ from ._orders import Copy as Copy
 from ._orders import CopyPhase as CopyPhase
 from ._orders import Detach as Detach
 from ._orders import Drop as Drop
-from ._orders import Establish as Establish
 from ._orders import Host as Host
 from ._orders import Lose as Lose
 from ._orders import Promote as Promote

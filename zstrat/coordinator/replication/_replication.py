@@ -107,7 +107,7 @@ class Replication:
         self.placement: Final = StorePlacement(addresses, replicas, stores_per_ps)
         self.replicas: Final = replicas
         self._cluster, self._session = cluster, session
-        self._timeouts, self._make_link = timeouts, make_link
+        self._make_link = make_link
         self._takes_over = False
         opening = OpenSession(session, 0, 0, [], name=name, replicas=replicas)
         self._known: Final = StoreProcesses(self, opening, timeouts, make_link)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._session_pause import Cut
+    from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
     from zstrat.coordinator._waiting import Cancelling
     from zstrat.coordinator.connecting import MakeTaskLink
@@ -133,7 +133,7 @@ class LoopCoordinator:
         """Waits for all that is scheduled. Raises pending errors."""
         await self.engine.join_async()
 
-    async def at_rest(self, holder: object) -> Cut:
+    async def at_rest(self, holder: object) -> SessionCut:
         """Holds the session between two steps, until `go_on`."""
         return await self.cluster.pause.begin(holder)
 

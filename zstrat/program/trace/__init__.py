@@ -23,7 +23,6 @@ from ._int32_checks import is_narrowed as is_narrowed
 from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
 from ._iterator import Drawing as Drawing
-from ._iterator import Element as Element
 from ._iterator import StepIterator as StepIterator
 from ._refusals import LOOKS as LOOKS
 from ._refusals import is_of_shapes as is_of_shapes
@@ -31,7 +30,6 @@ from ._refusals import lookup_inside as lookup_inside
 from ._refusals import update_inside as update_inside
 from ._signature import Plain as Plain
 from ._structure import split as split
-from ._updates import Recorded as Recorded
 from ._updates import apart_from_now as apart_from_now
 from ._updates import copies_in_step as copies_in_step
 from ._updates import device_home as device_home

@@ -178,11 +178,6 @@ class Plan:
         # A program computes it once, and gives that result from then on.
         return not (moving or self.reads or self.lookups) and not self.has_effects
 
-    @property
-    def draws_per_step(self) -> Mapping[int, int]:
-        """Elements drawn by one step, by ordinal of the iterator."""
-        return {n: self.draws.count(n) for n in dict.fromkeys(self.draws)}
-
     @cached_property
     def layout(self) -> ResultLayout:
         """How to cut and rebuild the result; always the same object."""

@@ -97,8 +97,6 @@ class SnapshotCalls(AskedServers):
         path: str,
         places: Sequence[int],
         names: Sequence[str],
-        *,
-        deadline: float | None = None,
     ) -> SnapshotWritten:
         """Has a server write tensors to the new file ``path`` of its machine, and sync
         it. They are not kept any more then, whether this succeeds or not.
@@ -106,7 +104,6 @@ class SnapshotCalls(AskedServers):
         Args:
             path: Absolute.
             places: Which tensors (`PinnedTensor.place`), and in which order.
-            deadline: Loop time; None: a day.
 
         Raises:
             AlreadyExistsError: There is such a file; it is left alone.
@@ -121,7 +118,7 @@ class SnapshotCalls(AskedServers):
         """
         message = WriteSnapshot(self.session, snapshot, path, list(places), list(names))
         (written,) = await self.each(
-            [(ps, message)], SnapshotWritten, deadline=_patient(deadline)
+            [(ps, message)], SnapshotWritten, deadline=_patient(None)
         )
         return written
 

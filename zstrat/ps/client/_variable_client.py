@@ -137,19 +137,9 @@ class VariableCalls(AskedServers, abc.ABC):
         message = CreateOptimizer(self.session, optimizer, name, code)
         await self.each([(ps, message) for ps in range(self.count)], object)
 
-    async def bind(
-        self,
-        optimizer: int,
-        data: bytes,
-        servers: Sequence[int] | None = None,
-        *,
-        deadline: float | None = None,
-    ) -> None:
-        """Tells servers (None: all) which variables an optimizer moves: ``data`` is
+    async def bind(self, optimizer: int, data: bytes) -> None:
+        """Tells all servers which variables an optimizer moves: ``data`` is
         `zstrat.optimizers.Binding.encoded`. The same again costs a round trip.
-
-        Args:
-            deadline: Loop time; None: the default of the link.
 
         Raises:
             NotFoundError: The optimizer does not exist.
@@ -161,8 +151,7 @@ class VariableCalls(AskedServers, abc.ABC):
         """
         arrays = (np.frombuffer(data, np.uint8),)
         message = BindOptimizer(self.session, optimizer, arrays)
-        asked = range(self.count) if servers is None else servers
-        await self.each([(ps, message) for ps in asked], object, deadline=deadline)
+        await self.each([(ps, message) for ps in range(self.count)], object)
 
     async def statistics(self) -> list[dict[str, PlainTree]]:
         """What each parameter server says of itself, in task order.

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from ._handover import Handover as Handover
-from ._handover import Inherited as Inherited
 from ._handover import LeftStore as LeftStore
 from ._handover import StoreRole as StoreRole

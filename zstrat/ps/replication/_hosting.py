@@ -68,7 +68,7 @@ class _HostedCopy:
 
     def left(self, store: int) -> LeftStore:
         """What is there of it, behind `close`."""
-        found, hosted = self.service.state_for_successor(store), self.hosted
+        found, hosted = self.service.role.state_for_successor(store), self.hosted
         return replace(found, address=hosted.address, incarnation=hosted.incarnation)
 
 
@@ -153,7 +153,7 @@ class HostedStores:
         """Another program goes on with what the process has."""
         for store, copy in self._copies.items():
             self._copies[store] = replace(copy, session=owner.session)
-            copy.service.follow_new_owner(owner, self._own.coordinator_lost_at)
+            copy.service.role.follow_new_owner(owner, self._own.coordinator_lost_at)
 
     def _left(self) -> Iterator[LeftCopy]:
         lost_at = self._own.coordinator_lost_at
@@ -171,7 +171,7 @@ class HostedStores:
         for store, copy in self._copies.items():
             at = copy.service.session
             over = at is None if mine is None else copy.session != mine
-            if over or (at is None and not copy.service.is_backup):
+            if over or (at is None and not copy.service.role.is_backup):
                 task = asyncio.get_running_loop().create_task(
                     self._end(store, copy), name=f"dropping store {store}"
                 )
@@ -237,7 +237,7 @@ class HostedStores:
             self._require_role_key()
         self._require_session(message.session)
         mine, copy = self._own.session, self._copies.get(message.store)
-        newest = -1 if copy is None else max(copy.view, copy.service.view)
+        newest = -1 if copy is None else max(copy.view, copy.service.role.view)
         if message.view < newest and copy is not None and copy.session == mine:
             raise StaleSessionError(
                 f"{self._task} keeps store {message.store} in view {newest}, and view "
@@ -277,7 +277,7 @@ class HostedStores:
         where = _beside(self._bind, store, me.incarnation)
         hosted = await self._serve(me, service, where, owner, message.view)
         if message.serves:
-            service.create_store(remote, message.view)
+            service.role.promoted(remote, message.view)
         _LOG.info(
             "%s keeps a copy of store %d at %s", self._task, store, hosted.address
         )

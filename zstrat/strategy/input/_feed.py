@@ -85,7 +85,6 @@ class DatasetPass:
     """One pass: its elements as they are drawn, and what they look like."""
 
     def __init__(self, feed: DatasetFeed) -> None:
-        self._feed = feed
         begun = feed.shares()
         maker = _Maker(begun.shares, feed)
         self._maker: Final = maker

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from zstrat.coordinator import AsyncRemoteValue
     from zstrat.coordinator.recovery import Recovery
-    from zstrat.coordinator.unthreaded import Cut
+    from zstrat.coordinator.unthreaded import SessionCut
     from zstrat.wire import Message
 
     from ._paths import Way
@@ -83,7 +83,7 @@ class Scheduled:
 class Saved:
     """A checkpoint: its cut, and what was on the servers at that moment."""
 
-    cut: Cut
+    cut: SessionCut
     marks: list[np.ndarray]
     own: list[np.ndarray]
     lost: frozenset[int]

@@ -276,9 +276,9 @@ class ServerProcess(Daemon):
         if owner is None or self._handover is None:
             await self._hosted.close()
         elif (copies := await self._hosted.leave(_RETURNS, patience)) is not None:
-            own = self._service.state_for_successor(self.index)
+            own = self._service.role.state_for_successor(self.index)
             left = Inherited(self._me.incarnation, owner, own, copies)
-            if self._service.is_replicated:
+            if self._service.role.is_replicated:
                 await endpoint.close(_RETURNS, patience)
             if drained and await self._handover.leave(left, patience):
                 returns = patience

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from zstrat.worker import StepSource
+    from zstrat.worker import StepRunner
 
     from ._world import VirtualLoop
 
@@ -77,7 +77,7 @@ class VirtualExecutor:
         del name
         self._loop, self._duration, self._on_crash = loop, duration, on_crash
         self._inbox: deque[Callable[[], None]] = deque()
-        self._source: StepSource | None = None
+        self._source: StepRunner | None = None
         self._is_awake = self._is_closed = False
 
     def tell(self, event: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class VirtualExecutor:
         self.tell(partial(_settle, job, done))
         return done
 
-    def work_for(self, source: StepSource | None) -> None:
+    def work_for(self, source: StepRunner | None) -> None:
         self._source = source
 
     async def close(self, timeout: float) -> bool:

@@ -245,10 +245,6 @@ class VirtualLoop:
         """SIGKILL: nothing of it ever runs again."""
         self._is_over = True
 
-    @property
-    def is_frozen(self) -> bool:
-        return self._is_frozen
-
     def arrive(self, when: float, happens: Callable[..., object], *args: Any) -> None:
         """Something comes from outside, at that time."""
         self.world.put(when, self, Call(happens, args, self, None, 0.0))

@@ -2,19 +2,14 @@
 
 from ._http import CONNECTIONS as CONNECTIONS
 from ._http import BadRequest as BadRequest
-from ._http import HttpAnswer as HttpAnswer
-from ._http import HttpRequest as HttpRequest
 from ._http import HttpServer as HttpServer
 from ._http import HttpStream as HttpStream
 from ._http import parse_request as parse_request
 from ._metrics import HISTOGRAMS as HISTOGRAMS
 from ._metrics import METRICS as METRICS
-from ._metrics import HistogramMetric as HistogramMetric
-from ._metrics import Metric as Metric
 from ._page import PageToken as PageToken
 from ._picture import RunLook as RunLook
 from ._picture import RunPicture as RunPicture
-from ._register import Reporting as Reporting
 from ._register import TelemetryNotices as TelemetryNotices
 from ._register import register as register
 from ._register import unregister as unregister
