@@ -125,7 +125,7 @@ class Binding:
 
 def _random(kind: str, is_partitionable: bool) -> RandomNumbers:
     found = RandomNumbers(str(kind), bool(is_partitionable))
-    if found != RandomNumbers():
+    if found.is_told:
         jax.random.key(0, impl=found.kind)  # refuses what is none
     return found
 

@@ -84,6 +84,11 @@ class RandomNumbers:
             config.jax_default_prng_impl, config.jax_threefry_partitionable
         )
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the program has told jax anything."""
+        return self.kind != RandomNumbers.kind or not self.is_partitionable
+
     def enter(self, entered: contextlib.ExitStack) -> None:
         """Has jax draw so until what was entered is left."""
         if self.kind != RandomNumbers.kind:
@@ -183,7 +188,7 @@ class TreeTransformation:
         """In which its programs are compiled and called: with 64 bits if it has some,
         as jax would take a float64 variable and give back a float32 one, and with the
         random numbers that it draws where it was made."""
-        if not self.wide and self.random == RandomNumbers():
+        if not (self.wide or self.random.is_told):
             return contextlib.nullcontext()  # with each update
         entered = contextlib.ExitStack()
         if self.wide:

@@ -257,7 +257,8 @@ class Strategy(FirstVersion):
         with a `PerReplica` at each leaf. At the end of the data, replicas without any
         get batches of no rows as long as others have some. A strategy that needs static
         shapes leaves such a step out, but takes a shorter one in which all have some:
-        use ``batch(size, drop_remainder=True)`` there.
+        use ``batch(size, drop_remainder=True)`` there. (Before the end of the data such
+        a step is an error there.)
 
         Several workers agree on the end in the first draw of each pass, or in every
         one: whatever the policy, all workers begin passes equally often, and where they

@@ -93,15 +93,22 @@ def shares_of_batches(
             it ends the data.
 
     Raises (while iterating):
-        ValueError: A leaf is a scalar, or the leaves differ in their rows.
+        ValueError: A leaf is a scalar, or the leaves differ in their rows; a step in
+            which a replica has no rows is none, and others come behind it.
     """
     held: dict[int, Any] = {}
+    uneven = 0
+    """The rows of a batch that was no step, and so has to be the last one."""
     for number, batch in enumerate(batches):
+        rows = batch_rows(batch)
+        if uneven and rows:
+            raise _not_the_last(uneven)
         held[number] = batch
-        for cut in cutter.take(batch_rows(batch)):
-            if not (is_partial or _is_full(cut)):
-                return
-            yield _share(cut, held, is_fresh)
+        for cut in cutter.take(rows):
+            if is_partial or _is_full(cut):
+                yield _share(cut, held, is_fresh)
+            else:
+                uneven = rows
         for old in [n for n in held if n < cutter.oldest]:
             del held[old]
         del batch  # the reader may be its only owner while the next is made
@@ -169,6 +176,15 @@ def empty_like(element: Any) -> Any:
             leaf[:0] if np.ndim(leaf) else np.zeros((), np.asarray(leaf).dtype)
         ),
         element,
+    )
+
+
+def _not_the_last(rows: int) -> ValueError:
+    return ValueError(
+        f"a batch of {rows} rows leaves a replica without any, where all need the same "
+        "shapes, and other batches follow: choose a global batch size that is a "
+        "multiple of the number of replicas, and leave shorter batches out, "
+        "batch(size, drop_remainder=True), or repeat() before batch()"
     )
 
 
