@@ -270,7 +270,7 @@ def test_hosts_that_say_how_many_tasks_they_have_and_where_these_listen(tmp_path
         ("[hosts.a]\ngpus = 2", "gpus = 2: expected a list"),
         ("[hosts.a]\ngpus = [1, 1]", "gpus = .*: expected different numbers"),
         ('[hosts.a]\ngpus = ["all"]', "gpus = .*: expected different numbers"),
-        ("workers = 1\n[hosts.a]", "say num_ps="),
+        ("workers = 1\n[hosts.a]", "num_ps="),
         ("ps = 1\n[hosts.a]\nworkers = -2", "a: workers = -2, .*: expected 0 or more"),
         ('[hosts.a]\nps = 1\njobs = ["worker"]', r"ps = 1, jobs = \['worker'\]"),
         ('[hosts.a]\nports = "70-"', "a: ports = '70-': expected a range"),

@@ -9,7 +9,7 @@ from zstrat.cluster import ClusterSpec
 from zstrat.config import Settings
 from zstrat.launch import TaskStatus, examine
 from zstrat.launch._doctor import judge_versions
-from zstrat.transport import run
+from zstrat.transport import generate_keys, run
 
 
 def by_name(findings):
@@ -54,7 +54,23 @@ def test_keys_that_are_not_there(tmp_path):
     settings = Settings(keys=Path(tmp_path / "nowhere"))
     keys = by_name(run(examine(None, settings, 1.0)))["keys"]
     assert keys.ok is False
-    assert "zstrat keygen" in keys.advice
+    assert "zstrat keygen" in keys.words
+
+
+def test_a_secret_that_cannot_be_used_is_named_though_others_can(tmp_path):
+    folder = tmp_path / "keys"
+    generate_keys(folder)
+    settings = Settings(keys=folder)
+    (folder / "chief.secret").unlink()
+    keys = by_name(run(examine(None, settings, 1.0)))["keys"]
+    assert keys.ok
+    assert keys.words.endswith("has the secret of worker, ps, evaluator, observer")
+    (folder / "ps.secret").chmod(0o644)
+    (folder / "worker.secret").write_text("no key")
+    keys = by_name(run(examine(None, settings, 1.0)))["keys"]
+    assert keys.ok is False
+    assert "ps.secret has mode 0644" in keys.words
+    assert "worker.secret is no key" in keys.words
 
 
 def test_versions():

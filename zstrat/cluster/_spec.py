@@ -12,8 +12,12 @@ expected there and what was found.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, final
+
+_HOST: Final = re.compile(r"\[?[0-9A-Za-z._%:-]{1,255}\]?")
+"""Of those that can be connected to."""
 
 Tasks = list[str] | tuple[str, ...] | Mapping[int, str] | Mapping[str, str]
 
@@ -326,8 +330,6 @@ def _address(address: object, where: str) -> str:
         return address
     host, colon, port = rest.rpartition(":")
     words = f'{where}: expected "host:port", got {address!r}'
-    if any(map(str.isspace, address)):
-        raise ValueError(f"{words}: there are blanks in it")
     if separator and scheme != "tcp":
         raise ValueError(f"{words}: the schemes are tcp:// and ipc://")
     if not colon:
@@ -343,4 +345,6 @@ def _address(address: object, where: str) -> str:
         raise ValueError(f"{words}: expected a port of 1 to 65535")
     if ":" in host and not (host[0] == "[" and host[-1] == "]"):
         raise ValueError(f'{words}: an IPv6 address goes into brackets, "[::1]:2222"')
+    if _HOST.fullmatch(host) is None:
+        raise ValueError(f"{words}: {host!r} is no name and no number of a host")
     return address

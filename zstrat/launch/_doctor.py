@@ -101,20 +101,18 @@ def _keys(settings: Settings) -> Finding:
     if settings.keys is None:
         advice = "zstrat keygen DIR, then ZSTRAT_KEYS=DIR"
         return Finding("keys", None, "none: loopback only", advice)
-    found, missing = [], []
-    for name in [*Job, *[n for n in key_names(settings.keys) if "-" in n]]:
+    names = [*map(str, Job), *[n for n in key_names(settings.keys) if "-" in n]]
+    held = [name for name in names if (settings.keys / f"{name}.secret").exists()]
+    wrong = []
+    for name in held or [str(Job.CHIEF)]:
         job, _, index = name.partition("-")
         try:
             Security.load(settings.keys, job, int(index) if index else None)
         except (ZstratError, OSError, ValueError) as error:
-            missing.append(f"{name}: {error}")
-        else:
-            found.append(str(name))
-    if not found:
-        return Finding("keys", False, missing[0], f"zstrat keygen {settings.keys}")
-    return Finding(
-        "keys", True, f"{settings.keys} has the secret of {', '.join(found)}"
-    )
+            wrong.append(str(error))
+    if wrong:  # of each secret the same, where a file is missing that all need
+        return Finding("keys", False, "; ".join(dict.fromkeys(wrong)))
+    return Finding("keys", True, f"{settings.keys} has the secret of {', '.join(held)}")
 
 
 def _task(status: TaskStatus) -> Iterator[Finding]:
