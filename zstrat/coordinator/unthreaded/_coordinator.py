@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.config import Settings
-    from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
     from zstrat.coordinator._waiting import Cancelling
     from zstrat.coordinator.connecting import MakeTaskLink
-    from zstrat.coordinator.recovery import Recovery
 
 
 @final
@@ -76,19 +74,10 @@ class LoopCoordinator:
         self._patience = times.request
         self._engine: ClosureEngine | None = None
 
-    async def open(self) -> None:
-        """Takes the cluster.
-
-        Raises: As `Cluster.open`.
-
-        Cancellation: it may have been taken; `close` it.
-        """
-        await self.cluster.open()
-
     def coordinate(
         self, *, in_flight: int | None, max_attempts: int, wait: float
     ) -> None:
-        """From now on there are closures. Called once, after `open`.
+        """From now on there are closures. Called once, when ``cluster`` is open.
 
         Args:
             in_flight: Closures of one worker; None: as many as seems good.
@@ -113,11 +102,6 @@ class LoopCoordinator:
         assert self._engine is not None, "coordinate comes first"
         return self._engine
 
-    @property
-    def recovery(self) -> Recovery | None:
-        """What fills lost servers again, if that is wished."""
-        return self.cluster.recovery
-
     def call(self, name: str, code: Code, example: np.generic) -> ScheduledCall:
         """A call of a function with one number, which each closure brings."""
         arguments = PickledArguments(cut_inputs((example,), [0]), {})
@@ -128,22 +112,6 @@ class LoopCoordinator:
     ) -> AsyncRemoteValue:
         """Queues a closure. Raises pending errors."""
         return await self.engine.put_async(call, bytes_of_inputs([number]), None)
-
-    async def join(self) -> None:
-        """Waits for all that is scheduled. Raises pending errors."""
-        await self.engine.join_async()
-
-    async def at_rest(self, holder: object) -> SessionCut:
-        """Holds the session between two steps, until `go_on`."""
-        return await self.cluster.pause.begin(holder)
-
-    def go_on(self, holder: object) -> None:
-        """Lets the session go."""
-        self.cluster.pause.end(holder)
-
-    async def close(self) -> None:
-        """Leaves all tasks."""
-        await self.cluster.close(False)
 
     def wake(self) -> None:
         """As of `LoopSide`."""

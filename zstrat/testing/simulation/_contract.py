@@ -40,9 +40,8 @@ from ._world import START
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.coordinator import AsyncRemoteValue
+    from zstrat.coordinator import AsyncRemoteValue, SessionCut
     from zstrat.coordinator.recovery import Recovery
-    from zstrat.coordinator.unthreaded import SessionCut
     from zstrat.wire import Message
 
     from ._paths import Way

@@ -113,13 +113,13 @@ class TrainingProgram:
                 if self._scenario.is_guarded:
                     training.broken(f"one server was lost, and there was {error!r}")
                 # It is lost: begin anew, as the documentation says.
-                await coordinator.close()
+                await coordinator.cluster.close(False)
                 self._is_open, self._left = False, None
                 if isinstance(error, PSUnavailableError):
                     self._chain.clear()
                 await asyncio.sleep(self._around.world.random.random())
                 continue
-            await coordinator.close()
+            await coordinator.cluster.close(False)
             self._over()
             return
 

@@ -134,13 +134,13 @@ class TrainingSession:
 
     async def run(self) -> None:
         """Trains, reads and saves as the scenario says, to the session's end."""
-        await self._coordinator.open()
+        await self._coordinator.cluster.open()
         cluster = self._coordinator.cluster
         before = self._context.go_on(self._training, cluster.renewal.resumed)
         self._first = before * self._scenario.steps
         if self._scenario.restores:
             self._coordinator.cluster.recover(PS_WAIT)
-            self._training.recovery = self._coordinator.recovery
+            self._training.recovery = self._coordinator.cluster.recovery
         await self._create()
         self._coordinator.coordinate(
             in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
@@ -222,7 +222,7 @@ class TrainingSession:
         """Waits until all that is scheduled has ended."""
         while True:
             try:
-                await self._coordinator.join()
+                await self._coordinator.engine.join_async()
             except Exception as error:  # of steps before: see `_told`
                 await self._told(error)
                 continue
@@ -371,12 +371,12 @@ class TrainingSession:
         specs = (*self._marks, *self._own, *self._tables)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
         try:
-            cut = await coordinator.at_rest(holder)
+            cut = await coordinator.cluster.pause.begin(holder)
             await client.pin(number, refs, [])
         except ZstratError:  # and if a server was lost, it is told by the next call
             return
         finally:
-            coordinator.go_on(holder)
+            coordinator.cluster.pause.end(holder)
         try:
             values = await self._pinned(client, number, specs)
             await client.release(number)
@@ -390,7 +390,7 @@ class TrainingSession:
         saved = Saved(cut, marks, own, lost, doubtful)
         training.saved.append(saved)
         training.check_saved(saved)
-        if (recovery := coordinator.recovery) is not None:
+        if (recovery := coordinator.cluster.recovery) is not None:
             point = MemoryPoint(training, f"{len(training.saved)}", saved, specs)
             point.values = values
             recovery.remember(point, cut, fills)
