@@ -46,7 +46,7 @@ def require(*modules):
 
 def test_a_keras_model_on_parameter_servers(tmp_path):
     require("keras", "sklearn")
-    ran = program(ROOT / "examples/keras_ps.py", "--steps", "80", cwd=tmp_path)
+    ran = program(ROOT / "examples/keras_ps.py", "--steps", "200", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"^loss 0\.\d+, test accuracy 9\d", ran.stdout)
     assert not ran.stderr.strip(), ran.stderr
