@@ -119,7 +119,8 @@ class Checkpoint(Tracked):
     async def save_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """`save`, without blocking the running loop.
 
-        Cancellation: nothing was saved, and what was before is as it was.
+        Cancellation: nothing was saved, and what was before is as it was; or, at the
+        very end, it was saved and does not count: the next one takes its place.
         """
         prefix = absolute(file_prefix)
         number = int(self.save_counter.numpy()) + 1

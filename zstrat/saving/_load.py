@@ -27,7 +27,7 @@ from zstrat.ps import Ref
 from zstrat.variables import HomeWithSlots, Optimizer, SlotValues
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
-from ._blocking import FileThread, ProgressBar
+from ._blocking import FileThread, ProgressBar, to_its_end
 from ._match import Matching
 from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph
@@ -102,7 +102,7 @@ async def load(
                 # before.
                 moment.cluster.require_unrestored(moment.restores)
     finally:
-        await disk(files.close)
+        await to_its_end(disk(files.close))
     return moments
 
 
@@ -203,7 +203,7 @@ async def _existing(cluster: AskedCluster, server: LoadingServer) -> list[LoadEn
     try:
         pinned = await run(client.pin(number, refs, list(optimizers)), "looking")
     finally:
-        await run(client.release(number), "looking")
+        await to_its_end(run(client.release(number), "looking"))
     there = {(entry.key, entry.optimizer) for _, _, entry in pinned}
     return [each for each in server.resets if (each.key, each.optimizer) in there]
 
@@ -323,7 +323,7 @@ class SavedServers:
             try:
                 await _all(load_server(here, x, files, disk) for x in self.servers)
             finally:
-                await disk(files.close)
+                await to_its_end(disk(files.close))
 
 
 @dataclass(frozen=True)

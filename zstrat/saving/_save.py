@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat import __version__
 from zstrat.checkpoint import CheckpointFolder, Manifest
 
-from ._blocking import FileThread, ProgressBar
+from ._blocking import FileThread, ProgressBar, to_its_end
 from ._load import remember_saved
 from ._servers import steadily
 from ._snapshot_sources import PinnedSnapshot, stream
@@ -68,7 +68,8 @@ async def save(
         ResourceExhaustedError: A disk is full.
         OSError: As the system says.
 
-    Cancellation, and all errors: the folder is what it was.
+    Cancellation, and all errors: the folder is what it was; or, cancelled behind the
+    commit, the new checkpoint is there.
     """
     variables = saved_components(graph)
     await steadily(variables, lambda: _save(graph, variables, path, metadata))
@@ -102,7 +103,7 @@ async def _save(
             root = graph.nodes[0].value
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
-            await disk(folder.close)
+            await to_its_end(disk(folder.close))
 
 
 def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:

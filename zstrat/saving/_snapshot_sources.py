@@ -20,6 +20,7 @@ from zstrat.strategy import SyncOnReadVariable
 from zstrat.variables import HomeWithSlots
 from zstrat.wire import TensorEntry, raw
 
+from ._blocking import to_its_end
 from ._servers import at_rest, cluster_of
 
 if TYPE_CHECKING:
@@ -209,11 +210,12 @@ class PinnedSnapshot:
 
     async def __aexit__(self, *_: object) -> None:
         for cluster in self._clusters:
-            release = cluster.client.release(self._number)
+            work = cluster.client.release(self._number)
+            release = cluster.run_async(work, "releasing a snapshot")
             # A server that is gone has let go of everything: what was written is whole
             # without it, and whoever pressed Ctrl-C is not told of something else.
             with contextlib.suppress(PSUnavailableError):
-                await cluster.run_async(release, "releasing a snapshot")
+                await to_its_end(release)
 
     async def _pin(
         self, cluster: ClusterSession, refs: list[Ref]
@@ -251,7 +253,7 @@ async def stream(
         end = writer.finish if finish is None else partial(finish, writer)
         return Written(await disk(end), writer.size)
     finally:
-        await disk(writer.abort)
+        await to_its_end(disk(writer.abort))
 
 
 async def _fill(
@@ -273,7 +275,7 @@ async def _fill(
             on_bytes(sum(size for _, _, size in batch))
     finally:
         if writing is not None:
-            await writing
+            await to_its_end(writing)
 
 
 def _append(writer: TensorWriter, pieces: Sequence[Buffer]) -> None:

@@ -90,23 +90,25 @@ class Profile:
 
     def __enter__(self) -> Self:
         core = self._prepare()
-        core.session.run(self._begin(core), "beginning a time line", WAITING)
+        with self._asking(core.session):
+            core.session.run(self._begin(core), "beginning a time line", WAITING)
         return self
 
     def __exit__(self, *_: object) -> None:
         run, session = self._current()
-        with self._noting(), contextlib.suppress(ClosedError):
+        with self._noting(), contextlib.suppress(ClosedError), self._asking(session):
             session.run(run.end(), "ending a time line", WAITING)
         self._write(run)
 
     async def __aenter__(self) -> Self:
         core = await asyncio.to_thread(self._prepare)
-        await core.session.run_async(self._begin(core), "beginning a time line")
+        with self._asking(core.session):
+            await core.session.run_async(self._begin(core), "beginning a time line")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         run, session = self._current()
-        with self._noting(), contextlib.suppress(ClosedError):
+        with self._noting(), contextlib.suppress(ClosedError), self._asking(session):
             await session.run_async(run.end(), "ending a time line")
         await asyncio.to_thread(self._write, run)
 
@@ -118,6 +120,21 @@ class Profile:
         core = self._find()
         self._place = check_place(self._path)
         return core
+
+    @contextlib.contextmanager
+    def _asking(self, session: ClusterSession) -> Iterator[None]:
+        """If the begin is cut off the block is not entered, and nobody will end it; if
+        the end is, it may not have been asked for yet."""
+        try:
+            yield
+        except BaseException:  # to whoever enters or leaves the block
+            # Behind what was cut off, which may have begun all the same.
+            session.portal.call_soon(self._give_up)
+            raise
+
+    def _give_up(self) -> None:
+        if self._run is not None:
+            self._run.give_up()
 
     async def _begin(self, core: CoordinatorCore) -> None:
         run = TimelineRun(core.session.cluster, core.engine, self._bounds)

@@ -237,6 +237,7 @@ class TimelineRun:
             await self._begin_tasks()
             self._engine.notes = notes = self._new_notes()
         except BaseException:  # to whoever wanted it
+            self.give_up()
             await self._part()
             raise
         loop = asyncio.get_running_loop()
@@ -255,6 +256,11 @@ class TimelineRun:
     def enough(self) -> None:
         """The time line is to end; this does not wait until it has."""
         self._enough.set()
+
+    def give_up(self) -> None:
+        """Nobody wants it any more: whoever wants another one waits for its end."""
+        self._yields = True
+        self.enough()
 
     async def wait_over(self) -> None:
         """Waits until another one may begin. Cancellation: nothing changes."""
