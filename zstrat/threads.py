@@ -140,6 +140,8 @@ class SteadyThread(threading.Thread):
     def join(self, timeout: float | None = None) -> None:
         """Blocks until it has ended, ``timeout`` seconds at most; not at all if it was
         not started."""
+        if self.is_alive() and self.ident == _thread.get_ident():
+            raise RuntimeError("cannot join current thread")
         if self.is_alive() and not self._over.wait(timeout):
             return
         if super().is_alive():

@@ -233,3 +233,16 @@ _main.leave(_main.run(_main.Order(TaskPlace("ps", 0, "127.0.0.1:0"), Settings())
     )
     assert ran.returncode == -signal.SIGTERM, ran.stderr
     assert "once more ends at once" in ran.stderr
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_with_too_few_descriptors_it_says_so_before_libzmq_ends_it(job):
+    words = (
+        f"ulimit -n 30; exec {sys.executable} -m zstrat.daemons.{job} {' '.join(LOCAL)}"
+    )
+    command = ["bash", "-c", words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "cannot start: " in done.stderr
+    assert f"{job}:0: this process may have 30 files open" in done.stderr
+    assert "raise `ulimit -n`" in done.stderr

@@ -160,9 +160,10 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Sends a signal if the process still runs."""
-        if self.is_running:
+        process = self._process
+        if process is not None and process.poll() is None:
             self._told.add(number)
-            self._running().send_signal(number)
+            process.send_signal(number)
 
     def kill(self) -> None:
         """Ends the process at once and waits until the kernel has taken it away."""
@@ -179,12 +180,14 @@ class Child:
             return None
 
     def close(self) -> None:
-        """Kills what is left of the process and closes the pipes."""
-        if self._process is not None:
-            self.kill()
-            self._judge(self._process.wait())
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+        """Kills what is left of the process and closes the pipes; may be repeated, also
+        where that was interrupted, or by a handler of signals meanwhile."""
+        process = self._process
+        if process is not None:
+            self.signal(signal.SIGKILL)
+            self._judge(process.wait())
+            if process.stdin is not None:
+                process.stdin.close()
             self._process = None
         self._close_report()
 
@@ -224,9 +227,9 @@ class Child:
         )
 
     def _close_report(self) -> None:
-        if self._report is not None:
-            self._report.close()
-            self._report = None
+        report, self._report = self._report, None
+        if report is not None:
+            report.close()
 
 
 def quoted_end(log: Path) -> str:

@@ -223,7 +223,8 @@ class ForkedProcess:
     def _hear(self, timeout: float | None) -> bool:
         """Reads what has come within so many seconds; false if nothing has."""
         if self._looks < len(self._words):  # Ctrl-C came in between
-            self._look()
+            with self._reading:
+                self._look()
             return True
         waiting = select.poll()
         waiting.register(self._heard, select.POLLIN)

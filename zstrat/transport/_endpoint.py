@@ -123,7 +123,8 @@ class Endpoint:
             ValueError: It is no address.
             PermissionDeniedError: It can be reached from other machines, and there are
                 neither keys nor ``settings.insecure``.
-            OSError: The address is taken or not one of this machine's, or nobody knows
+            OSError: This process may have too few descriptors (EMFILE). Or the address
+                is taken or not one of this machine's, or nobody knows
                 its name (EADDRNOTAVAIL: that may change), or others than the owner may
                 enter the directory of an ipc address.
             ClosedError: It was bound before, or is closed.
@@ -132,6 +133,7 @@ class Endpoint:
         """
         if self._closed or self._pump is not None:
             raise ClosedError(f"{task_name(self._me)}: bind an endpoint once")
+        _require_descriptors(task_name(self._me))
         where = await bindable(parse(address), task_name(self._me))
         await check_exposure(where, task_name(self._me), self._security, self._settings)
         self._loop = asyncio.get_running_loop()
@@ -416,6 +418,20 @@ _AT_ONCE: Final = 64
 `_LONG_HEADER` bytes of a header count as one more, as its items have to be made."""
 
 _LONG_HEADER: Final = 4096
+
+LEAST_DESCRIPTORS: Final = 64
+"""A task has about 25 of its own, and each peer takes some. With fewer libzmq ends the
+process, or nobody who connects is ever heard."""
+
+
+def _require_descriptors(task: str) -> None:
+    if allowed() < LEAST_DESCRIPTORS:
+        raise OSError(
+            errno.EMFILE,
+            f"{task}: this process may have {allowed()} files open, and a task takes "
+            f"{LEAST_DESCRIPTORS} or more: raise `ulimit -n`",
+        )
+
 
 _BINDING: Final = {
     errno.EADDRINUSE: ": end the process that has it, or take another port",
