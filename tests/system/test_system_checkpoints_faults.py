@@ -153,17 +153,26 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
     table = world.table(numbered(ROWS))
     manager = zs.CheckpointManager(zs.Checkpoint(table=table), tmp_path, 3)
     manager.save()
-    write = PsClient.write_snapshot
+    write, release = PsClient.write_snapshot, PsClient.release
+    struck, released = [], []
 
     async def interrupted(self, *arguments):
         await write(self, *arguments)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        if not struck:  # of several servers: a second one would not wait
+            struck.append(True)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         await asyncio.Event().wait()  # it is cancelled
+
+    async def noted(self, number):
+        await release(self, number)
+        released.append(number)
 
     with monkeypatch.context() as patched:
         patched.setattr(PsClient, "write_snapshot", interrupted)
+        patched.setattr(PsClient, "release", noted)
         with pytest.raises(KeyboardInterrupt):
             manager.save()
+        assert len(released) == 1
     assert names(tmp_path) == [".checkpoint.lock", "checkpoint", "ckpt-1"]
     assert manager.save() == str(tmp_path / "ckpt-2")
     table.assign(np.zeros((ROWS, DIM), "f4"))

@@ -38,6 +38,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """
     try:
         portal = Portal("zstrat saving")
+        portal.at_close(_others_over)
         try:
             return portal.run(work, math.inf, "saving or restoring")
         finally:
@@ -49,6 +50,14 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         # Ctrl-C before anybody had it: Python would say that nobody awaited it.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()
+
+
+async def _others_over() -> None:
+    """Waits for what Ctrl-C has cancelled to clean up; else the end of the loop would
+    cancel that, too."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others)
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
