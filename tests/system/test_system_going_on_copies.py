@@ -82,10 +82,13 @@ def test_a_program_that_is_killed_goes_on_with_both_copies(local):
     left(strategy)
     local.kill("ps:1")
     local.restart("ps:1")
+    # That ps knows by now, so no program needs to wait long for it to notice.
+    quick = Settings(timeouts=Timeouts(patience=1.0, reconnect=0.5, turn=30.0))
+    options = {**OPTIONS, "settings": quick}
     with pytest.raises(PSUnavailableError, match="of its two copies only one is left"):
-        zs.ParameterServerStrategy(local.resolver, **OPTIONS)
+        zs.ParameterServerStrategy(local.resolver, **options)
     with zs.ParameterServerStrategy(
-        local.resolver, on_ps_loss="restore", **OPTIONS
+        local.resolver, on_ps_loss="restore", **options
     ) as strategy:
         assert not strategy.resumed
         trained(work := Counting(strategy), range(10))
