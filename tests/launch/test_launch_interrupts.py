@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from strikes import is_struck, strikes
 
-from zstrat.launch import LocalCluster, Server
+from zstrat.launch import ForkServer, LocalCluster, Server
 
 pytestmark = [
     pytest.mark.processes,
@@ -34,6 +35,15 @@ def test_no_daemon_is_left_by_a_start_and_the_next_cluster_starts():
     with made.pop() as cluster:
         daemon = psutil.Process(cluster.pid("ps:0"))
         assert set(psutil.Process(daemon.ppid()).children()) - others == {daemon}
+
+
+def test_a_fork_server_that_is_struck_at_its_start_is_gone():
+    made, others = [], set(psutil.Process().children())
+    for _ in strikes(
+        lambda: made.append(ForkServer(os.environ, ("-c", "pass"))), FILES[-1]
+    ):
+        made.clear()
+        assert set(psutil.Process().children()) <= others
 
 
 def test_a_stop_is_gone_on_with_by_the_next_one():

@@ -91,19 +91,24 @@ class ForkServer:
         self._what = _identity(environment)
         self._socket = ours
         command = [sys.executable, *program]
+        process: subprocess.Popen[bytes] | None = None
         try:
             with theirs:
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [*command, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     env=dict(environment),
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
-        except BaseException:
+            self._end = weakref.finalize(self, _end, process, ours, os.getpid())
+        except BaseException:  # to who wants it: of Ctrl-C, too
             ours.close()
+            if process is not None:
+                process.kill()
+                process.wait()
             raise
-        self._end = weakref.finalize(self, _end, self._process, ours, os.getpid())
+        self._process = process
 
     @property
     def pid(self) -> int:
