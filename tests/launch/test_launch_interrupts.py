@@ -24,6 +24,8 @@ FILES = "launch/_local.py", "launch/_child.py", "launch/_fork_server.py"
 
 def test_no_daemon_is_left_by_a_start_and_the_next_cluster_starts():
     made = []
+    # The fork server of tests before would be struck while it is ended.
+    LocalCluster(1, 0, coordinates=False).stop()
     others = set(psutil.Process().children(recursive=True))  # of tests before
 
     def start():

@@ -48,8 +48,10 @@ def test_a_stranger_with_other_keys_is_refused_and_disturbs_nobody(tmp_path):
             (port,) = free_ports(1)
             strangers.start(1, AT=f"127.0.0.1:{port}", **keys)
             said = strangers.line(1)
-            assert said.startswith("CollectiveTimeoutError group 'group'"), said
-            assert f"rank 0 (/job:worker/task:0 at {ranks.addresses[0]})" in said
+            # By then it may know that it is refused: eight handshakes have failed.
+            known = "CollectiveTimeoutError group 'group'", "PermissionDeniedError "
+            assert said.startswith(known), said
+            assert f"/job:worker/task:0 at {ranks.addresses[0]}" in said
             assert "they may have keys of different clusters" in said
         ranks.go_on(0, 1)
         assert ranks.line(0) == "at its end True 0"
