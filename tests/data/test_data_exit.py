@@ -52,3 +52,29 @@ def test_a_function_that_never_returns_keeps_no_program_from_ending():
         [sys.executable, "-c", BLOCKED], capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+DRAWING = """
+import atexit, threading, time
+
+def says_who_is_left():  # registered first, so called last
+    print([each.name for each in threading.enumerate() if "zstrat" in each.name])
+
+atexit.register(says_who_is_left)
+import zstrat.data
+
+def slow(x):
+    time.sleep(0.05)
+    return x
+
+rows = zstrat.data.Dataset.range(10000).map(slow, num_parallel_calls=2)
+passes = iter(rows.batch(16).prefetch(2))
+next(passes)
+"""
+
+
+def test_a_batch_that_is_drawn_when_the_program_ends_is_not_waited_for():
+    done = subprocess.run(
+        [sys.executable, "-c", DRAWING], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"[]\n", b"")

@@ -13,6 +13,7 @@ import pytest
 from strikes import is_struck, strikes
 
 from zstrat.launch import ForkServer, LocalCluster, Server
+from zstrat.launch._server import ServerRun
 
 pytestmark = [
     pytest.mark.processes,
@@ -96,3 +97,18 @@ def test_a_server_that_was_joined_when_ctrl_c_came_is_stopped():
     program = [sys.executable, "-c", JOINED]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_a_server_that_is_stopped_before_its_thread_has_begun(monkeypatch):
+    lives = ServerRun._live
+
+    def late(run):
+        run._reason = "stopped"  # as by `stop` in another thread
+        lives(run)
+
+    monkeypatch.setattr(ServerRun, "_live", late)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        one = {"ps": [f"127.0.0.1:{free.getsockname()[1]}"]}
+    server = Server(one, start=False)
+    server.start()
+    server.join()

@@ -15,6 +15,7 @@ import os
 import time
 import weakref
 from collections import deque
+from concurrent.futures import CancelledError
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
@@ -93,6 +94,11 @@ class _Result(NamedTuple):
 _Results = SimpleQueue[_Result]
 
 
+def _dropped() -> _Result:
+    """Of a call that nobody makes any more: who draws must not wait for it."""
+    return _Result(None, CancelledError())
+
+
 def _given(result: _Result) -> Any:
     if result.error is None:
         return result.value
@@ -125,6 +131,8 @@ class Callers:
         """Begins a call, in the context of who asks; its result goes to ``results``."""
         run = contextvars.copy_context().run  # of its own: two may not share one
         self._calls.put(_Call(results, lambda: run(function, *args)))
+        if self._is_ended:  # behind the last look at the calls: nobody makes it
+            results.put(_dropped())
 
     def end(self) -> bool:
         """Tells the threads to end after the call that they are in; False if they were
@@ -133,8 +141,8 @@ class Callers:
             return False
         self._is_ended = True
         with contextlib.suppress(Empty):
-            while self._calls.get_nowait() is not None:
-                pass
+            while (waiting := self._calls.get_nowait()) is not None:
+                waiting.results.put(_dropped())
         for _ in self._threads:
             self._calls.put(None)
         return True

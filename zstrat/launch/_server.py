@@ -231,6 +231,7 @@ class ServerRun:
 
     def _live(self) -> None:
         if self._reason:
+            self.started.settle(None)  # it is over: `start` must not wait for it
             return
         try:
             run_loop(self._serve())

@@ -151,6 +151,8 @@ class Strategy(FirstVersion):
         call; several compute one operation at a time, which is slow, and logging says
         so.
 
+        Context variables that ``fn`` sets outside of a step do not reach the caller.
+
         ``options`` change nothing: TF's are for the compiler, and jax compiles for each
         shape as it comes.
 
