@@ -13,7 +13,7 @@ import pytest
 from strikes import is_struck, strikes
 
 from zstrat.launch import ForkServer, LocalCluster, Server
-from zstrat.launch._server import ServerRun
+from zstrat.threads import SteadyThread
 
 pytestmark = [
     pytest.mark.processes,
@@ -100,15 +100,15 @@ def test_a_server_that_was_joined_when_ctrl_c_came_is_stopped():
 
 
 def test_a_server_that_is_stopped_before_its_thread_has_begun(monkeypatch):
-    lives = ServerRun._live
+    starts = SteadyThread.start
 
-    def late(run):
-        run._reason = "stopped"  # as by `stop` in another thread
-        lives(run)
+    def late(thread):
+        server.stop()  # as another thread may
+        starts(thread)
 
-    monkeypatch.setattr(ServerRun, "_live", late)
     with socket.create_server(("127.0.0.1", 0)) as free:
         one = {"ps": [f"127.0.0.1:{free.getsockname()[1]}"]}
     server = Server(one, start=False)
+    monkeypatch.setattr(SteadyThread, "start", late)
     server.start()
     server.join()
