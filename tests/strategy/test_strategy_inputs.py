@@ -138,6 +138,30 @@ def test_a_step_that_lacks_elements_of_promised_shapes_ends_the_data():
     assert steps(rows.batch(5, drop_remainder=True), replicas=3) == []
 
 
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda rows: rows.skip(1).take(3).map(np.arange), [[1, 2], [3, 0]]),
+        (lambda rows: rows.batch(4, True).map(lambda x: x[x > 0]), [[3, 4], [4, 0]]),
+        (lambda rows: rows.batch(4, True).map(lambda x: x[1:]), [[3, 3]]),
+        (lambda rows: rows.take(3).map(abs), [[(), ()]]),
+        (lambda rows: rows.take(3).batch(3).map(abs).unbatch(), [[(), ()]]),
+        (lambda rows: rows.take(3).batch(2, True).map(abs).unbatch(), [[(), ()]]),
+        (lambda rows: rows.batch(4).map(abs), [[4, 4], [4, 0]]),
+        (lambda rows: rows.batch(4).map(np.sum), [[(), ()]]),
+        (lambda rows: rows.batch(4, True).concatenate(rows.take(2).batch(2)), None),
+    ],
+)
+def test_what_functions_make_shows_whether_a_last_step_is_one(make, expected):
+    """The shapes are those of MirroredStrategy of TensorFlow 2.21, which traces."""
+    found = [
+        [np.shape(part)[:1] or () for part in parts_of(step)]
+        for step in inputs(2).of_function(lambda _: make(Dataset.range(12)))
+    ]
+    shapes = [[shape and shape[0] for shape in step] for step in found]
+    assert shapes == ([[4, 4], [4, 2]] if expected is None else expected)
+
+
 def test_the_last_batch_leaves_replicas_without_rows():
     dataset = Dataset.from_tensor_slices(np.ones((9, 3), np.int8)).batch(8)
     *_, last = inputs(4).of_dataset(dataset)

@@ -17,6 +17,7 @@ from ._foreign import is_huggingface as is_huggingface
 from ._foreign import parse_no_flags as parse_no_flags
 from ._leaves import dense as dense
 from ._leaves import require_data as require_data
+from ._lineage import ShapePromise as ShapePromise
 from ._options import SHARD_HINT as SHARD_HINT
 from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import DistributeOptions as DistributeOptions

@@ -71,9 +71,9 @@ class Allotment:
         return lineage.is_fresh(self.recipe)
 
     @property
-    def is_static(self) -> bool:
-        """Whether all elements are promised to have the same shapes."""
-        return lineage.is_static(self.recipe)
+    def promise(self) -> lineage.ShapePromise:
+        """What is known of the shapes of its elements."""
+        return lineage.promise_of(self.recipe)
 
     @property
     def is_infinite(self) -> bool:

@@ -9,6 +9,7 @@ Law of the file: nothing here passes over a dataset.
 
 from __future__ import annotations
 
+import enum
 import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, final
@@ -31,7 +32,7 @@ from ._passes import (
     Reordered,
     Rows,
 )
-from ._several import Concatenated, Several
+from ._several import Concatenated, Interleaved, Several
 from ._shuffle import Shuffled
 from ._spec import common_first_axis, unknown
 from ._tree import leaves
@@ -119,23 +120,44 @@ def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
             return None if spec is None else tuple(x.ndim for _, x in leaves(spec))
 
 
-def is_static(recipe: Recipe) -> bool:
-    """Whether all elements are promised to have the same shapes, as far as that is
-    known without a pass; a function of ``map`` is taken to keep the promise."""
+class ShapePromise(enum.IntEnum):
+    """What is known of the shapes of all elements before a pass.
+
+    TF traces the functions of a dataset, and so knows what they promise; here only what
+    they made shows it. The greater one is that of elements made of several.
+    """
+
+    SAME = 0
+    """All elements have the same shapes."""
+    AS_MADE = 1
+    """A function decides: those of the same shapes are taken to keep a promise."""
+    ROWS = 2
+    """Batches may differ in their rows; numbers still have one shape."""
+    NONE = 3
+
+
+def promise_of(recipe: Recipe) -> ShapePromise:
+    """What the recipe promises of the shapes of its elements."""
     spec = recipe.spec(unknown)
     if spec is not None:
-        return all(None not in leaf.shape for _, leaf in leaves(spec))
+        is_static = all(None not in leaf.shape for _, leaf in leaves(spec))
+        return ShapePromise.SAME if is_static else ShapePromise.ROWS
     match recipe:
-        case PaddedBatches():
-            return False
+        case PaddedBatches() | Interleaved():
+            return ShapePromise.ROWS
         case Batching() | Rebatched():
-            return recipe.rows is not None and recipe.drop_remainder
+            is_even = recipe.rows is not None and recipe.drop_remainder
+            return ShapePromise.AS_MADE if is_even else ShapePromise.ROWS
+        case Unbatched():
+            return ShapePromise.AS_MADE
         case Several():
-            return all(map(is_static, recipe.sources))
-        case Reordered() | Prefetched() | Cached() | Enumerated() | MappedPass():
-            return is_static(recipe.source)
+            return max(map(promise_of, recipe.sources))
+        case Reordered() | Prefetched() | Cached() | Enumerated():
+            return promise_of(recipe.source)
+        case MappedPass():
+            return max(ShapePromise.AS_MADE, promise_of(recipe.source))
         case _:
-            return False
+            return ShapePromise.NONE
 
 
 def is_steady(recipe: Recipe) -> bool:

@@ -291,9 +291,9 @@ class Strategy(FirstVersion):
         the size for one replica (``context.get_per_replica_batch_size``): each step
         takes one element for each of them. Nothing is batched or sharded. What it may
         return, and the end of the data: see `experimental_distribute_dataset`; but in
-        one process, where all elements are promised the same shape (drop_remainder),
-        a step that lacks some ends the data, as in TF. Whatever it returns, all
-        workers begin passes, and draw, equally often.
+        one process, where all elements are promised the same shape (drop_remainder;
+        behind a ``map``: where all had it), a step that lacks some ends the data, as in
+        TF. Whatever it returns, all workers begin passes, and draw, equally often.
 
         Raises:
             TypeError: It is not callable, returns no dataset, or (while iterating) one

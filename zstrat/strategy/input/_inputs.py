@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from zstrat.data import InputContext, Worker, allotted, as_dataset, dense, ending
+from zstrat.data import (
+    InputContext,
+    ShapePromise,
+    Worker,
+    allotted,
+    as_dataset,
+    dense,
+    ending,
+)
 from zstrat.program import StepDataset, building, kept
 from zstrat.variables import line_outside
 
@@ -98,7 +106,7 @@ class ProcessInputs:
             batches = self._read(begun, allotment, chosen)
             if alone:
                 found = shares_of_elements(
-                    batches, 1, is_partial=is_partial, is_fresh=is_fresh
+                    batches, 1, ShapePromise.NONE, is_fresh=is_fresh
                 )
             else:
                 batches = dense(batches, _CUT)
@@ -125,28 +133,31 @@ class ProcessInputs:
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
         made = allotted(_made(dataset_fn, self.context), Worker())
-        is_partial = self._may_be_empty([made])
+        promise = self._promise([made])
 
         def shares() -> BegunPass:
             elements = self._read(made.elements(), made, chosen)
             found = shares_of_elements(
-                elements, self.local, is_partial=is_partial, is_fresh=made.is_fresh
+                elements, self.local, promise, is_fresh=made.is_fresh
             )
             return BegunPass(_ending_with(elements, found))
 
         size = made.recipe.size()
         steps = None
-        if size >= 0:
-            steps = math.ceil(size / self.local) if is_partial else size // self.local
+        if size >= 0:  # others ask for it, which give or leave out such a step as here
+            is_kept = promise is not ShapePromise.SAME
+            steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
         return self._fed(_FUNCTION, shares, chosen, self.accord, length)
 
-    def _may_be_empty(self, made: Sequence[Allotment]) -> bool:
-        """Whether a replica without data gets an empty element of a dataset function,
-        while others have some. Not so where all shapes are promised to be the same and
-        no other process is to be waited for: the step then ends the data, as in TF."""
-        is_promised = self.accord is None and all(each.is_static for each in made)
-        return not (self.static_shapes or is_promised)
+    def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
+        """What decides of a last step of a dataset function that lacks elements. Where
+        other processes are waited for it is always one, as in TF."""
+        if self.static_shapes:
+            return ShapePromise.SAME
+        if self.accord is not None or self.local == 1:
+            return ShapePromise.NONE
+        return max(each.promise for each in made)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
@@ -157,11 +168,11 @@ class ProcessInputs:
         # To each function it looks like a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
-        is_partial = self._may_be_empty(made)
+        promise = self._promise(made)
 
         def shares() -> BegunPass:
             pipelines = [self._read(each.elements(), each, options) for each in made]
-            return BegunPass(shares_of_pipelines(pipelines, is_partial=is_partial))
+            return BegunPass(shares_of_pipelines(pipelines, promise))
 
         return self._fed(_FUNCTION, shares, options, None, PassLength())
 

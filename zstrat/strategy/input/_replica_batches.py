@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.data import not_batched
+from zstrat.data import ShapePromise, not_batched
 from zstrat.strategy.replica._per_replica import PerReplica
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from zstrat.data import Cut, Cutter, Span
 
@@ -118,37 +118,78 @@ def shares_of_batches(
 
 
 def shares_of_elements(
-    elements: Iterator[Any], replicas: int, *, is_partial: bool, is_fresh: bool = False
+    elements: Iterator[Any],
+    replicas: int,
+    promise: ShapePromise,
+    *,
+    is_fresh: bool = False,
 ) -> Iterator[Share]:
     """One element for each replica in turn, as they are.
 
     Args:
+        promise: As in TF, a last step that has too few is one, and the other replicas
+            get empty elements, unless all elements are promised the same shapes.
         is_fresh: Nobody else has their memory.
-        is_partial: Whether the last step may have too few; the other replicas then get
-            empty elements.
     """
+    shapes = _Shapes()
     while several := tuple(itertools.islice(elements, replicas)):
-        if len(several) < replicas:
-            if not is_partial:
+        if promise is ShapePromise.AS_MADE:
+            shapes.see(several)
+        if missing := replicas - len(several):
+            if not _is_step(promise, several, shapes):
                 return
-            missing = replicas - len(several)
             several += tuple(empty_like(several[0]) for _ in range(missing))
         yield Share((), apart=several, is_fresh=is_fresh)
 
 
 def shares_of_pipelines(
-    pipelines: Sequence[Iterator[Any]], *, is_partial: bool
+    pipelines: Sequence[Iterator[Any]], promise: ShapePromise
 ) -> Iterator[Share]:
-    """One element of each pipeline in each step, until none has any more."""
+    """One element of each pipeline in each step, until none has any more; ``promise``:
+    see `shares_of_elements`."""
     nothing = object()
+    shapes = _Shapes()
     for several in itertools.zip_longest(*pipelines, fillvalue=nothing):
         found = [element for element in several if element is not nothing]
-        if len(found) < len(several) and not is_partial:
+        if promise is ShapePromise.AS_MADE:
+            shapes.see(found)
+        if len(found) < len(several) and not _is_step(promise, found, shapes):
             return
         yield Share(
             (),
             apart=tuple(empty_like(found[0]) if x is nothing else x for x in several),
         )
+
+
+@final
+class _Shapes:
+    """Whether all elements of a pass had one shape, so far."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[int, ...]] | None = None
+        self.differ = False
+
+    def see(self, elements: Iterable[Any]) -> None:
+        for element in elements:
+            shapes = _shapes_of(element)
+            if self._first is None:
+                self._first = shapes
+            self.differ |= shapes != self._first
+
+
+def _is_step(promise: ShapePromise, found: Sequence[Any], shapes: _Shapes) -> bool:
+    """Whether one with these elements alone is a step."""
+    match promise:
+        case ShapePromise.AS_MADE:
+            return shapes.differ
+        case ShapePromise.ROWS:
+            return any(_shapes_of(found[0]))
+        case _:
+            return promise is ShapePromise.NONE
+
+
+def _shapes_of(element: Any) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(element)]
 
 
 def batch_rows(batch: Any) -> int:
