@@ -212,6 +212,9 @@ def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
     for wrong in ("late", "late:0", "late:x", 5, None):
         with pytest.raises(ValueError, match=f"{wrong!r}: .*a port above 0"):
             workers.add(wrong)
+    for wrong in (-1, True, "1", 1.5):
+        with pytest.raises(InvalidArgumentError, match=f"index={wrong!r}: expected"):
+            workers.add("late:1", index=wrong)
     unlike.busy = True
     with pytest.raises(BusyError):
         workers.add("late:1", timeout=0.05)

@@ -148,6 +148,21 @@ def test_unknown_batch_sizes_cut_each_batch_by_itself(arriving, cluster, policy)
         assert found == padded_steps(pieces, replicas)
 
 
+@given(st.integers(1, 6), st.integers(1, 13), clusters, st.sampled_from([OFF, FILE]))
+def test_batches_of_one_size_that_nobody_knows_are_cut_as_if_it_were_known(
+    batches, size, cluster, policy
+):
+    workers, replicas = cluster
+    for index in range(workers):
+        who = Worker(workers, index, replicas)
+        found, known = (
+            cutter(None, policy, who, is_static=True),
+            cutter(size, policy, who),
+        )
+        if size >= workers * replicas:  # pieces of no rows are no end of a stream
+            assert run(found, [size] * batches) == run(known, [size] * batches)
+
+
 @given(arrivals, st.none() | st.integers(1, 13), clusters, st.sampled_from([OFF, DATA]))
 def test_batches_are_kept_no_longer_than_needed(arriving, size, cluster, policy):
     workers, replicas = cluster

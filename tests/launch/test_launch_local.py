@@ -184,6 +184,13 @@ def test_a_count_that_is_a_text():
         LocalCluster(num_workers="2")
 
 
+def test_a_count_of_numpy_is_a_number():
+    with LocalCluster(np.int64(1), np.int32(0), coordinates=False) as cluster:
+        assert cluster.resolver.cluster_spec().num_tasks("ps") == 1
+    with pytest.raises(TypeError, match="num_ps=True: expected a whole number"):
+        LocalCluster(True)
+
+
 def test_a_folder_too_deep_for_sockets(tmp_path):
     with pytest.raises(ValueError, match="too long a path"):
         LocalCluster(lane="ipc", directory=tmp_path / ("x" * 120))

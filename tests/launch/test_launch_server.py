@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from zstrat.cluster import ClusterSpec
@@ -35,6 +36,15 @@ def test_serves_until_it_is_stopped():
         joining.join(30)
         assert not joining.is_alive()
     server.stop()
+
+
+def test_an_index_of_numpy_is_a_number():
+    """Its hello could not be sent: the program waited for it in vain."""
+    with Server({"ps": ["127.0.0.1:1", "127.0.0.1:0"]}, "ps", np.int64(1)) as server:
+        address = server.target.removeprefix("tcp://")
+        spec = ClusterSpec({"ps": {1: address}})
+        (seen,) = run(observe(spec, Settings(), 30))
+        assert seen.problem == ""
 
 
 ENDED = """

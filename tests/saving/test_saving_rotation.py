@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import textwrap
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,15 +246,67 @@ def test_arguments(checkpoint, tmp_path):
     for keep in (0, -1):
         with pytest.raises(ValueError, match="max_to_keep"):
             CheckpointManager(checkpoint, tmp_path, keep)
-    for keep in (1.5, "3"):
-        with pytest.raises(TypeError, match="integer"):
+    for keep in (1.5, "3", float("inf")):
+        with pytest.raises(TypeError, match=r"max_to_keep=.*: expected an integer"):
             CheckpointManager(checkpoint, tmp_path, keep)
+    for name in (
+        "keep_checkpoint_every_n_hours",
+        "checkpoint_interval",
+        "checkpoint_interval_s",
+    ):
+        for number in ("2", float("nan"), [2]):
+            with pytest.raises(TypeError, match=f"{name}=.*: expected a number"):
+                CheckpointManager(
+                    checkpoint, tmp_path, 1, step_counter=int, **{name: number}
+                )
+    for call in (
+        lambda: CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=3),
+        lambda: latest_checkpoint(tmp_path, 3),
+    ):
+        with pytest.raises(TypeError, match="checkpoint_name=3: expected text"):
+            call()
     with pytest.raises(ValueError, match="step_counter should be passed"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=5)
     with pytest.raises(ValueError, match="checkpoint_interval_s=0"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval_s=0)
     with pytest.raises(ValueError, match="a name, not a path"):
         CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="a/b")
+
+
+@pytest.mark.parametrize("keep", [2.0, np.int32(2), np.float32(2), Variable(2)])
+def test_how_many_are_kept_is_any_whole_number(checkpoint, tmp_path, keep):
+    manager = CheckpointManager(checkpoint, tmp_path, keep)
+    for _ in range(3):
+        manager.save()
+    assert folders(tmp_path) == names(manager) == ["ckpt-2", "ckpt-3"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a\nb", "größe", "a-1", ".", b"bytes", Path("path")]
+)
+def test_names_of_ones_own(checkpoint, value, tmp_path, name):
+    manager = CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name=name)
+    for number in range(2):
+        value.assign(np.full(2000, number, "f4"))
+        path = manager.save()
+    assert path == latest_checkpoint(tmp_path) == latest_checkpoint(tmp_path, name)
+    assert path == str(tmp_path / f"{os.fsdecode(name)}-2")
+    assert len(folders(tmp_path)) == 1
+    value.assign(np.zeros(2000, "f4"))
+    assert manager.restore_or_initialize() == path
+    assert (value.numpy() == 1).all()
+
+
+def test_every_0_hours_none_is_kept_for_good(checkpoint, tmp_path):
+    """As TensorFlow, which asks whether there are hours."""
+    clock = FakeClock(1e9)
+    manager = CheckpointManager(
+        checkpoint, tmp_path, 1, keep_checkpoint_every_n_hours=0, clock=clock
+    )
+    for _ in range(3):
+        clock.advance(HOUR)
+        manager.save()
+    assert folders(tmp_path) == ["ckpt-3"]
 
 
 def test_restore_or_initialize(checkpoint, value, tmp_path):

@@ -112,6 +112,22 @@ def test_batches_of_one_worker_are_cut_as_by_tensorflow(
     assert drawn(inputs(replicas).of_dataset(dataset)) == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda x: x.map(np.negative), [[0, -1, -2], [-3, -4], [-5, -6], [-7, -8]]),
+        (lambda x: x.map(np.copy).shuffle(1), [[0, 1, 2], [3, 4], [5, 6], [7, 8]]),
+        (lambda x: x.rebatch(9), [[0, 1, 2], [3, 4], [5, 6], [7, 8]]),
+    ],
+)
+def test_promised_sizes_are_known_behind_map_and_rebatch(change, expected):
+    """The values are those of tf.distribute.MirroredStrategy of TensorFlow 2.21, under
+    a policy that does not deal out."""
+    batches = Dataset.range(13).batch(9, drop_remainder=True)
+    dataset = change(batches).with_options(Options(AutoShardPolicy.OFF))
+    assert drawn(inputs(4).of_dataset(dataset)) == [expected]
+
+
 def test_batches_of_files_are_cut_by_sizes_as_by_tensorflow(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_text("".join(f"{n}\n" for n in range(7)))
@@ -132,6 +148,11 @@ def test_a_step_that_lacks_elements_of_promised_shapes_ends_the_data():
     assert steps(rows.batch(4, drop_remainder=True)) == [[(4,), (4,)]]
     assert steps(rows.map(abs).batch(4, drop_remainder=True)) == [[(4,), (4,)]]
     assert steps(rows.batch(4, True).map(np.negative).prefetch(1)) == [[(4,), (4,)]]
+    assert steps(rows.batch(4, drop_remainder=True).rebatch(4)) == [[(4,), (4,)]]
+    assert steps(rows.batch(6, drop_remainder=True).rebatch(4)) == [
+        [(4,), (4,)],
+        [(4,), (0,)],
+    ]
     assert steps(rows.take(3)) == [[(), ()]]
     assert steps(rows.batch(4)) == [[(4,), (4,)], [(4,), (0,)]]
     assert steps(rows.batch(5)) == [[(5,), (5,)], [(2,), (0,)]]

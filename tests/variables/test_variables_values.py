@@ -73,6 +73,8 @@ def test_a_name_is_text(name):
 
 def test_a_given_shape_must_be_the_values():
     assert zv.Variable(np.float32([[0, 0, 0]]), shape=(1, 3)).shape == (1, 3)
+    for shape in (2, np.int64(2), np.array([2])):
+        assert zv.Variable([0.0, 1.0], shape=shape).shape == (2,)
     with pytest.raises(ValueError, match=r"has shape \(2,\); expected \(3,\)"):
         zv.Variable([0.0, 1.0], shape=3)
 

@@ -6,6 +6,7 @@ Files only: no jax, no sockets, no variables.
 from ._disk import absolute as absolute
 from ._disk import blamed as blamed
 from ._disk import digest_of as digest_of
+from ._disk import local_path as local_path
 from ._disk import make_folder as make_folder
 from ._disk import replace_file as replace_file
 from ._disk import sync_folder as sync_folder

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ADDRESS: Final = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -71,9 +73,31 @@ def _file_above(path: str) -> str:
     return above
 
 
+def local_path(path: str | bytes | os.PathLike[str]) -> str:
+    """The path of a file or a folder of this machine, as text.
+
+    Raises:
+        ValueError: It is an address of something else, or has a null in it.
+    """
+    text = os.fsdecode(path)
+    if _ADDRESS.match(text):
+        if not text.startswith("file:///"):
+            raise ValueError(
+                f"{text!r:.300}: expected a path, got an address: checkpoints lie in "
+                "folders of the machine; mount that one, and give its path here"
+            )
+        text = text.removeprefix("file://")  # as by TF
+    if "\0" in text:
+        raise ValueError(f"{text!r:.300}: expected a path, which has no null in it")
+    return text
+
+
 def absolute(path: str | bytes | os.PathLike[str]) -> str:
-    """The path as another process, on another machine perhaps, finds it."""
-    return os.path.abspath(os.fsdecode(path))
+    """The path as another process, on another machine perhaps, finds it.
+
+    Raises: As `local_path`.
+    """
+    return os.path.abspath(local_path(path))
 
 
 def make_folder(path: str) -> None:

@@ -99,7 +99,7 @@ class Allotment:
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""
-        return cutter(self.batch_size, self.policy, self.worker)
+        return cutter(self.batch_size, self.policy, self.worker, self.is_static)
 
 
 def as_dataset(source: Any) -> Dataset:

@@ -88,8 +88,12 @@ class Rebatched(Derived):
         return self.sizes[0] if len(set(self.sizes)) == 1 else None
 
     def spec(self, look: Look) -> Spec:
-        rows = self.rows if self.drop_remainder else None
-        return stacked_spec(row_spec(self.source.spec(look)), rows)
+        source, rows = self.source.spec(look), self.rows
+        if rows is not None and not self.drop_remainder:
+            # As in TF: batches of a promised size that are cut leave no rest.
+            before = first_axis(source)
+            rows = rows if before is not None and before % rows == 0 else None
+        return stacked_spec(row_spec(source), rows)
 
 
 def rows_of(element: Element, what: str) -> int:

@@ -34,7 +34,7 @@ from ._passes import (
 )
 from ._several import Concatenated, Interleaved, Several
 from ._shuffle import Shuffled
-from ._spec import common_first_axis, unknown
+from ._spec import common_first_axis, first_axis, unknown
 from ._tree import leaves
 from .files import Files
 
@@ -84,7 +84,9 @@ def batch_size_of(recipe: Recipe) -> int | None:
         case Batching():
             return recipe.batch_size
         case Rebatched():
-            return recipe.rows if recipe.drop_remainder else None  # as TF counts them
+            # As TF counts them: unless it is promised, not even of whole batches.
+            promised = first_axis(recipe.spec(unknown))
+            return recipe.rows if recipe.drop_remainder else promised
         case Several():
             found = {batch_size_of(source) for source in recipe.sources}
             return found.pop() if len(found) == 1 else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 import os
 import shutil
 import signal
@@ -84,8 +86,8 @@ class LocalCluster:
         settings: Settings | None = None,
         coordinates: bool = True,
     ) -> None:
-        _require_count("num_ps", num_ps, 1)
-        _require_count("num_workers", num_workers, 0)
+        num_ps = _count("num_ps", num_ps, 1)
+        num_workers = _count("num_workers", num_workers, 0)
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
@@ -251,11 +253,14 @@ class LocalCluster:
             ) from None
 
 
-def _require_count(name: str, count: int, least: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name}={count!r}: expected a whole number, {least} or more")
-    if count < least:
-        raise ValueError(f"{name}={count}: expected {least} or more")
+def _count(name: str, given: int, least: int) -> int:
+    with contextlib.suppress(TypeError):
+        count = operator.index(given)  # one of numpy is one, too
+        if count < least:
+            raise ValueError(f"{name}={given}: expected {least} or more")
+        if not isinstance(given, bool):
+            return count
+    raise TypeError(f"{name}={given!r}: expected a whole number, {least} or more")
 
 
 def _end(

@@ -274,7 +274,7 @@ def _define(
         index = _only("task_index", index, cluster.task_indices(job))
         made = ServerDef(cluster, job, index, protocol or "tcp")
     _ = made.address  # raises if there is no such task
-    return made
+    return replace(made, task_index=int(made.task_index))  # one of numpy is one, too
 
 
 _running: Final[weakref.WeakSet[Server]] = weakref.WeakSet()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.checkpoint import absolute, make_folder
+from zstrat.checkpoint import absolute, local_path, make_folder
 from zstrat.variables import Variable, creator
 
 from ._blocking import FileThread, run_blocking
@@ -102,6 +102,7 @@ class Checkpoint(Tracked):
         they may delete. Without such variables the chief saves alone.
 
         Raises:
+            ValueError: ``file_prefix`` is an address, as gs://bucket/x, and no path.
             CollectiveTimeoutError, PeerLostError: Another process did not save such a
                 variable; names both.
             PSUnavailableError: A parameter server is gone. ``on_ps_loss="restore"``: it
@@ -122,10 +123,12 @@ class Checkpoint(Tracked):
         Cancellation: nothing was saved, and what was before is as it was; or, at the
         very end, it was saved and does not count: the next one takes its place.
         """
-        prefix = absolute(file_prefix)
+        # As by TF: what is behind the last slash is the beginning of a name, or none.
+        above, prefix = os.path.split(local_path(file_prefix))
+        directory = absolute(above)
         number = int(self.save_counter.numpy()) + 1
-        path = f"{prefix}-{number}"
-        directory, name = os.path.split(path)
+        name = f"{prefix}-{number}"
+        path = os.path.join(directory, name)
         async with FileThread() as disk:
             await disk(make_folder, directory)
             lock = await disk(writer_of, directory)
@@ -148,6 +151,8 @@ class Checkpoint(Tracked):
 
     async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """`write`, without blocking the running loop; see `save_async`."""
+        if not local_path(file_prefix):
+            raise ValueError("file_prefix: expected a folder, got an empty text")
         path = absolute(file_prefix)
         async with FileThread() as disk:
             await disk(make_folder, os.path.dirname(path))

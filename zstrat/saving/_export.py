@@ -20,6 +20,7 @@ from zstrat.checkpoint import (
     TensorInfo,
     TensorWriter,
     absolute,
+    local_path,
     sync_folder,
 )
 from zstrat.errors import AlreadyExistsError
@@ -71,7 +72,7 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
     """
     final = _file_at(path)
     if isinstance(source, str | os.PathLike):
-        folder = os.fspath(source)
+        folder = absolute(source)
         async with FileThread() as disk:
             await disk(_copy, folder, final)
         return final
@@ -136,7 +137,7 @@ def _finish(writer: TensorWriter, path: str) -> list[str]:
 
 
 def _file_at(path: str | os.PathLike[str]) -> str:
-    final = os.fsdecode(path)
+    final = local_path(path)
     if os.path.isdir(absolute(final)):
         raise AlreadyExistsError(
             f"exporting to {final!r}: it is a folder: give the path of a file"
@@ -178,7 +179,7 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
         components = saved_components(graph)
         yield from run_blocking(steadily(components, lambda: _read(graph, components)))
         return
-    folder = os.fspath(source)
+    folder = absolute(source)
     with CheckpointFiles(folder) as files:
         for name, tensor in _stored_values(folder):
             yield name, files.read(tensor)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import numpy as np
 
+from zstrat.checkpoint import absolute
 from zstrat.cluster import cluster_spec_of, id_in_cluster
 from zstrat.collectives import Group
 from zstrat.config import TRY_AGAIN
@@ -335,9 +336,9 @@ def _manager(
                 "When a checkpoint is passed, a checkpoint_dir must be passed as well."
             )
         return CheckpointManager(given, folder, max_to_keep=1)
-    if folder and os.path.abspath(folder) != given.directory:
+    if folder and absolute(folder) != given.directory:
         raise InvalidArgumentError(
-            f"checkpoint_dir={os.fspath(folder)!r}, and the CheckpointManager saves to "
+            f"checkpoint_dir={folder!r}, and the CheckpointManager saves to "
             f"{given.directory!r}: leave checkpoint_dir out"
         )
     return given

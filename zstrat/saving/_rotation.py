@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import operator
+import math
 import os
 import time
 import warnings
@@ -15,7 +16,15 @@ from zstrat.errors import DataLossError
 from zstrat.variables import line_outside
 
 from ._blocking import FileThread, run_blocking
-from ._state import SavedList, clean, prefix_of, read_state, update_state, writer_of
+from ._state import (
+    SavedList,
+    clean,
+    name_given,
+    prefix_of,
+    read_state,
+    update_state,
+    writer_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,9 +51,11 @@ def latest_checkpoint(
 
     Raises:
         NotFoundError: It is a file, or lies below one; says which.
+        TypeError: The name is no text.
     """
     directory = absolute(checkpoint_dir)
-    names = read_state(directory, checkpoint_name).names
+    prefix = None if checkpoint_name is None else name_given(checkpoint_name)
+    names = read_state(directory, prefix).names
     return os.path.join(directory, names[-1]) if names else None
 
 
@@ -92,7 +103,8 @@ class CheckpointManager:
     Raises:
         ValueError: ``max_to_keep`` is below 1, there is an interval of steps and no
             counter, or one of seconds that is not above 0.
-        TypeError: ``max_to_keep`` is no whole number.
+        TypeError: ``max_to_keep`` is no whole number, hours or an interval are none at
+            all, or the name is no text.
     """
 
     def __init__(
@@ -109,8 +121,15 @@ class CheckpointManager:
         checkpoint_interval_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if max_to_keep is not None and operator.index(max_to_keep) <= 0:
-            raise ValueError(f"max_to_keep={max_to_keep}: expected 1 or more, or None")
+        for argument, number in (
+            ("keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours),
+            ("checkpoint_interval", checkpoint_interval),
+            ("checkpoint_interval_s", checkpoint_interval_s),
+        ):
+            _require_number(argument, number)
+        keep = None if max_to_keep is None else _integer("max_to_keep", max_to_keep)
+        if keep is not None and keep <= 0:
+            raise ValueError(f"max_to_keep={keep}: expected 1 or more, or None")
         if checkpoint_interval is not None and step_counter is None:
             raise ValueError(
                 "step_counter should be passed if checkpoint_interval is not None"
@@ -120,12 +139,14 @@ class CheckpointManager:
                 f"checkpoint_interval_s={checkpoint_interval_s}: expected seconds "
                 "above 0, or None"
             )
-        if not checkpoint_name or "/" in checkpoint_name:
+        name = name_given(checkpoint_name)
+        if not name or "/" in name:
             raise ValueError(f"checkpoint_name={checkpoint_name!r}: a name, not a path")
         self._checkpoint = checkpoint
         self._directory = absolute(directory)
-        self._keep, self._hours = max_to_keep, keep_checkpoint_every_n_hours
-        self._name, self._clock = checkpoint_name, clock
+        # None are kept for good every 0 hours, as in TF.
+        self._keep, self._hours = keep, keep_checkpoint_every_n_hours or None
+        self._name, self._clock = name, clock
         self._counter, self._interval = step_counter, checkpoint_interval
         self._interval_s = checkpoint_interval_s
         self._init_fn = init_fn
@@ -212,7 +233,7 @@ class CheckpointManager:
             count = int(self._checkpoint.save_counter.numpy()) + 1
             number = count
             if checkpoint_number is not None:
-                number = _whole(checkpoint_number)
+                number = _numbered(checkpoint_number)
             name = f"{self._name}-{number}"
             path = os.path.join(self._directory, name)
             note = _StepNote(step, None if callable(self._counter) else self._step)
@@ -325,17 +346,42 @@ class CheckpointManager:
         return f"<zstrat.CheckpointManager of {self._directory}>"
 
 
-def _whole(number: Any) -> int:
+def _numbered(number: Any) -> int:
     """A checkpoint's number, from what a caller gave.
 
     Raises:
         ValueError: It is none.
     """
+    with contextlib.suppress(TypeError, ValueError):
+        given = int(number) if isinstance(number, str | bytes) else number
+        whole = _integer("checkpoint_number", given)
+        if whole >= 0:
+            return whole
+    raise ValueError(f"checkpoint_number={number!r}: expected a whole number from 0 on")
+
+
+def _integer(name: str, number: Any) -> int:
+    """A whole number, of whatever type: a variable, say, or a float.
+
+    Raises:
+        TypeError: It is none.
+    """
     try:
         whole = int(number)
         # Not the float alone, which has not all integers beyond 2**53.
-        if whole >= 0 and (whole == number or whole == float(number)):
+        is_text = isinstance(number, str | bytes)
+        if not is_text and (whole == number or whole == float(number)):
             return whole
     except (TypeError, ValueError, OverflowError):
         pass  # to the words below
-    raise ValueError(f"checkpoint_number={number!r}: expected a whole number from 0 on")
+    raise TypeError(f"{name}={number!r}: expected an integer")
+
+
+def _require_number(name: str, number: Any) -> None:
+    """Refuses what is not None and no number, before it is needed."""
+    if number is None:
+        return
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(number, str | bytes) and not math.isnan(float(number)):
+            return
+    raise TypeError(f"{name}={number!r}: expected a number, or None")

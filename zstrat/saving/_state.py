@@ -28,7 +28,7 @@ log = logging.getLogger("zstrat.saving")
 STATE: Final = "checkpoint"
 _FORMAT: Final = "zstrat.checkpoints"
 _LOCK: Final = ".checkpoint.lock"
-_NUMBERED: Final = re.compile(r"(.+)-(\d+)")
+_NUMBERED: Final = re.compile(r"(.*)-(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,18 @@ def prefix_of(name: str) -> str | None:
     return None if numbered is None else numbered[1]
 
 
+def name_given(name: Any) -> str:
+    """What a caller calls checkpoints.
+
+    Raises:
+        TypeError: It is no text, as a name of files is.
+    """
+    try:
+        return os.fsdecode(name)
+    except TypeError:
+        raise TypeError(f"checkpoint_name={name!r}: expected text") from None
+
+
 def clean(directory: str, prefix: str) -> None:
     """Removes what savers left that were killed; only for who holds the lock."""
     with contextlib.suppress(OSError):
@@ -217,7 +229,9 @@ def _stored(directory: str) -> SavedList:
                 plainly, _names(doomed), _preserved(preserved), _names(left)
             )
     log.warning(
-        "%s is damaged; the checkpoints are listed from what is in the folder", path
+        "%s is damaged, or another program's; the checkpoints are listed from what is "
+        "in the folder",
+        path,
     )
     return SavedList()
 

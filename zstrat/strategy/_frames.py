@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -92,6 +92,17 @@ def pop(frame: Frame) -> None:
         )
     _frames.set(frames[:-1])
     surroundings.set(frames[-2].mark if len(frames) > 1 else None)
+
+
+def leave_for(before: Context) -> None:
+    """Leaves all that was entered since then, whatever kept its own end from doing so:
+    our context variables are as they were there. Others are the program's."""
+    for variable in copy_context():
+        if variable.name.startswith("zstrat"):
+            is_known = variable in before
+            was = before[variable] if is_known else Context().run(variable.get)
+            if variable.get() is not was:
+                variable.set(was)
 
 
 def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:

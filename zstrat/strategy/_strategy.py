@@ -19,7 +19,7 @@ from zstrat.program import hide_frames
 from zstrat.variables import StrategyCreator, Variable, is_staging, recorder
 
 from ._context import ReplicaContext, Scope
-from ._frames import require_cross_replica
+from ._frames import leave_for, require_cross_replica
 from ._v1 import FirstVersion
 from .input._inputs import ProcessInputs
 from .mirrored._copies import by_copies, copies_of, reducible
@@ -149,9 +149,7 @@ class Strategy(FirstVersion):
         more. In a step each replica is then traced by itself. Outside of a step, one
         replica of a strategy of several processes, or of parameter servers, is a plain
         call; several compute one operation at a time, which is slow, and logging says
-        so.
-
-        Context variables that ``fn`` sets outside of a step do not reach the caller.
+        so. Context variables that replicas set in turns do not reach the caller.
 
         ``options`` change nothing: TF's are for the compiler, and jax compiles for each
         shape as it comes.
@@ -179,9 +177,7 @@ class Strategy(FirstVersion):
             )
         named = {} if kwargs is None else kwargs
         try:
-            # In a context of its own: it ends in C, where no Ctrl-C can strike on the
-            # way out and leave the caller in this scope.
-            return copy_context().run(self._run_in_scope, fn, args, named)
+            return self._run_in_scope(fn, args, named)
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
@@ -337,8 +333,21 @@ class Strategy(FirstVersion):
     def _run_in_scope(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        with self.scope():
-            return self._run_replicas(fn, args, kwargs)
+        # Not in a context of its own: a generator that `fn` draws from may keep a token
+        # of the caller's, as numpy.errstate does.
+        before = copy_context()
+        try:
+            try:
+                with self.scope():
+                    return self._run_replicas(fn, args, kwargs)
+            except BaseException:
+                leave_for(before)
+                raise
+        except BaseException:
+            # Ctrl-C strikes on the way out, too, and in the first one, and must not
+            # leave the caller in this scope.
+            leave_for(before)
+            raise
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

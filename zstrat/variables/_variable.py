@@ -13,6 +13,8 @@ import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
@@ -38,8 +40,6 @@ from ._tracing import asked_name
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Sequence
-
-    import numpy as np
 
     from ._home import HomeUpdate, VariableHandle
     from ._tracing import TraceRecorder
@@ -95,8 +95,8 @@ class Variable(AbstractVariable):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         per_worker_variable: bool = False,
     ) -> Variable:
-        if isinstance(shape, int):
-            shape = (shape,)
+        if isinstance(shape, int | np.integer):
+            shape = (int(shape),)
         name = "Variable" if name is None else name
         if not isinstance(name, str):
             raise TypeError(f"name={name!r:.80}: expected the name of a variable, text")

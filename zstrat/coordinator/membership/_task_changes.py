@@ -3,7 +3,9 @@ changes them while it trains."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import InvalidArgumentError
@@ -52,6 +54,21 @@ def require_reachable(address: str, what: str) -> None:
     )
 
 
+def task_number(index: int | None) -> int | None:
+    """The number of a task that the user names, None if he does not.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if index is None:
+        return None
+    with contextlib.suppress(TypeError):
+        number = operator.index(index)
+        if number >= 0 and not isinstance(index, bool):
+            return number
+    raise InvalidArgumentError(f"index={index!r:.80}: expected a number, 0 or more")
+
+
 @final
 class Workers:
     """``strategy.workers``: the workers that compute steps, and changes of them.
@@ -94,9 +111,9 @@ class Workers:
             ValueError: The address is none.
             AlreadyExistsError: The cluster has this address, or number, already, or the
                 same process by another address.
-            InvalidArgumentError: The number is that of another address, which was
-                removed; the worker has another number of devices than the others; or
-                the strategy has variables with a value per worker.
+            InvalidArgumentError: The number is none, or that of another address, which
+                was removed; the worker has another number of devices than the others;
+                or the strategy has variables with a value per worker.
             DeadlineExceededError: It did not answer in time.
             BusyError: Another program has it.
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
@@ -178,7 +195,8 @@ class Workers:
         require_reachable(address, "worker")
         patience = self._session.settings.timeouts.connect
         patience = patience if timeout is None else finite_seconds(timeout)
-        work = self._session.cluster.turnover.add(address, index, patience)
+        number = task_number(index)
+        work = self._session.cluster.turnover.add(address, number, patience)
         return work, patience + SLACK_SECONDS
 
     def _removing(
@@ -316,7 +334,7 @@ class StoreServers:
         patience = self._session.settings.timeouts.connect
         if timeout is not None:
             patience = finite_seconds(timeout)
-        return self._session.cluster.moves.add(address, index, patience)
+        return self._session.cluster.moves.add(address, task_number(index), patience)
 
     def _vacating(
         self, address: str, timeout: float | None

@@ -268,10 +268,6 @@ class StoreMoves:
         if number is None:
             after = max(self._numbers.values()) + 1
             return self._numbers.get(address, after)
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise InvalidArgumentError(
-                f"index={number!r}: expected a number, 0 or more"
-            )
         for other, known in self._numbers.items():
             if known == number and other != address:
                 raise AlreadyExistsError(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
+import numpy as np
 
 from zstrat.cluster import (
     RunningCluster,
@@ -185,7 +186,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
         if settings is None:
             settings = settings_from(environment())
         if prefetch is not None:
-            if not isinstance(prefetch, int) or prefetch < 0:
+            if not isinstance(prefetch, int | np.integer) or prefetch < 0:
                 raise ValueError(
                     f"prefetch={prefetch!r}: expected None or a number of steps, 0 or "
                     "more"
@@ -377,7 +378,9 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
 
 def _check_stores(stores_per_ps: object) -> None:
-    is_number = isinstance(stores_per_ps, int) and not isinstance(stores_per_ps, bool)
+    is_number = (
+        isinstance(stores_per_ps, int | np.integer) and stores_per_ps is not True
+    )
     if not is_number or not 1 <= stores_per_ps <= _MOST_STORES:  # type: ignore[operator]
         raise ValueError(
             f"stores_per_ps={stores_per_ps!r}: expected a number, 1 to {_MOST_STORES}"
