@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,28 @@ async def test_a_reform_that_is_cancelled_anywhere(make, rank):
         await joined(mine.reform_async)
         await both(sums(mine), asking)
     assert count > 4
+
+
+async def test_reforms_that_are_cancelled_at_any_moment_of_the_other_threads():
+    """What one rank is cancelled in, the others may take for done."""
+    moments = random.Random(7)
+    with ranks_of(3) as ranks:
+        groups = await asyncio.to_thread(ranks.groups)
+
+        async def again(group):
+            await joined(group.reform_async)
+            return await sums(group)
+
+        for number in range(30):
+            mine, *others = groups[number % 3 :] + groups[: number % 3]
+            asking = [asyncio.create_task(again(group)) for group in others]
+            forming = asyncio.create_task(mine.reform_async())
+            for _ in range(moments.randrange(700)):
+                await asyncio.sleep(0)  # the loop of the group goes on
+            forming.cancel()
+            await asyncio.wait([forming])
+            for found in await asyncio.gather(again(mine), *asking):
+                np.testing.assert_array_equal(found, np.full(3, 3.0))
 
 
 CALLS = {
