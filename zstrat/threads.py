@@ -114,8 +114,11 @@ class SteadyThread(threading.Thread):
         Cancellation: Ctrl-C finds it begun, or not, or it begins a moment later.
 
         Raises:
-            RuntimeError: The system gives no more threads, or the interpreter ends.
+            RuntimeError: The system gives no more threads, the interpreter ends, or it
+                was started before: that one goes on.
         """
+        if self.ident is not None:
+            raise RuntimeError("threads can only be started once")
         begun: SimpleQueue[BaseException | None] = SimpleQueue()
         self._process = os.getpid()
         try:
@@ -151,7 +154,8 @@ class SteadyThread(threading.Thread):
         try:
             super().start()
         except BaseException as error:  # to who starts it
-            self._over.open()
+            if self.ident is None:  # or else an earlier start, which was struck, came
+                self._over.open()
             begun.put(error)
         else:
             begun.put(None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import AsyncClusterCoordinator, ClusterCoordinator
+from zstrat.coordinator import (
+    AsyncClusterCoordinator,
+    ClusterCoordinator,
+    RemoteValue,
+)
 from zstrat.errors import CancelledError, ClosureInputError, DeadlineExceededError
 
 
@@ -66,6 +71,26 @@ async def test_the_lines_of_the_readme(strategy):
         assert isinstance(await values[0].get(), jax.Array)
         blocking = ClusterCoordinator(strategy)
         assert await asyncio.to_thread(blocking.fetch, values) == [7, 7, 7]
+
+
+async def test_a_shutdown_is_carried_out_though_it_is_cancelled_at_once(
+    world, strategy
+):
+    """And though every thread of the program waits for what it ends."""
+    coordinator = AsyncClusterCoordinator(strategy)
+    await asyncio.to_thread(world.on_loop, world.hold)
+    value = await coordinator.schedule(double, args=(1,))
+    loop, only = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    loop.set_default_executor(only)
+    waiting = loop.run_in_executor(None, RemoteValue.fetch, value, 20)
+    ending = asyncio.create_task(coordinator.shutdown())
+    await asyncio.sleep(0)  # it waits
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    with pytest.raises(CancelledError):
+        await waiting
+    await asyncio.to_thread(world.on_loop, world.release)
 
 
 async def test_fetch_may_be_late_and_tells_its_lateness_from_that_of_a_step(

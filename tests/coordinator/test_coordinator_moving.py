@@ -1,9 +1,11 @@
 """Parameter servers that are added and drained: what is asked of whom, and refused."""
 
 import asyncio
+import contextlib
 from functools import partial
 
 import pytest
+from cancels import cancelled_everywhere
 from coordinator_fakes import good
 from coordinator_stores import connected, drops, kinds, served
 from coordinator_stores import world as world
@@ -200,6 +202,31 @@ def test_a_drain_waits_no_longer_for_another_change_than_for_its_stores(world):
     asyncio.run(asyncio.wait_for(change(), 10.0))
     servers.drain("ps1:1", timeout=10.0)
     assert servers.addresses == {0: "ps0:1", 2: "ps2:1"}
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+async def test_a_change_that_is_cancelled_anywhere_was_made_or_not(world, replicas):
+    servers = connected(world, replicas=replicas)
+    world.newcomer(2)
+    await servers.add_async("ps2:1")
+    world.newcomer(3)
+    coordinator = world.coordinator()
+    for change, back in (
+        (partial(servers.add_async, "ps3:1"), partial(servers.drain_async, "ps3:1")),
+        (partial(servers.drain_async, "ps0:1"), partial(servers.add_async, "ps0:1")),
+    ):
+        before = servers.addresses
+        async for was_cancelled in cancelled_everywhere(change):
+            if was_cancelled:
+                with contextlib.suppress(AlreadyExistsError, NotFoundError):  # made
+                    await change()
+            assert servers.addresses != before
+            await back()
+            assert servers.addresses == before
+            assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
+    async for _ in cancelled_everywhere(servers.level_async):
+        await servers.level_async()
+    assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
 
 
 @pytest.mark.parametrize("silent", ["worker", "ps"])

@@ -6,6 +6,7 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+from cancels import cancelled_everywhere
 from coordinator_fakes import good
 
 import zstrat as zs
@@ -295,6 +296,27 @@ async def test_the_awaited_one(make_world, place):
         assert await value == 1
     assert profile.about["steps that ended"] == 1
     assert ("program", "schedule") in spans_in(read(place))
+
+
+async def test_cancelled_anywhere_there_is_a_file_or_it_says_why_not(make_world, place):
+    world = make_world(ps=1, workers=1)
+    world.coordinator()
+    coordinator = AsyncClusterCoordinator(world.strategy)
+    profiles = []
+
+    async def profiled():
+        profiles.append(coordinator.profile(place))
+        async with profiles[-1]:
+            profiles.append("entered")
+
+    async for was_cancelled in cancelled_everywhere(profiled):
+        entered = profiles.pop() == "entered"
+        if entered and not was_cancelled:
+            assert profiles[-1].problem == ""
+        elif entered:
+            assert place.exists() or "CancelledError" in profiles[-1].problem
+        place.unlink(missing_ok=True)
+    assert await (await coordinator.schedule(good)) == 1
 
 
 def test_without_a_coordinator_it_says_what_to_make(place):

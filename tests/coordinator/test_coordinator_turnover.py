@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cancels import cancelled_everywhere
 from coordinator_fakes import good
 
 import zstrat.program as zs
@@ -253,6 +255,56 @@ async def test_an_addition_that_is_given_up_leaves_nothing(world):
     await workers.remove_async("late:1")
     assert len(workers) == 2
     coordinator.schedule(good).fetch()
+
+
+async def test_an_addition_that_is_cancelled_anywhere_is_none(make_world):
+    world = make_world(workers=1)
+    coordinator, workers = world.coordinator(), Workers(world.session)
+    world.newcomer("late:1")
+    add = partial(workers.add_async, "late:1")
+    async for was_cancelled in cancelled_everywhere(add):
+        if was_cancelled:
+            assert await add() == 1
+        await workers.remove_async("late:1")
+    assert len(workers) == 1
+    assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
+
+
+async def test_a_removal_that_is_cancelled_anywhere_is_one(make_world):
+    world = make_world(workers=1)
+    coordinator, workers = world.coordinator(), Workers(world.session)
+    world.newcomer("late:1")
+    await workers.add_async("late:1")
+    async for _ in cancelled_everywhere(lambda: workers.remove_async("late:1")):
+        assert await workers.add_async("late:1") == 1
+    await workers.remove_async("late:1")
+    assert await asyncio.to_thread(coordinator.schedule(good).fetch) == 1
+
+
+def test_one_may_be_added_in_the_place_of_one_that_has_not_gone_yet(world):
+    coordinator = world.coordinator(closures_in_flight=1)
+    workers = Workers(world.session)
+    first, _ = world.workers
+    world.on_loop(world.hold)
+    values = [coordinator.schedule(good) for _ in range(2)]
+    world.until(lambda: world.running == 2)
+    begun = world.on_loop(first.queue.pop)  # it is not given back
+    removing, raised = in_thread(workers.remove, "worker0:1", 60.0)
+    world.until(lambda: len(workers) == 1)
+    with pytest.raises(BusyError, match="worker 0 is leaving just now"):
+        workers.add("worker0:1", timeout=0.01)
+    adding, refused = in_thread(workers.add, "worker0:1", None, 60.0)
+
+    def end():
+        first.queue.append(begun)
+        world.release()
+
+    world.on_loop(end)
+    removing.join()
+    adding.join()
+    assert raised + refused == []
+    assert workers.addresses == {0: "worker0:1", 1: "worker1:1"}
+    assert [value.fetch() for value in values] == [1, 1]
 
 
 def test_a_large_result_goes_away_with_its_worker(world):

@@ -3,63 +3,14 @@ the session goes on."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import types
-
 import numpy as np
 import optax
 import pytest
+from cancels import cancelled_everywhere
 
 import zstrat as zs
 
 pytestmark = pytest.mark.processes
-
-
-@types.coroutine
-def driven(work, number, is_late, struck):
-    """``work``, that its own task cancels at its await of that number: while it waits
-    there, or when what it waits for has come and it has not gone on yet."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    error, result = None, None
-    for count in itertools.count(1):
-        try:
-            waits = work.send(result) if error is None else work.throw(error)
-        except StopIteration as end:
-            return end.value
-        if count == number:
-            struck.append(number)
-            if is_late and waits is not None:
-                waits.add_done_callback(lambda _: task.cancel())
-            else:
-                loop.call_soon(task.cancel)
-        error, result = None, None
-        try:
-            result = yield waits
-        except BaseException as raised:
-            error = raised
-
-
-async def awaited(work, *how):
-    return await driven(work, *how)
-
-
-async def cancelled_everywhere(make):
-    """Cancels a call at each of its awaits in turn; yields behind each whether that
-    ended it."""
-    for is_late in (False, True):
-        for number in itertools.count(1):
-            struck = []
-            task = asyncio.create_task(awaited(make(), number, is_late, struck))
-            async with asyncio.timeout(30):
-                await asyncio.wait([task])
-            if task.cancelled():
-                yield True
-            else:
-                task.result()
-                yield False
-            if not struck:
-                break
 
 
 @pytest.fixture(scope="module")

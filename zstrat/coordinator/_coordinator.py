@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
 from zstrat.program import hide_frames
+from zstrat.transport import on_own_thread
 
 from ._core import CoordinatedStrategy, CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
@@ -404,7 +406,7 @@ class AsyncClusterCoordinator(CoordinatorFace):
 
         Cancellation: it is shut down all the same.
         """
-        await asyncio.to_thread(self._core.shutdown, cluster)
+        await on_own_thread(partial(self._core.shutdown, cluster))
 
     async def __aenter__(self) -> Self:
         return self

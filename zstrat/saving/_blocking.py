@@ -23,7 +23,7 @@ from zstrat.program import hide_frames
 from zstrat.transport import Portal
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Callable, Coroutine
 
 
 T = TypeVar("T")
@@ -58,23 +58,6 @@ async def _others_over() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others)
-
-
-async def to_its_end(work: Awaitable[T]) -> T:
-    """Awaits what is to be done in any case, as the end of something that has begun.
-
-    Cancellation: is raised when that is done.
-    """
-    task, is_cancelled = asyncio.ensure_future(work), False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled:
-        _ = task.cancelled() or task.exception()  # an error is not what ends this
-        raise asyncio.CancelledError
-    return task.result()
 
 
 class FileThread:

@@ -24,10 +24,11 @@ import numpy as np
 from zstrat.checkpoint import CheckpointFiles, Manifest, verify
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
+from zstrat.transport import to_its_end
 from zstrat.variables import HomeWithSlots, Optimizer, SlotValues
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
-from ._blocking import FileThread, ProgressBar, to_its_end
+from ._blocking import FileThread, ProgressBar
 from ._match import Matching
 from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph

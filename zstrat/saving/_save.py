@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat import __version__
 from zstrat.checkpoint import CheckpointFolder, Manifest
+from zstrat.transport import to_its_end
 
-from ._blocking import FileThread, ProgressBar, to_its_end
+from ._blocking import FileThread, ProgressBar
 from ._load import remember_saved
 from ._servers import steadily
 from ._snapshot_sources import PinnedSnapshot, stream

@@ -17,10 +17,10 @@ from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
 from zstrat.strategy import SyncOnReadVariable
+from zstrat.transport import to_its_end
 from zstrat.variables import HomeWithSlots
 from zstrat.wire import TensorEntry, raw
 
-from ._blocking import to_its_end
 from ._servers import at_rest, cluster_of
 
 if TYPE_CHECKING:

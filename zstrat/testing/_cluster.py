@@ -11,11 +11,13 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar, final
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import environment, settings_from
 from zstrat.launch import LocalCluster, Server
+from zstrat.transport import on_own_thread
 
 from ._process import frozen
 from ._relay import Relay
@@ -39,7 +41,8 @@ async def in_thread(
             async with in_thread(cluster.killed("worker:0")):
                 ...
 
-    Cancellation: on the way in, waits until the context is entered, and leaves it.
+    Cancellation: on the way in, waits until the context is entered, and leaves it; on
+    the way out it is left all the same.
     """
     stack = contextlib.ExitStack()
     entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, context))
@@ -47,7 +50,7 @@ async def in_thread(
         value = await asyncio.shield(entering)
     except asyncio.CancelledError:
         await asyncio.wait([entering])
-        await asyncio.to_thread(stack.close)
+        await on_own_thread(stack.close)
         raise
     try:
         yield value
@@ -61,7 +64,7 @@ async def in_thread(
 async def _leave(stack: contextlib.ExitStack, error: BaseException | None) -> bool:
     kind = None if error is None else type(error)
     trace = None if error is None else error.__traceback__
-    return bool(await asyncio.to_thread(stack.__exit__, kind, error, trace))
+    return bool(await on_own_thread(partial(stack.__exit__, kind, error, trace)))
 
 
 class RelayedCluster(abc.ABC):

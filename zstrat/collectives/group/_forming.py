@@ -168,12 +168,13 @@ async def _agree(
             engine = memory.attach(generation.rank, generation.members, between)
         except OSError as error:  # another user, another container
             log.info("%s goes by messages: %s", generation.title, error)
-    has_engine = engine is not None
-    if not await all_agree(generation, FORMING, has_engine, patience):
-        if engine is not None:
+    has_engine, agreed = engine is not None, False
+    try:
+        agreed = await all_agree(generation, FORMING, has_engine, patience)
+    finally:
+        if engine is not None and not agreed:
             engine.close()
-        return None
-    return engine
+    return engine if agreed else None
 
 
 def _entry(

@@ -6,16 +6,18 @@ must make the same calls in the same order. Calls with a tag are numbered by tag
 
 from __future__ import annotations
 
-import asyncio
+import threading
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
+from zstrat.transport import on_own_thread
 
 from ._calls import GroupCalls, parameters_of
 from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
 from ._operations import CallOptions
-from ._runtime import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from ._forming import FormingRequest
     from ._pending import Pending
     from ._requests import OperationRequest
+    from ._scheduler import OperationScheduler
+
+_ANEW: Final = "it forms a new generation"
+_GIVEN_UP: Final = "it gave up forming a generation"
 
 _SLACK: Final = 5.0
 """Seconds that forming may take beyond its patience, to say what was wrong."""
@@ -85,6 +91,11 @@ class Group(GroupCalls):
         settings: Settings | None = None,
     ) -> None:
         self._is_closed = False
+        self._has_formed = False
+        """A generation, which is that of ``_work``."""
+        self._work: OperationScheduler
+        self._leaving = threading.Lock()
+        """Held by whoever leaves a generation: one that was cancelled may still do."""
         self._invited = invitation_of(
             resolver,
             name,
@@ -104,7 +115,7 @@ class Group(GroupCalls):
         try:
             self._form_now(self._invited.wanted())
         except BaseException:  # to the caller, who has no group that he could close
-            self._runtime.release()
+            self.close()
             raise
 
     @classmethod
@@ -116,11 +127,13 @@ class Group(GroupCalls):
         """
         group = cls.__new__(cls)
         group._invite(*args, **kwargs)
-        group._runtime = await awaited(group._invited.runtime)
+        group._runtime = await on_own_thread(
+            group._invited.runtime, lambda runtime: runtime.release()
+        )
         try:
             await group._form(group._invited.wanted())
         except BaseException:  # as in the constructor; cancellation, too
-            await asyncio.to_thread(group._runtime.release)
+            await on_own_thread(group.close)
             raise
         return group
 
@@ -193,15 +206,24 @@ class Group(GroupCalls):
                 called again.
         """
         wanted = self._next(*args, **kwargs)
-        self._leave("it forms a new generation")
-        self._form_now(wanted)
+        self._leave(_ANEW)
+        try:
+            self._form_now(wanted)
+        except BaseException:  # to the caller: of Ctrl-C, too, which may be late
+            self._leave(_GIVEN_UP)
+            raise
 
     @parameters_of(_next)
     async def reform_async(self, *args: Any, **kwargs: Any) -> None:
-        """As `reform`. Cancellation: the group stays broken."""
+        """As `reform`. Cancellation: the group is broken; the other ranks hear that
+        this one has left, and it may be called again."""
         wanted = self._next(*args, **kwargs)
-        await asyncio.to_thread(self._leave, "it forms a new generation")
-        await self._form(wanted)
+        await on_own_thread(partial(self._leave, _ANEW))
+        try:
+            await self._form(wanted)
+        except BaseException:  # to the caller: of cancellation, too
+            await on_own_thread(partial(self._leave, _GIVEN_UP))
+            raise
 
     def close(self) -> None:
         """Leaves the group: what was sent arrives, what is under way fails.
@@ -226,29 +248,42 @@ class Group(GroupCalls):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)
+        await on_own_thread(self.close)
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
     def _form_now(self, wanted: FormingRequest) -> None:
         seconds = wanted.patience + _SLACK
-        forming = form(self._runtime, wanted)
-        self._work = self._runtime.run(forming, seconds, wanted.words)
-        self._wanted = wanted
+        self._runtime.run(self._forming(wanted), seconds, wanted.words)
 
     async def _form(self, wanted: FormingRequest) -> None:
-        forming = form(self._runtime, wanted)
-        self._work = await self._runtime.run_async(forming, wanted.words)
-        self._wanted = wanted
+        await self._runtime.run_async(self._forming(wanted), wanted.words)
+
+    async def _forming(self, wanted: FormingRequest) -> None:
+        """On the loop: who waits for it may be cancelled when it has just ended, and
+        has to leave what was formed."""
+        self._work = await form(self._runtime, wanted)
+        self._wanted, self._has_formed = wanted, True
 
     def _leave(self, reason: str) -> None:
-        work, node = self._work, self._runtime.node
+        """Leaves the generation, if there is one; done again, it does no more."""
         # Slow lines may have much to carry still; a rank that is lost ends the wait.
         drain = self._invited.settings.timeouts.drain
-        leaving = node.leave(work.generation, reason, drain)
-        self._runtime.run(leaving, drain + _SLACK, f"leaving group {self.name!r}")
-        work.close()
+        words = f"leaving group {self.name!r}"
+        with self._leaving:
+            try:
+                with suppress(ClosedError):  # the loop of the daemon has ended
+                    parting = self._parting(reason, drain)
+                    self._runtime.run(parting, drain + _SLACK, words)
+            finally:
+                if self._has_formed:
+                    self._work.close()
+
+    async def _parting(self, reason: str, drain: float) -> None:
+        # On the loop, which has cancelled by now a forming that was given up.
+        if self._has_formed:
+            await self._runtime.node.leave(self._work.generation, reason, drain)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import (
+    BusyError,
     CollectiveTimeoutError,
     DeadlineExceededError,
     PeerLostError,
@@ -83,8 +84,9 @@ is a byte from every rank."""
 _MEMBERS: Final = frozenset({Job.WORKER, Job.CHIEF})
 
 _GRACE: Final = 1.0
-"""Seconds that an answer of rank 0 may be late: it says more than our own error; and
-that lines may take when this task ends."""
+"""Seconds that an answer of rank 0 may be late: it says more than our own error; that
+lines may take when this task ends; and in which a rank that gives up opens them, or its
+last word comes behind its next request."""
 
 
 class GroupNode:
@@ -134,6 +136,7 @@ class GroupNode:
             )
         match message:
             case JoinGroup():
+                self._begins_anew(remote, message)
                 return self._rendezvous.asks(remote, message)
             case AskCall():
                 return self._question(remote, message)
@@ -146,6 +149,14 @@ class GroupNode:
     def lost(self, remote: Remote) -> None:
         """A task that was connected is not any more."""
         self._rendezvous.lost(remote)
+
+    def _begins_anew(self, remote: Remote, message: JoinGroup) -> None:
+        """Whoever wants to join is in no generation of the group any more; if it has
+        not heard that it was, it has told nobody. If it has, that may come later."""
+        for generation in list(self._generations.values()):
+            rank = generation.rank_of(remote.hello)
+            if generation.group == message.group and rank is not None:
+                self.loop.call_later(_GRACE, generation.gone, rank, "it gave up")
 
     def _question(self, remote: Remote, message: AskCall) -> CallState:
         generation = self._generations.get(message.ticket)
@@ -212,9 +223,17 @@ class GroupNode:
         make = LinkMaker(self.me, replace(self.settings, lane=lane), self.security)
         deadline = self.loop.time() + request.patience
         self._forming += 1
+        is_given_up = False
         try:
             if request.rank == 0:
-                formed = _formed(await self._rendezvous.open(request, seats, choices))
+                answer = self._rendezvous.open(request, seats, choices)
+                try:
+                    await answer
+                except asyncio.CancelledError:
+                    if answer.cancelled():
+                        raise
+                    is_given_up = True  # the others have the answer, too
+                formed = _formed(answer.result())
             else:
                 formed = await self._join_there(request, seats[0], make, deadline)
             generation = Generation(
@@ -226,7 +245,7 @@ class GroupNode:
         try:
             for incarnation, hop in self._claim(formed.ticket):
                 generation.hop(incarnation, hop)
-            await generation.mesh.open(deadline + _GRACE)
+            await self._open(generation, deadline + _GRACE, is_given_up)
         except BaseException:  # to `form`; cancellation, too: the others hear of it
             await self.leave(generation, "it could not reach all ranks")
             raise
@@ -247,6 +266,28 @@ class GroupNode:
         await asyncio.gather(*(self.leave(each, reason) for each in everything))
         self._rendezvous.close()
 
+    async def _open(
+        self, generation: Generation, deadline: float, is_given_up: bool
+    ) -> None:
+        """Opens the ways to all ranks. ``is_given_up``: it has been cancelled before.
+
+        Raises: as `Mesh.open`.
+
+        Cancellation: is raised when they are open, or after a moment; what is not open
+        does not tell the other end that this rank leaves.
+        """
+        if is_given_up:
+            deadline = self.loop.time() + _GRACE
+        opening = asyncio.ensure_future(generation.mesh.open(deadline))
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait([opening], timeout=_GRACE)
+            opening.cancel()
+            raise
+        if is_given_up:
+            raise asyncio.CancelledError
+
     async def _join_there(
         self, request: JoinGroup, first: GroupSeat, make: LinkMaker, deadline: float
     ) -> GroupFormed:
@@ -258,6 +299,11 @@ class GroupNode:
                 with suppress(PeerLostError):  # it may be started anew
                     late = deadline + _GRACE
                     return _formed(await link.request(request, deadline=late))
+        except asyncio.CancelledError:
+            if link.is_open:  # the answer may be on its way: see `_begins_anew`
+                with suppress(BusyError):
+                    link.submit(replace(request, patience=0.0)).cancel()
+            raise
         except DeadlineExceededError as error:
             if isinstance(error, CollectiveTimeoutError):
                 raise

@@ -122,6 +122,11 @@ class MembershipState(Generic[Token]):
         return self._seats is None and not self._applicants
 
     @property
+    def tokens(self) -> list[Token]:
+        """Of those that wait."""
+        return [applicant.token for applicant in self._applicants]
+
+    @property
     def due(self) -> float:
         """When `tick` has to be called."""
         return min(
@@ -325,6 +330,9 @@ class RendezvousService:
     def _ask(self, request: JoinGroup, future: asyncio.Future[Message]) -> None:
         rendezvous = self._rendezvous_of(request.group)
         future.add_done_callback(lambda done: self._answered(request.group, done))
+        for token in rendezvous.tokens:
+            if token.done():  # cancelled just now: nobody is there to join
+                rendezvous.leave(token)
         self._obey(rendezvous.ask(request, future, self._loop.time()))
         self._arm()
 

@@ -8,7 +8,6 @@ last one that closes ends them.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -67,14 +66,15 @@ class GroupRuntime:
         return True
 
     def release(self) -> None:
-        """A group that used it is closed."""
+        """A group that used it is closed. Blocks while the last one is, so that the
+        next runtime of the task finds its address free."""
         with _lock:
             self.users -= 1
             if self.users or self._portal is None:
                 return
             for key in [key for key, each in _runtimes.items() if each is self]:
                 del _runtimes[key]
-        self._portal.close()
+            self._portal.close()
 
     def readiness(self) -> str:
         """A member of groups is there for the others as soon as it is bound."""
@@ -154,9 +154,9 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
     Blocks while it binds. Give it back with `GroupRuntime.release`.
     """
     with _lock:
-        runtime = _runtimes.get((seat.job, seat.number, bind)) or _daemons.get(
-            (seat.job, seat.number)
-        )
+        with _announcing:
+            daemon = _daemons.get((seat.job, seat.number))
+        runtime = _runtimes.get((seat.job, seat.number, bind)) or daemon
         if runtime is None:
             runtime = GroupRuntime.settle(seat, bind, settings)
             _runtimes[seat.job, seat.number, bind] = runtime
@@ -164,43 +164,28 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
         return runtime
 
 
-async def awaited(make: Callable[[], GroupRuntime]) -> GroupRuntime:
-    """What ``make`` gives, which blocks and so runs on a thread.
-
-    Cancellation: the runtime is given back as soon as it is there.
-    """
-    making = asyncio.get_running_loop().run_in_executor(None, make)
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_give_back)
-        raise
-
-
-def _give_back(making: asyncio.Future[GroupRuntime]) -> None:
-    if not making.cancelled() and making.exception() is None:
-        making.get_loop().run_in_executor(None, making.result().release)
-
-
 def announce(node: GroupNode) -> None:
     """A daemon of this process has a node, and will hand it its messages."""
-    with _lock:
+    with _announcing:
         _daemons[node.me.job, node.me.index] = GroupRuntime(node)
 
 
 def withdraw(node: GroupNode) -> None:
     """The daemon ends."""
-    with _lock, suppress(KeyError):
+    with _announcing, suppress(KeyError):
         if _daemons[node.me.job, node.me.index].node is node:
             del _daemons[node.me.job, node.me.index]
 
 
 def only_daemon() -> tuple[str, int] | None:
     """Job and index of the daemon that this process is, if it is one."""
-    with _lock:
+    with _announcing:
         return next(iter(_daemons)) if len(_daemons) == 1 else None
 
 
 _lock: Final = threading.Lock()
+"""Of the runtimes of programs; held while one is bound or closed."""
+_announcing: Final = threading.Lock()
+"""Of the daemons, whose loops it does not hold up."""
 _runtimes: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
 _daemons: Final[dict[tuple[str, int], GroupRuntime]] = {}

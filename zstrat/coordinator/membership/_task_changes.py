@@ -3,6 +3,7 @@ changes them while it trains."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import operator
@@ -119,15 +120,32 @@ class Workers:
             VersionMismatchError, ProtocolError, PermissionDeniedError: It is none that
                 could join.
         """
-        work, seconds = self._adding(address, index, timeout)
-        return self._session.run(work, f"adding {address}", seconds)
+        patience, number = self._patience(address, timeout), task_number(index)
+        work = self._session.cluster.turnover.add(address, number, patience)
+        return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
 
     async def add_async(
         self, address: str, index: int | None = None, timeout: float | None = None
     ) -> int:
         """As `add`, awaited. Cancellation: it is not taken in."""
-        work, _ = self._adding(address, index, timeout)
-        return await self._session.run_async(work, f"adding {address}")
+        patience, number = self._patience(address, timeout), task_number(index)
+        turnover, added = self._session.cluster.turnover, False
+
+        async def add() -> int:
+            nonlocal added
+            given = await turnover.add(address, number, patience)
+            added = True
+            return given
+
+        def undo() -> None:  # on the loop, where it may have ended meanwhile
+            if added:
+                turnover.expel(address)
+
+        try:
+            return await self._session.run_async(add(), f"adding {address}")
+        except asyncio.CancelledError:
+            self._session.portal.call_soon(undo)
+            raise
 
     def remove(self, address: str, timeout: float | None = None) -> None:
         """Lets a worker go while training goes on; blocks until it has gone.
@@ -150,7 +168,12 @@ class Workers:
         """As `remove`, awaited. Cancellation: it is gone all the same, and what it has
         runs on another worker."""
         work, _ = self._removing(address, timeout)
-        await self._session.run_async(work, f"removing {address}")
+        try:
+            await self._session.run_async(work, f"removing {address}")
+        except asyncio.CancelledError:
+            expel = self._session.cluster.turnover.expel
+            self._session.portal.call_soon(expel, address)  # it may not have begun
+            raise
 
     def accept_joining(self, accept: bool = True) -> None:
         """From now on workers are taken in, as by `add`, that report themselves:
@@ -188,16 +211,11 @@ class Workers:
 
         return self._session.run(bound(), "counting workers")
 
-    def _adding(
-        self, address: str, index: int | None, timeout: float | None
-    ) -> tuple[Coroutine[Any, Any, int], float]:
-        """The work, and for how long to wait for it."""
+    def _patience(self, address: str, timeout: float | None) -> float:
+        """For how long to wait for a worker that is added there."""
         require_reachable(address, "worker")
         patience = self._session.settings.timeouts.connect
-        patience = patience if timeout is None else finite_seconds(timeout)
-        number = task_number(index)
-        work = self._session.cluster.turnover.add(address, number, patience)
-        return work, patience + SLACK_SECONDS
+        return patience if timeout is None else finite_seconds(timeout)
 
     def _removing(
         self, address: str, timeout: float | None

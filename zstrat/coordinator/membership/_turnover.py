@@ -10,6 +10,7 @@ the next one waits; only this file changes the list of workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol, final
@@ -153,9 +154,11 @@ class Turnover:
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()
         self._applying: asyncio.Task[None] | None = None
+        self._expelling: set[asyncio.Task[None]] = set()
         self._answer: Mapping[int, str] | None = None
         self._refused: dict[int, str] = {}
-        self._leaving: set[int] = set()
+        self._leaving: dict[int, asyncio.Event] = {}
+        """By place; set when whoever leaves it has gone."""
 
     async def add(self, address: str, task_number: int | None, patience: float) -> int:
         """Takes a worker in, and waits until it is in the session; returns its number.
@@ -165,16 +168,25 @@ class Turnover:
             AlreadyExistsError, InvalidArgumentError: As `Membership.add`.
             DeadlineExceededError: It did not answer within ``patience`` seconds.
             BusyError: It belongs to another coordinator, or its place is that of one
-                that leaves just now.
+                that has not left within ``patience`` seconds.
             VersionMismatchError, PermissionDeniedError: It will never take us.
 
         Cancellation: it is not taken in.
         """
         check_address(address)
-        deadline = asyncio.get_running_loop().time() + patience
-        async with self._lock:
-            wanted = self.membership.add(address, task_number)
-            task = self._admit(wanted)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        while True:
+            async with self._lock:
+                wanted = self.membership.add(address, task_number)
+                gone = self._leaving.get(wanted.place)
+                if gone is None or loop.time() >= deadline:
+                    task = self._admit(wanted)
+                    break
+                self.membership.withdraw(wanted.place)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await gone.wait()
         await self._take_in(wanted, task, deadline, "the program has added it")
         return wanted.task_number
 
@@ -230,6 +242,19 @@ class Turnover:
             await self._release(task, REMOVED, 0.0)
             raise
 
+    def expel(self, address: str) -> None:
+        """Lets a worker go, if there is one of that address; waits for nothing."""
+        if address in self.membership.addresses.values():
+            work = self.remove(address, 0.0)
+            expelling = asyncio.get_running_loop().create_task(work, name="expelling")
+            self._expelling.add(expelling)
+            expelling.add_done_callback(self._expelled)
+
+    def _expelled(self, expelling: asyncio.Task[None]) -> None:
+        self._expelling.discard(expelling)
+        if not expelling.cancelled() and (error := expelling.exception()) is not None:
+            log.info("%s", error)  # somebody else has removed it meanwhile
+
     def watch(self, ask: Callable[[], Mapping[int, str]], every: float) -> None:
         """From now on the resolver is asked again."""
         self._watch = ResolverWatch(ask, every, self._answered)
@@ -245,9 +270,13 @@ class Turnover:
         await self.reports.stop()
         if self._watch is not None:
             self._watch.stop()
+        under_way = [*self._expelling]
         if self._applying is not None:
-            self._applying.cancel()
-            await asyncio.wait([self._applying])
+            under_way.append(self._applying)
+        for task in under_way:
+            task.cancel()
+        if under_way:
+            await asyncio.wait(under_way)
 
     @property
     def metrics(self) -> dict[str, int]:
@@ -337,11 +366,12 @@ class Turnover:
         self._came(wanted, why)
 
     async def _release(self, task: TaskSession, reason: str, patience: float) -> None:
-        self._leaving.add(task.place)
+        gone = self._leaving[task.place] = asyncio.Event()
         try:
             await self._sessions.release(task, reason, patience)
         finally:
-            self._leaving.discard(task.place)
+            self._leaving.pop(task.place, None)
+            gone.set()
 
     def _came(self, admitted: AdmitWorker, why: str) -> None:
         self.membership.came(admitted.place)

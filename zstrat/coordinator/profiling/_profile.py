@@ -15,6 +15,7 @@ import math
 import operator
 import os
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final, Self, SupportsIndex, final
 
 from zstrat.coordinator._on_worker import in_step
@@ -22,6 +23,7 @@ from zstrat.coordinator.connecting import open_sessions
 from zstrat.errors import ClosedError, UnavailableError
 from zstrat.program import worker_context
 from zstrat.telemetry.timeline import assemble, check_place, write_timeline
+from zstrat.transport import on_own_thread, to_its_end
 from zstrat.variables import recorder
 
 from ._timeline_run import PROFILE_SECONDS, TimelineBounds, TimelineRun
@@ -110,7 +112,7 @@ class Profile:
         run, session = self._current()
         with self._noting(), contextlib.suppress(ClosedError), self._asking(session):
             await session.run_async(run.end(), "ending a time line")
-        await asyncio.to_thread(self._write, run)
+        await to_its_end(on_own_thread(partial(self._write, run)))
 
     def _prepare(self) -> CoordinatorCore:
         if worker_context.get() is not None or recorder.get() is not None:
@@ -174,6 +176,9 @@ class Profile:
         except Exception as error:  # goes to the log, and to `problem`
             self.problem = self.problem or f"{type(error).__name__}: {error}"
             log.error("the time line %s was not written: %s", self._path, self.problem)
+        except BaseException as error:  # of Ctrl-C or cancellation, to the caller
+            self.problem = self.problem or f"it was cut off by {type(error).__name__}"
+            raise
 
 
 def timeline_of(collected: CollectedRun) -> Timeline:
