@@ -71,7 +71,7 @@ class Opted(Reordered):
 def options_of(recipe: Recipe) -> Options:
     """The options of the recipe; of several, the last ones count."""
     found = Options()
-    for each in _walk(recipe):
+    for each in walk(recipe):
         if isinstance(each, Opted | Foreign):
             # The walk begins with the last operation, whose options count.
             found = Options(each.policy).merge(found)
@@ -264,7 +264,7 @@ def has_no_order(recipe: Recipe, dealt: int) -> bool:
     """Whether what workers deal out by number comes as it is made, in any order."""
     return any(
         isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
-        for each in itertools.islice(_walk(recipe), dealt, None)
+        for each in itertools.islice(walk(recipe), dealt, None)
     )
 
 
@@ -279,19 +279,19 @@ def order_of(begun: Recipe, dealt: int) -> str:
 
 
 def _shuffled(recipe: Recipe, dealt: int) -> Iterator[Shuffled]:
-    for each in itertools.islice(_walk(recipe), dealt, None):
+    for each in itertools.islice(walk(recipe), dealt, None):
         if isinstance(each, Shuffled):
             yield each
 
 
-def _walk(recipe: Recipe) -> Iterator[Recipe]:
+def walk(recipe: Recipe) -> Iterator[Recipe]:
     """Yields the recipe and all that it is made of."""
     yield recipe
     if isinstance(recipe, Derived):
-        yield from _walk(recipe.source)
+        yield from walk(recipe.source)
     elif isinstance(recipe, Several):
         for source in recipe.sources:
-            yield from _walk(source)
+            yield from walk(source)
 
 
 def _line(recipe: Recipe) -> Iterator[Recipe]:

@@ -83,6 +83,11 @@ class Recipe(abc.ABC):
         """The recipe, begun, as the repeat of this number within its pass."""
         return self.of_each(lambda source: source.again(number))
 
+    def chance(self) -> str:
+        """Why a pass with the same numbers may come in another order, in words for the
+        user; "" if none does, as far as the recipe can tell."""
+        return ""
+
     def one(self, item: Any) -> Element:
         return item
 
@@ -106,6 +111,9 @@ class Derived(Recipe):
 
     def size(self) -> int:
         return self.source.size()
+
+    def chance(self) -> str:
+        return self.source.chance()
 
     def of(self, source: Recipe) -> Self:
         """This operation over another recipe."""
@@ -232,22 +240,35 @@ class MappedPass(Derived):
     Args:
         threads: How many elements are made at a time; 0: by who reads, one by one.
         in_order: The results come in the order of the elements, not as they are made.
+        start: The number of the first element, for messages.
     """
 
     source: Recipe
     function: Callable[..., Any]
     threads: int = 0
     in_order: bool = True
+    start: int = 0
+
+    def chance(self) -> str:
+        if self.threads and not self.in_order:
+            return (
+                "map(deterministic=False) gives elements as they are made. Leave "
+                "`deterministic` out"
+            )
+        return self.source.chance()
 
     def items(self) -> Iterator[Element]:
         made = numbered(self._made, "map", self.function)
+        elements = self.source.elements()
         if self.threads:
-            return in_order(self.source.elements(), made, self.threads, self.in_order)
-        return self._each(made)
+            return in_order(elements, made, self.threads, self.in_order, self.start)
+        return self._each(elements, made)
 
-    def _each(self, made: Callable[[int, Element], Element]) -> Iterator[Element]:
-        with ending(self.source.elements()) as elements:
-            for number, element in enumerate(elements):
+    def _each(
+        self, source: Iterator[Element], made: Callable[[int, Element], Element]
+    ) -> Iterator[Element]:
+        with ending(source) as elements:
+            for number, element in enumerate(elements, self.start):
                 yield made(number, element)
 
     def _made(self, element: Element) -> Element:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
@@ -40,6 +40,9 @@ class Several(Recipe):
 
     @abc.abstractmethod
     def size(self) -> int: ...
+
+    def chance(self) -> str:
+        return next(filter(None, (source.chance() for source in self.sources)), "")
 
     def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
@@ -154,6 +157,16 @@ class HasRecipe(Protocol):
 
 
 @final
+class MadeRecipes:
+    """What is known of the datasets that a function has made; see `Recipe.chance`."""
+
+    __slots__ = ("chance",)
+
+    def __init__(self) -> None:
+        self.chance = ""
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Interleaved(Derived):
     """Elements of the datasets that a function makes.
@@ -161,6 +174,7 @@ class Interleaved(Derived):
     Args:
         threads: So many places read their datasets ahead, a block each; the order
             stays the same.
+        made: What the function has made, of all passes.
     """
 
     source: Recipe
@@ -168,6 +182,10 @@ class Interleaved(Derived):
     cycle_length: int
     block_length: int
     threads: int = 0
+    made: MadeRecipes = field(default_factory=MadeRecipes, compare=False)
+
+    def chance(self) -> str:
+        return self.source.chance() or self.made.chance
 
     def items(self) -> Iterator[Element]:
         opened = numbered(self._opened, "interleave", self.function)
@@ -214,4 +232,6 @@ class Interleaved(Derived):
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"
             )
-        return made.recipe.first()
+        recipe = made.recipe.first()
+        self.made.chance = self.made.chance or recipe.chance()
+        return recipe

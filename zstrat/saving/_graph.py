@@ -22,6 +22,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
+from zstrat.data import CheckpointableIterator
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class ObjectNode:
                 return "variable"
             case Optimizer():
                 return "optimizer"
+            case CheckpointableIterator():
+                return "iterator"
         return "group"
 
 
@@ -70,6 +73,10 @@ class Graph:
     @property
     def optimizers(self) -> list[ObjectNode]:
         return [node for node in self.nodes if node.kind == "optimizer"]
+
+    @property
+    def iterators(self) -> list[ObjectNode]:
+        return [node for node in self.nodes if node.kind == "iterator"]
 
 
 def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -> Graph:
@@ -116,12 +123,19 @@ def held(value: Any) -> dict[str, Any]:
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}
+        case CheckpointableIterator():
+            return {}
         case Optimizer():
             return {} if value.iterations is None else {"iterations": value.iterations}
         case Tracked():
             return value.tracked
         case Module():
-            return dict(sorted(vars(value).items()))
+            # The place of an iterator is saved where the user asks for that by name.
+            return {
+                name: each
+                for name, each in sorted(vars(value).items())
+                if not isinstance(each, CheckpointableIterator)
+            }
         case dict():
             return _by_text((str(key), each) for key, each in value.items())
     if isinstance(value, list) or type(value) is tuple:
@@ -133,6 +147,8 @@ def is_trackable(value: Any, *, strict: bool = False) -> bool:
     """Whether it is, or holds, something that a checkpoint stores. ``strict``: a
     container counts even if it holds nothing, so that its contents are looked at."""
     if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
+        return True
+    if isinstance(value, CheckpointableIterator):
         return True
     below = held(value)
     if strict and (below or isinstance(value, dict | list | tuple)):
@@ -208,6 +224,7 @@ def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:
 def _refusal(path: str, value: Any) -> str:
     return (
         f"{path} is {type(value).__name__} ({value!r:.40}), and a checkpoint holds "
-        "zs.Variable, zs.Optimizer, zs.Module and containers of them: a restore could "
-        "not replace it in place. Make it a zs.Variable, or leave it out"
+        "zs.Variable, zs.Optimizer, zs.Module, iterators of datasets of this process "
+        "and containers of them: a restore could not replace it in place. Make it a "
+        "zs.Variable, or leave it out"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from zstrat.data import CheckpointableIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
@@ -49,6 +50,10 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     """What both have, and differently."""
     loads: list[Load] = field(default_factory=list)
+    places: list[tuple[CheckpointableIterator, Mapping[str, Any]]] = field(
+        default_factory=list
+    )
+    """Iterators, each with its place in its data."""
 
     @property
     def components(self) -> list[VariableHandle]:
@@ -61,6 +66,7 @@ class Found:
         self.missing += other.missing
         self.wrong += other.wrong
         self.loads += other.loads
+        self.places += other.places
 
     def require_right(self, path: str) -> None:
         """Raises:
@@ -165,6 +171,12 @@ class Matching:
         elif isinstance(value, Optimizer) and node.kind != "optimizer":
             found.missing.append(f"  optimizer {value.name!r} at {path}")
             return
+        elif isinstance(value, CheckpointableIterator):
+            if node.kind != "iterator":
+                found.missing.append(f"  iterator at {path}")
+                return
+            if is_new:
+                self._place(value, node.state, path, found)
         if is_new:
             found.pairs.append((value, place))
         for name, child in held(value).items():
@@ -191,6 +203,18 @@ class Matching:
             found.wrong.append(f"  {words(variable)} at {path}: some rows are missing")
         else:
             found.loads.append(Load(variable, None, "", tensor))
+
+    @staticmethod
+    def _place(
+        iterator: CheckpointableIterator,
+        state: Mapping[str, Any],
+        path: str,
+        found: Found,
+    ) -> None:
+        if why := iterator.misfit(state):
+            found.wrong.append(f"  iterator at {path}: {why}")
+        else:
+            found.places.append((iterator, state))
 
     def _find_twice(self, found: Found) -> None:
         """Variables that are at two places of the program and were two in the
@@ -284,7 +308,7 @@ def words(variable: AbstractVariable) -> str:
 
 
 def _leaves(value: Any, path: str) -> list[str]:
-    """The variables and optimizers below an object, in words."""
+    """The variables, optimizers and iterators below an object, in words."""
     found = []
     for node in graph_of(value, path).nodes:
         match node.value:
@@ -292,4 +316,6 @@ def _leaves(value: Any, path: str) -> list[str]:
                 found.append(f"  {words(node.value)} at {node.path}")
             case Optimizer():
                 found.append(f"  optimizer {node.value.name!r} at {node.path}")
+            case CheckpointableIterator():
+                found.append(f"  iterator at {node.path}")
     return found

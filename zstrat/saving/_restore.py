@@ -116,6 +116,8 @@ class Restore:
     async def _load(self, found: Found) -> None:
         async with FileThread() as disk:
             moments = await load(self.path, found.loads, disk)
+        for iterator, place in found.places:
+            iterator.set_state(place)
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)
