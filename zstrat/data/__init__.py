@@ -28,7 +28,6 @@ from ._position import CheckpointableIterator as CheckpointableIterator
 from ._position import DatasetIterator as DatasetIterator
 from ._position import Position as Position
 from ._position import require_fit as require_fit
-from ._position import without_first as without_first
 from ._prefetch import Prefetcher as Prefetcher
 from ._replica_rows import Cut as Cut
 from ._replica_rows import Cutter as Cutter

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import _lineage as lineage
 from ._dataset import Dataset
-from ._foreign import foreign
+from ._foreign import Foreign, foreign
 from ._options import AutoShardPolicy
 from ._passes import INFINITE
 from ._replica_rows import cutter
@@ -97,6 +97,19 @@ class Allotment:
             place: The pass is the one in which this is; None: a fresh one.
         """
         return self.recipe.begun() if place is None else place.passed(self.recipe)
+
+    def before(self, steps: int) -> tuple[int, int]:
+        """What comes before a step of a pass: so many batches, of which no rows are
+        left for later, and so many steps whose batches have to be seen."""
+        size = self.batch_size
+        if not size or isinstance(self.recipe, Foreign):  # may have empty ones, too
+            return 0, steps
+        if self.policy is AutoShardPolicy.DATA:
+            return steps, 0  # a step is a batch, whatever its rows
+        replicas = self.worker.count * self.worker.replicas
+        if size >= replicas and lineage.is_even(self.recipe):
+            return divmod(steps, self.worker.count)
+        return 0, steps
 
     def order(self, begun: Recipe) -> str:
         """What tells the order of a pass from those of others: the workers need the

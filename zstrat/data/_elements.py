@@ -114,6 +114,10 @@ class Elements(Generic[T]):
         if not self._closed:
             self._ready.appendleft(element)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Ends the pass and closes the source (a generator's ``finally`` runs)."""
         if self._closed:
@@ -125,12 +129,7 @@ class Elements(Generic[T]):
 
     def replace(self, source: Iterator[T]) -> None:
         """Goes on with another source; what was drawn ahead of this one is dropped.
-
-        Raises:
-            ClosedError: After `close`.
-        """
-        if self._closed:
-            raise ClosedError(f"{self.name} is closed: build its iterator again")
+        Not after `close`."""
         self._ready.clear()
         self._broken, self._ended = None, False
         before, self._source = self._source, source

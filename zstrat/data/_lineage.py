@@ -21,6 +21,7 @@ from ._cached import Cached
 from ._foreign import Foreign
 from ._options import AutoShardPolicy, Options
 from ._passes import (
+    INFINITE,
     Batched,
     Batching,
     Derived,
@@ -30,6 +31,7 @@ from ._passes import (
     Prefetched,
     Recipe,
     Reordered,
+    Repeated,
     Rows,
 )
 from ._several import Concatenated, Interleaved, Several
@@ -67,6 +69,9 @@ class Opted(Reordered):
     def elements(self) -> Iterator[Any]:
         return self.source.elements()
 
+    def without_first(self, count: int) -> Recipe:
+        return self.of(self.source.without_first(count))
+
 
 def options_of(recipe: Recipe) -> Options:
     """The options of the recipe; of several, the last ones count."""
@@ -98,6 +103,29 @@ def batch_size_of(recipe: Recipe) -> int | None:
             return batch_size_of(recipe.source)
         case _:
             return None
+
+
+def is_even(recipe: Recipe, *, to_the_end: bool = False) -> bool:
+    """Whether it is known that all batches have the rows that `batch_size_of` says.
+
+    Args:
+        to_the_end: The last one, too.
+    """
+    match recipe:
+        case Batching():
+            rows = recipe.source.size()
+            whole = rows == INFINITE or (rows >= 0 and not rows % recipe.batch_size)
+            return not to_the_end or recipe.drop_remainder or whole
+        case Repeated() | Shuffled():
+            return is_even(recipe.source, to_the_end=True)
+        case Several():
+            return all(is_even(each, to_the_end=True) for each in recipe.sources)
+        case Reordered() | Prefetched() | Cached():
+            return is_even(recipe.source, to_the_end=to_the_end)
+        case Rebatched() | Rows():
+            return True
+        case _:
+            return False
 
 
 def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:

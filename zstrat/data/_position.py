@@ -6,8 +6,8 @@ No element is kept: the pass is begun anew and what was drawn is left out, which
 arrays in memory costs no element.
 
 Law of the file: a position is written down only of a pass that comes again in the same
-order, as far as the recipe can tell; functions and sources have to give the same each
-time.
+order, as far as the recipe can tell, and found again in a recipe of the same
+operations; functions and sources have to give the same each time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import ClosedError, InvalidArgumentError
 
+from ._batches import Rebatched, Unbatched
+from ._cached import Cached
 from ._elements import Elements
-from ._lineage import Opted, walk
-from ._passes import Batching, MappedPass, Prefetched, SlicedPass
-from ._several import Zipped
+from ._lineage import walk
+from ._passes import Batching, Filtered
+from ._several import Interleaved
 from ._shuffle import Shuffled
 
 if TYPE_CHECKING:
@@ -74,11 +76,14 @@ class Position:
         sizes: How many elements there are, wherever that changes between the end of the
             recipe and its sources: they tell that it is the same dataset. Empty: not
             to be compared.
+        operations: Those that decide which elements come when, in words, for the same
+            reason. None: not to be compared.
     """
 
     drawn: int
     orders: tuple[tuple[int | None, tuple[int, ...]], ...]
     sizes: tuple[int, ...]
+    operations: tuple[str, ...] | None
 
     @classmethod
     def of(cls, begun: Recipe, drawn: int) -> Position:
@@ -93,7 +98,7 @@ class Position:
             (each.seed if each.is_drawn else None, each.order)
             for each in shuffles(begun)
         )
-        return cls(drawn, orders, _sizes(begun))
+        return cls(drawn, orders, _sizes(begun), _operations(begun))
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Position:
@@ -107,13 +112,18 @@ class Position:
                 "drawn": int(drawn),
                 "orders": [*orders],
                 "sizes": [*sizes],
+                "operations": [*_] | None as operations,
             } if drawn >= 0 and all(map(_is_order, orders)):
                 listed = tuple((seed, tuple(order)) for seed, order in orders)
-                return cls(drawn, listed, tuple(sizes))
+                made_by = None if operations is None else tuple(operations)
+                return cls(drawn, listed, tuple(sizes), made_by)
         raise InvalidArgumentError(f"this is no place of an iterator: {plain!r:.200}")
 
-    def of_all(self) -> Position:
+    def of_all(self, *, are_alike: bool) -> Position:
         """The place for all processes, each of which reads a part.
+
+        Args:
+            are_alike: The same operations in all of them.
 
         Raises:
             InvalidArgumentError: They have not one order.
@@ -123,13 +133,20 @@ class Position:
                 "each process shuffles in an order of its own. Give shuffle the same "
                 "seed in all of them: shuffle(buffer_size, seed=...)"
             )
-        return replace(self, sizes=())
+        operations = self.operations if are_alike else None
+        return replace(self, sizes=(), operations=operations)
 
     @property
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
         orders = [[seed, list(order)] for seed, order in self.orders]
-        return {"drawn": self.drawn, "orders": orders, "sizes": list(self.sizes)}
+        operations = None if self.operations is None else list(self.operations)
+        return {
+            "drawn": self.drawn,
+            "orders": orders,
+            "sizes": list(self.sizes),
+            "operations": operations,
+        }
 
     def misfit(self, recipe: Recipe) -> str:
         """Why it is no place in the passes of the recipe; "" if it is one."""
@@ -139,6 +156,12 @@ class Position:
                 f"it was saved where the dataset has {_listed(self.sizes)} elements, "
                 f"from its end to its source, and this one has {_listed(sizes)} (-1: "
                 "without end, -2: not known)"
+            )
+        operations = _operations(recipe)
+        if self.operations is not None and operations != self.operations:
+            return (
+                f"it was saved of a dataset made by {_listed(self.operations)}, from "
+                f"its end to its source, and this one is made by {_listed(operations)}"
             )
         count = sum(1 for _ in shuffles(recipe))
         if count != len(self.orders):
@@ -153,32 +176,18 @@ class Position:
         have later numbers."""
         orders = iter(self.orders)
 
-        def ordered(each: Recipe) -> Recipe:
+        def ordered(each: Recipe, is_counted: bool = True) -> Recipe:
             if isinstance(each, Shuffled):
-                each = each.ordered(*next(orders))
-            return each.of_each(ordered)
+                seed, order = next(orders)
+                if is_counted:
+                    each.passes.note(order)
+                each = each.ordered(seed, order)
+            elif isinstance(each, Cached):
+                is_counted = False  # what is before it is passed over as if first
+            return each.of_each(lambda source: ordered(source, is_counted))
 
         # As if it were the first pass: to begin another would count it.
         return ordered(recipe.first())
-
-
-def without_first(recipe: Recipe, count: int) -> Recipe:
-    """The recipe without its first elements, of which as few as may be are made."""
-    if not count:
-        return recipe
-    match recipe:
-        case MappedPass():
-            fewer = without_first(recipe.source, count)
-            return replace(recipe, source=fewer, start=recipe.start + count)
-        case Prefetched() | Opted():
-            return recipe.of(without_first(recipe.source, count))
-        case Batching():
-            rows = count * recipe.batch_size
-            return recipe.of(without_first(recipe.source, rows))
-        case Zipped():
-            return recipe.of_each(lambda source: without_first(source, count))
-        case _:
-            return SlicedPass(recipe, start=count)
 
 
 @final
@@ -208,13 +217,17 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
         return Position.of(self._begun, self._drawn).plain
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)
         position = Position.from_plain(state)
         self._begun = position.passed(self._recipe)
         self._drawn = position.drawn
-        self.replace(without_first(self._begun, position.drawn).elements())
+        self.replace(self._begun.without_first(position.drawn).elements())
 
     def misfit(self, state: Mapping[str, Any]) -> str:
+        if self.is_closed:
+            return "it was closed"
         return Position.from_plain(state).misfit(self._recipe)
 
 
@@ -248,12 +261,37 @@ def _sizes(recipe: Recipe) -> tuple[int, ...]:
     return tuple(size for size, _ in itertools.groupby(found))
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes))
+def _operations(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(filter(None, map(_operation, walk(recipe))))
+
+
+def _operation(recipe: Recipe) -> str:
+    match recipe:
+        case Shuffled():
+            kept = None if recipe.is_drawn else recipe.seed
+            again = "" if recipe.reshuffle else ", reshuffle_each_iteration=False"
+            return f"shuffle({recipe.buffer_size}, seed={kept}{again})"
+        case Batching():
+            dropping = ", drop_remainder=True" if recipe.drop_remainder else ""
+            return f"batch({recipe.batch_size}{dropping})"
+        case Rebatched():
+            return f"rebatch({list(recipe.sizes)})"
+        case Interleaved():
+            lengths = f"{recipe.cycle_length}, {recipe.block_length}"
+            return f"interleave(…, {lengths})"
+        case Unbatched():
+            return "unbatch()"
+        case Filtered():
+            return "filter(…)"
+    return ""
+
+
+def _listed(parts: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, parts)) or "no operation that counts"
 
 
 def _is_order(plain: Any) -> bool:
     match plain:
-        case [None | int(), [*numbers]]:
+        case [None | int(), [*numbers]] if numbers:
             return all(isinstance(number, int) for number in numbers)
     return False

@@ -14,8 +14,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
+import threading
+import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
 from ._parallel import numbered
@@ -71,6 +73,9 @@ class Zipped(Several):
             passes = [stack.enter_context(ending(s.items())) for s in self.sources]
             yield from zip(*passes, strict=False)
 
+    def without_first(self, count: int) -> Recipe:
+        return self.of_each(lambda source: source.without_first(count))
+
     def size(self) -> int:
         sizes = {source.size() for source in self.sources}
         if UNKNOWN in sizes:
@@ -103,6 +108,19 @@ class Concatenated(Several):
             with ending(source.items()) as items:
                 for item in items:
                     yield number, item
+
+    def without_first(self, count: int) -> Recipe:
+        fewer: list[Recipe] = []
+        for source in self.sources:
+            size = source.size()
+            if size == UNKNOWN:
+                break
+            missing = count if size == INFINITE else min(count, size)
+            fewer.append(source.without_first(missing))
+            count -= missing
+        # As many as before: items have their numbers.
+        rest = replace(self, sources=(*fewer, *self.sources[len(fewer) :]))
+        return Several.without_first(rest, count)
 
     def size(self) -> int:
         sizes = [source.size() for source in self.sources]
@@ -156,14 +174,47 @@ class HasRecipe(Protocol):
     def recipe(self) -> Recipe: ...
 
 
+_JOINING: Final = threading.Lock()
+
+
 @final
 class MadeRecipes:
-    """What is known of the datasets that a function has made; see `Recipe.chance`."""
+    """What is known of the datasets that a function has made. A copy knows nothing.
 
-    __slots__ = ("chance",)
+    Args:
+        chance: See `Recipe.chance`.
+        outer: Of the functions that made the datasets in which this one is.
+    """
+
+    __slots__ = ("__weakref__", "chance", "outer")
 
     def __init__(self) -> None:
         self.chance = ""
+        self.outer: Final[weakref.WeakSet[MadeRecipes]] = weakref.WeakSet()
+
+    def note(self, recipe: Recipe) -> None:
+        """A function has made it; of what its own functions make is told later."""
+
+        def join(each: Recipe) -> Recipe:
+            if isinstance(each, Interleaved):
+                with _JOINING:
+                    each.made.outer.add(self)
+            return each.of_each(join)
+
+        join(recipe)
+        if chance := recipe.chance():
+            self._tell(chance)
+
+    def _tell(self, chance: str) -> None:
+        if not self.chance:
+            self.chance = chance
+            with _JOINING:
+                outers = tuple(self.outer)
+            for outer in outers:
+                outer._tell(chance)
+
+    def __reduce__(self) -> tuple[type[MadeRecipes], tuple[()]]:
+        return MadeRecipes, ()
 
 
 @final
@@ -233,5 +284,5 @@ class Interleaved(Derived):
                 f"{type(made).__name__}"
             )
         recipe = made.recipe.first()
-        self.made.chance = self.made.chance or recipe.chance()
+        self.made.note(recipe)
         return recipe

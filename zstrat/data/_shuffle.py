@@ -97,8 +97,6 @@ class Shuffled(Reordered):
 
     def ordered(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
         """The pass of this number; ``seed``: what was drawn for it, if it was."""
-        if order:
-            self.passes.note(order)
         if order == self.order and seed in (None, self.seed):
             return self  # a cache behind it stays the one of this recipe
         if seed is None:

@@ -105,7 +105,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
             if node is first and key in skip:
                 continue
             path = f"{node.path}/{escaped(key)}".removeprefix("/")
-            if not is_trackable(value, strict=strict_below):
+            if not is_trackable(value, strict=strict_below, named=strict_below):
                 if strict_below and value is not None:
                     raise TypeError(_refusal(path, value))
                 continue
@@ -130,12 +130,7 @@ def held(value: Any) -> dict[str, Any]:
         case Tracked():
             return value.tracked
         case Module():
-            # The place of an iterator is saved where the user asks for that by name.
-            return {
-                name: each
-                for name, each in sorted(vars(value).items())
-                if not isinstance(each, CheckpointableIterator)
-            }
+            return dict(sorted(vars(value).items()))
         case dict():
             return _by_text((str(key), each) for key, each in value.items())
     if isinstance(value, list) or type(value) is tuple:
@@ -143,17 +138,23 @@ def held(value: Any) -> dict[str, Any]:
     return _tree_level(value)
 
 
-def is_trackable(value: Any, *, strict: bool = False) -> bool:
-    """Whether it is, or holds, something that a checkpoint stores. ``strict``: a
-    container counts even if it holds nothing, so that its contents are looked at."""
+def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> bool:
+    """Whether it is, or holds, something that a checkpoint stores.
+
+    Args:
+        strict: A container counts even if it holds nothing, so that its contents are
+            looked at.
+        named: It is not below a module. The place of an iterator is saved where the
+            user asks for that by name.
+    """
     if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
         return True
     if isinstance(value, CheckpointableIterator):
-        return True
+        return named
     below = held(value)
     if strict and (below or isinstance(value, dict | list | tuple)):
         return True
-    return any(is_trackable(each) for each in below.values())
+    return any(is_trackable(each, named=named) for each in below.values())
 
 
 def escaped(name: str) -> str:

@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import ClosingIterator, is_steady, native, own
+from zstrat.data import ClosingIterator, Elements, is_steady, native, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import is_weak, recorder
 
@@ -308,7 +308,10 @@ class StepIterator:
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
         self._drawn -= 1
-        self._ready.appendleft(element)
+        if isinstance(self._source, Elements):  # its place may be saved
+            self._source.unread(element)
+        else:
+            self._ready.appendleft(element)
 
     def go_on(self, source: Iterator[Any], drawn: int) -> None:
         """Goes on with another source, before which so many elements were drawn."""

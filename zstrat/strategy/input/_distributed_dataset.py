@@ -151,6 +151,8 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         self.go_on(self._pass, place.steps)
 
     def misfit(self, state: Mapping[str, Any]) -> str:
+        if self.is_closed:
+            return "it was closed"
         return self._pass.feed.sources.misfit(FeedPosition.from_plain(state))
 
     def close(self) -> None:

@@ -104,11 +104,13 @@ class FeedSources:
         made: Of each source, what is read here.
         split: Input pipelines, or input pipelines and replicas, where others would make
             other steps of the same sources.
+        are_alike: All processes have the same operations.
     """
 
     begin: Callable[[FeedPosition | None], BegunPass]
     made: tuple[Allotment, ...]
     split: tuple[int, ...]
+    are_alike: bool = False
 
     def misfit(self, place: FeedPosition) -> str:
         """Why it is no place in the passes; "" if it is one."""
@@ -206,7 +208,8 @@ class DatasetPass:
         """
         passes = [Position.of(recipe, 0) for recipe in self._recipes]
         if self.feed.accord is not None:
-            passes = [each.of_all() for each in passes]
+            are_alike = self.feed.sources.are_alike
+            passes = [each.of_all(are_alike=are_alike) for each in passes]
         return FeedPosition(steps, tuple(passes), self.feed.sources.split)
 
     def spec(self) -> Any:

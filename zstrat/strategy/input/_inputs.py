@@ -25,7 +25,6 @@ from zstrat.data import (
     as_dataset,
     dense,
     ending,
-    without_first,
 )
 from zstrat.program import StepDataset, building, kept
 from zstrat.variables import line_outside
@@ -106,7 +105,8 @@ class ProcessInputs:
 
         def shares(place: FeedPosition | None) -> BegunPass:
             (begun,), steps = _begun((allotment,), place)
-            batches = self._read(begun, allotment, chosen, steps * alone)
+            whole, behind = (steps, 0) if alone else allotment.before(steps)
+            batches = self._read(begun, allotment, chosen, whole)
             if alone:
                 found = shares_of_elements(
                     batches, 1, ShapePromise.NONE, is_fresh=is_fresh
@@ -117,7 +117,7 @@ class ProcessInputs:
                 found = shares_of_batches(
                     batches, cutter, is_partial=is_partial, is_fresh=is_fresh
                 )
-                found = itertools.islice(found, steps, None)
+                found = itertools.islice(found, behind, None)
             rest = _ending_with(batches, found)
             return BegunPass(rest, (begun,), allotment.order(begun))
 
@@ -127,7 +127,7 @@ class ProcessInputs:
         )
         by_worker = allotment.policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
         split = (self.context.num_input_pipelines,) if by_worker else ()
-        sources = FeedSources(shares, (allotment,), split)
+        sources = FeedSources(shares, (allotment,), split, are_alike=True)
         return self._fed(_DATASET, sources, chosen, self.accord, length)
 
     def of_function(
@@ -147,7 +147,11 @@ class ProcessInputs:
             (begun,), steps = _begun((made,), place)
             elements = self._read(begun, made, chosen, steps * self.local)
             found = shares_of_elements(
-                elements, self.local, promise, is_fresh=made.is_fresh
+                elements,
+                self.local,
+                promise,
+                is_fresh=made.is_fresh,
+                before=lambda: _first(begun, steps * self.local),
             )
             return BegunPass(_ending_with(elements, found), (begun,))
 
@@ -187,7 +191,13 @@ class ProcessInputs:
                 self._read(one, each, options, steps)
                 for one, each in zip(begun, made, strict=True)
             ]
-            return BegunPass(shares_of_pipelines(pipelines, promise), begun)
+
+            def before() -> Iterator[Any]:
+                for one in begun:
+                    yield from _first(one, steps)
+
+            found = shares_of_pipelines(pipelines, promise, before=before)
+            return BegunPass(found, begun)
 
         sources = FeedSources(shares, made, (1, self.local))
         return self._fed(_FUNCTION, sources, options, None, PassLength())
@@ -213,7 +223,7 @@ class ProcessInputs:
     ) -> Iterator[Any]:
         """The elements of a pass from a number on. Nobody writes to them while they
         wait, and none is sparse where all shapes have to be the same on devices."""
-        elements = without_first(begun, start).elements()
+        elements = begun.without_first(start).elements()
         # The prefetch thread is ahead of the step, and a source that fills one buffer
         # again would overwrite what waits.
         steady = elements if allotment.is_steady else _copied(elements)
@@ -260,6 +270,12 @@ def _begun(
         return tuple(each.begin() for each in made), 0
     pairs = zip(made, place.passes, strict=True)
     return tuple(each.begin(one) for each, one in pairs), place.steps
+
+
+def _first(begun: Recipe, count: int) -> Iterator[Any]:
+    """So many elements of a pass."""
+    with ending(begun.elements()) as elements:
+        yield from itertools.islice(elements, count)
 
 
 def _copied(elements: Iterator[Any]) -> Iterator[Any]:
