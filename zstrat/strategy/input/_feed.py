@@ -16,7 +16,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.data import Elements, Position, Prefetcher, ending
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import NarrowingWarning, is_cut, what_is_lost
@@ -172,12 +172,13 @@ class DatasetPass:
     def __init__(self, feed: DatasetFeed, place: FeedPosition | None = None) -> None:
         self.feed: Final = feed
         begun = feed.sources.begin(place)
+        whole = None if place is None else replace(place, steps=0)
         self._recipes: Final = begun.recipes
         length = feed.length
         if place is not None and length.steps is not None:
             left = max(0, length.steps - place.steps)
             length = replace(length, steps=left)
-        maker = _Maker(begun.shares, feed)
+        maker = _Maker(begun.shares, feed, whole)
         self._maker: Final = maker
         size = feed.options.experimental_per_replica_buffer_size
         self._elements: Final[Elements[Any]] = Elements(
@@ -219,7 +220,11 @@ class DatasetPass:
             OutOfRangeError: There is none.
         """
         if self._maker.first is None:
-            self._elements.peek()
+            try:
+                self._elements.peek()
+            except OutOfRangeError:
+                if not self._maker.has_looked_back():
+                    raise
         return self._maker.spec()
 
     def close(self) -> None:
@@ -229,13 +234,18 @@ class DatasetPass:
 
 @final
 class _Maker:
-    """Makes the elements of a pass, and keeps the first share to describe them."""
+    """Makes the elements of a pass, and keeps the first share to describe them.
 
-    def __init__(self, shares: Iterator[Share], feed: DatasetFeed) -> None:
+    Args:
+        whole: Where the pass begins of which this is the rest; None: here.
+    """
+
+    def __init__(
+        self, shares: Iterator[Share], feed: DatasetFeed, whole: FeedPosition | None
+    ) -> None:
         self._shares: Final = shares
-        self._place: Final = feed.place
-        self._described: Final = feed.described
-        self._where: Final = feed.where
+        self._feed: Final = feed
+        self._whole: Final = whole
         self.first: Share | None = None
         """Without its rows."""
         self._spec: Any = None
@@ -243,19 +253,32 @@ class _Maker:
     def elements(self) -> Iterator[Any]:
         with ending(self._shares) as shares:
             for share in shares:
-                placed = self._place(share)
+                placed = self._feed.place(share)
                 if self.first is None:
-                    self._spec = _spec_of(share, placed)
-                    if self._described.spec is None:
-                        self._described.spec = self._spec
-                        _tell(share, placed, self._where)
-                    self.first = share.emptied()
+                    self._describe(share, placed)
                 yield placed
                 # The reader may be their only owner while the next are made.
                 del share, placed
 
+    def _describe(self, share: Share, placed: Any) -> None:
+        self._spec = _spec_of(share, placed)
+        if self._feed.described.spec is None:
+            self._feed.described.spec = self._spec
+            _tell(share, placed, self._feed.where)
+        self.first = share.emptied()
+
     def spec(self) -> Any:
         return self._spec
+
+    def has_looked_back(self) -> bool:
+        """Whether an element before the rest, in which there is none, describes all."""
+        if self._whole is None:
+            return False
+        with ending(self._feed.sources.begin(self._whole).shares) as shares:
+            share = next(shares, None)
+            if share is not None:
+                self._describe(share, self._feed.place(share))
+        return share is not None
 
     def empty(self) -> Any:
         """What a worker draws that has no more data.
@@ -264,12 +287,14 @@ class _Maker:
             ValueError: It never had any, so nobody knows what it looks like.
         """
         if self.first is None:
+            self.has_looked_back()
+        if self.first is None:
             raise ValueError(
                 "this worker has no element at all while others have some, so it does "
                 "not know what an empty one looks like: give every worker at least one "
                 "batch, or set the auto_shard_policy to DATA"
             )
-        return self._place(self.first)
+        return self._feed.place(self.first)
 
 
 def _tell(share: Share, placed: Any, where: Where) -> None:
