@@ -145,9 +145,10 @@ def test_unseeded_shuffles_in_all_sources_are_told():
 def test_the_order_of_a_pass_tells_of_shuffles_that_still_mix():
     sides = [Dataset.range(6).shuffle(6, seed=n) for n in range(2)]
     allotment = allotted(Dataset.zip(*sides).batch(2), Worker(2, 0))
-    assert [allotment.begin()[1] for _ in range(2)] == ["1.1, 1.1", "1.2, 1.2"]
+    orders = [allotment.order(allotment.begin()) for _ in range(2)]
+    assert orders == ["1.1, 1.1", "1.2, 1.2"]
     cached = allotted(sides[0].cache().batch(2), Worker(2, 0))
-    assert [cached.begin()[1] for _ in range(2)] == ["2.1", "2.1"]
+    assert [cached.order(cached.begin()) for _ in range(2)] == ["2.1", "2.1"]
 
 
 def test_scalars_of_the_new_ones_are_refused_before_they_are_read():

@@ -1,6 +1,8 @@
 """How workers with more and with less data come to one end, and what they ask."""
 
+import itertools
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -118,6 +120,29 @@ def test_functions_without_and_with_an_end_go_on_for_ever(many):
     found = ranks(2, program)
     assert found[many] == [[0], [1], [0], [1], [0]]
     assert found[1 - many] == [[0], [1], [], [], []]
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_workers_go_on_together_behind_the_end_of_one(is_counted):
+    """The whole pass: what a program draws that is not interrupted."""
+
+    def program(strategy, rank, draws, state=None):
+        def of(_):
+            rows = Dataset.range(5 if rank == 0 else 2)
+            return (rows if is_counted else rows.filter(lambda _: True)).batch(1)
+
+        iterator = iter(strategy.distribute_datasets_from_function(of))
+        if state is not None:
+            iterator.set_state(state)
+        drawn = [x.tolist() for x in itertools.islice(iterator, draws)]
+        return drawn, iterator.get_state()
+
+    whole = [drawn for drawn, _ in ranks(2, partial(program, draws=9))]
+    assert whole == [[[0], [1], [2], [3], [4]], [[0], [1], [], [], []]]
+    for before in range(6):
+        (first, state), (other, _) = ranks(2, partial(program, draws=before))
+        rest = ranks(2, partial(program, draws=9, state=state))
+        assert [first + rest[0][0], other + rest[1][0]] == whole
 
 
 def test_files_without_rows_repeated_are_no_silent_end(tmp_path):

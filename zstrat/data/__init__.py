@@ -24,6 +24,10 @@ from ._options import DistributeOptions as DistributeOptions
 from ._options import InputContext as InputContext
 from ._options import Options as Options
 from ._passes import Recipe as Recipe
+from ._position import CheckpointableIterator as CheckpointableIterator
+from ._position import DatasetIterator as DatasetIterator
+from ._position import Position as Position
+from ._position import require_fit as require_fit
 from ._prefetch import Prefetcher as Prefetcher
 from ._replica_rows import Cut as Cut
 from ._replica_rows import Cutter as Cutter

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import _lineage as lineage
 from ._dataset import Dataset
-from ._foreign import foreign
+from ._foreign import Foreign, foreign
 from ._options import AutoShardPolicy
 from ._passes import INFINITE
 from ._replica_rows import cutter
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ._passes import Recipe
+    from ._position import Position
     from ._replica_rows import Cutter, Worker
 
 
@@ -86,16 +87,34 @@ class Allotment:
         return one or self.policy is AutoShardPolicy.DATA
 
     def elements(self) -> Iterator[Any]:
-        """A fresh pass, which begins now, whoever makes its elements, and when."""
-        elements, _ = self.begin()
-        return elements
+        """The elements of a fresh pass."""
+        return self.begin().elements()
 
-    def begin(self) -> tuple[Iterator[Any], str]:
-        """A fresh pass as `elements`, and what tells its order from those of others:
-        the workers need the same; "" if they do not."""
-        begun = self.recipe.begun()
-        order = "" if self.dealt is None else lineage.order_of(begun, self.dealt)
-        return begun.elements(), order
+    def begin(self, place: Position | None = None) -> Recipe:
+        """A pass, which begins now, whoever makes its elements, and when.
+
+        Args:
+            place: The pass is the one in which this is; None: a fresh one.
+        """
+        return self.recipe.begun() if place is None else place.passed(self.recipe)
+
+    def before(self, steps: int) -> tuple[int, int]:
+        """What comes before a step of a pass: so many batches, of which no rows are
+        left for later, and so many steps whose batches have to be seen."""
+        size = self.batch_size
+        if not size or isinstance(self.recipe, Foreign):  # may have empty ones, too
+            return 0, steps
+        if self.policy is AutoShardPolicy.DATA:
+            return steps, 0  # a step is a batch, whatever its rows
+        replicas = self.worker.count * self.worker.replicas
+        if size >= replicas and lineage.is_even(self.recipe):
+            return divmod(steps, self.worker.count)
+        return 0, steps
+
+    def order(self, begun: Recipe) -> str:
+        """What tells the order of a pass from those of others: the workers need the
+        same; "" if they do not."""
+        return "" if self.dealt is None else lineage.order_of(begun, self.dealt)
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""

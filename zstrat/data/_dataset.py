@@ -17,18 +17,18 @@ import numpy as np
 from . import _passes as passes
 from ._batches import PaddedBatches, Rebatched, Unbatched
 from ._cached import Cached
-from ._elements import Elements
 from ._folded import folded, looked_at
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
 from ._parallel import threads_of
+from ._position import DatasetIterator
 from ._several import Concatenated, Interleaved
 from ._shuffle import Shuffled
 from ._sources import Sources
 from ._spec import common_spec, unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from ._leaves import Element
     from ._spec import Spec
@@ -394,13 +394,16 @@ class Dataset(Sources):
         """
         return self._recipe.spec(looked_at)
 
-    def __iter__(self) -> Iterator[Element]:
-        """A fresh pass. After an error of a function or a source, which ends a pass
-        here and not in TF, each later draw raises that error again: whoever catches it
-        and goes on does not take it for the end of the data."""
-        return Elements(self._recipe.begun().elements())
+    def __iter__(self) -> DatasetIterator:
+        """A fresh pass, whose place a `zs.Checkpoint` can save.
 
-    def as_numpy_iterator(self) -> Iterator[Element]:
+        After an error of a function or a source, which ends a pass here and not in TF,
+        each later draw raises that error again: whoever catches it and goes on does not
+        take it for the end of the data.
+        """
+        return DatasetIterator(self._recipe)
+
+    def as_numpy_iterator(self) -> DatasetIterator:
         """Iterates as ``iter`` does: elements are numpy anyway."""
         return iter(self)
 

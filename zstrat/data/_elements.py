@@ -18,7 +18,6 @@ from typing import (
     Generic,
     Protocol,
     TypeVar,
-    final,
     runtime_checkable,
 )
 
@@ -54,7 +53,6 @@ def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
             closing.close()
 
 
-@final
 class Elements(Generic[T]):
     """A peekable iterator with push-back over any iterable.
 
@@ -64,7 +62,7 @@ class Elements(Generic[T]):
 
     def __init__(self, source: Iterable[T], name: str = "the dataset") -> None:
         try:
-            self._source: Final[Iterator[T]] = iter(source)
+            self._source: Iterator[T] = iter(source)
         except TypeError as error:
             raise TypeError(
                 f"{name} must be iterable (a Dataset, a generator, a list of batches); "
@@ -108,13 +106,17 @@ class Elements(Generic[T]):
     def peek(self) -> T:
         """The next element, which stays the next one. Raises as `draw` does."""
         element = self.draw()
-        self._ready.appendleft(element)
+        self.unread(element)
         return element
 
     def unread(self, element: T) -> None:
         """Puts back what was drawn last; of several, the last one first."""
         if not self._closed:
             self._ready.appendleft(element)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Ends the pass and closes the source (a generator's ``finally`` runs)."""
@@ -124,6 +126,15 @@ class Elements(Generic[T]):
         self._ready.clear()
         if isinstance(self._source, ClosingIterator):
             self._source.close()
+
+    def replace(self, source: Iterator[T]) -> None:
+        """Goes on with another source; what was drawn ahead of this one is dropped.
+        Not after `close`."""
+        self._ready.clear()
+        self._broken, self._ended = None, False
+        before, self._source = self._source, source
+        if isinstance(before, ClosingIterator):
+            before.close()
 
     def _advance(self) -> T:
         try:

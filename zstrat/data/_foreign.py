@@ -40,6 +40,7 @@ class Foreign(Recipe):
     Args:
         begin: A fresh pass.
         is_steady: Nobody writes to an element that was yielded.
+        is_read_once: It is an iterator itself.
     """
 
     begin: Callable[[], Iterator[Any]]
@@ -48,6 +49,7 @@ class Foreign(Recipe):
     ranks: tuple[int, ...] | None = None
     count: int = UNKNOWN
     policy: AutoShardPolicy | None = None
+    is_read_once: bool = False
 
     def items(self) -> Iterator[Element]:
         with ending(self.begin()) as elements:
@@ -58,6 +60,14 @@ class Foreign(Recipe):
 
     def size(self) -> int:
         return self.count
+
+    def chance(self) -> str:
+        if self.is_read_once:
+            return (
+                "its data are an iterator, which can be read once. Make them by "
+                "Dataset.from_generator of a function"
+            )
+        return ""
 
 
 @runtime_checkable
@@ -95,7 +105,7 @@ def foreign(source: Iterable[Any]) -> Foreign:
             "arrays (a dict or tuple of them), or any iterable of batches; got "
             f"{type(source).__name__}"
         )
-    return Foreign(source.__iter__)
+    return Foreign(source.__iter__, is_read_once=isinstance(source, Iterator))
 
 
 def is_huggingface(source: object) -> bool:

@@ -21,6 +21,7 @@ from ._cached import Cached
 from ._foreign import Foreign
 from ._options import AutoShardPolicy, Options
 from ._passes import (
+    INFINITE,
     Batched,
     Batching,
     Derived,
@@ -30,6 +31,7 @@ from ._passes import (
     Prefetched,
     Recipe,
     Reordered,
+    Repeated,
     Rows,
 )
 from ._several import Concatenated, Interleaved, Several
@@ -67,11 +69,14 @@ class Opted(Reordered):
     def elements(self) -> Iterator[Any]:
         return self.source.elements()
 
+    def without_first(self, count: int) -> Recipe:
+        return self.of(self.source.without_first(count))
+
 
 def options_of(recipe: Recipe) -> Options:
     """The options of the recipe; of several, the last ones count."""
     found = Options()
-    for each in _walk(recipe):
+    for each in walk(recipe):
         if isinstance(each, Opted | Foreign):
             # The walk begins with the last operation, whose options count.
             found = Options(each.policy).merge(found)
@@ -100,6 +105,29 @@ def batch_size_of(recipe: Recipe) -> int | None:
             return batch_size_of(recipe.source)
         case _:
             return None
+
+
+def is_even(recipe: Recipe, *, to_the_end: bool = False) -> bool:
+    """Whether it is known that all batches have the rows that `batch_size_of` says.
+
+    Args:
+        to_the_end: The last one, too.
+    """
+    match recipe:
+        case Batching():
+            rows = recipe.source.size()
+            whole = rows == INFINITE or (rows >= 0 and not rows % recipe.batch_size)
+            return not to_the_end or recipe.drop_remainder or whole
+        case Repeated() | Shuffled():
+            return is_even(recipe.source, to_the_end=True)
+        case Several():
+            return all(is_even(each, to_the_end=True) for each in recipe.sources)
+        case Reordered() | Prefetched() | Cached():
+            return is_even(recipe.source, to_the_end=to_the_end)
+        case Rebatched() | Rows():
+            return True
+        case _:
+            return False
 
 
 def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
@@ -266,7 +294,7 @@ def has_no_order(recipe: Recipe, dealt: int) -> bool:
     """Whether what workers deal out by number comes as it is made, in any order."""
     return any(
         isinstance(each, MappedPass) and each.threads > 0 and not each.in_order
-        for each in itertools.islice(_walk(recipe), dealt, None)
+        for each in itertools.islice(walk(recipe), dealt, None)
     )
 
 
@@ -281,19 +309,19 @@ def order_of(begun: Recipe, dealt: int) -> str:
 
 
 def _shuffled(recipe: Recipe, dealt: int) -> Iterator[Shuffled]:
-    for each in itertools.islice(_walk(recipe), dealt, None):
+    for each in itertools.islice(walk(recipe), dealt, None):
         if isinstance(each, Shuffled):
             yield each
 
 
-def _walk(recipe: Recipe) -> Iterator[Recipe]:
+def walk(recipe: Recipe) -> Iterator[Recipe]:
     """Yields the recipe and all that it is made of."""
     yield recipe
     if isinstance(recipe, Derived):
-        yield from _walk(recipe.source)
+        yield from walk(recipe.source)
     elif isinstance(recipe, Several):
         for source in recipe.sources:
-            yield from _walk(source)
+            yield from walk(source)
 
 
 def _line(recipe: Recipe) -> Iterator[Recipe]:

@@ -58,8 +58,10 @@ def in_order(
     function: Callable[[int, Any], Any],
     threads: int,
     is_ordered: bool,
+    start: int = 0,
 ) -> Iterator[Any]:
-    """``function(number, element)`` of each element of the source.
+    """``function(number, element)`` of each element of the source, whose first has the
+    number ``start``.
 
     An error is raised in the place of its element, or as soon as it is there if the
     order does not count. Closing waits for calls that run, some seconds at most, and
@@ -68,7 +70,7 @@ def in_order(
     pending: deque[_Results] = deque()
     shared: _Results = SimpleQueue()
     with contextlib.ExitStack() as stack:
-        elements = enumerate(stack.enter_context(ending(source)))
+        elements = enumerate(stack.enter_context(ending(source)), start)
         callers = Callers(threads)
         stack.callback(callers.close)
         while True:

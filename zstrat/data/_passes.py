@@ -83,6 +83,16 @@ class Recipe(abc.ABC):
         """The recipe, begun, as the repeat of this number within its pass."""
         return self.of_each(lambda source: source.again(number))
 
+    def without_first(self, count: int) -> Recipe:
+        """The recipe, begun, without its first elements, of which as few as may be are
+        made. It cannot be begun or repeated again."""
+        return SlicedPass(self, start=count) if count else self
+
+    def chance(self) -> str:
+        """Why a pass with the same numbers may come in another order, in words for the
+        user; "" if none does, as far as the recipe can tell."""
+        return ""
+
     def one(self, item: Any) -> Element:
         return item
 
@@ -106,6 +116,9 @@ class Derived(Recipe):
 
     def size(self) -> int:
         return self.source.size()
+
+    def chance(self) -> str:
+        return self.source.chance()
 
     def of(self, source: Recipe) -> Self:
         """This operation over another recipe."""
@@ -232,22 +245,39 @@ class MappedPass(Derived):
     Args:
         threads: How many elements are made at a time; 0: by who reads, one by one.
         in_order: The results come in the order of the elements, not as they are made.
+        start: The number of the first element, for messages.
     """
 
     source: Recipe
     function: Callable[..., Any]
     threads: int = 0
     in_order: bool = True
+    start: int = 0
+
+    def chance(self) -> str:
+        if self.threads and not self.in_order:
+            return (
+                "map(deterministic=False) gives elements as they are made. Leave "
+                "`deterministic` out"
+            )
+        return self.source.chance()
+
+    def without_first(self, count: int) -> Recipe:
+        fewer = self.source.without_first(count)
+        return replace(self, source=fewer, start=self.start + count)
 
     def items(self) -> Iterator[Element]:
         made = numbered(self._made, "map", self.function)
+        elements = self.source.elements()
         if self.threads:
-            return in_order(self.source.elements(), made, self.threads, self.in_order)
-        return self._each(made)
+            return in_order(elements, made, self.threads, self.in_order, self.start)
+        return self._each(elements, made)
 
-    def _each(self, made: Callable[[int, Element], Element]) -> Iterator[Element]:
-        with ending(self.source.elements()) as elements:
-            for number, element in enumerate(elements):
+    def _each(
+        self, source: Iterator[Element], made: Callable[[int, Element], Element]
+    ) -> Iterator[Element]:
+        with ending(source) as elements:
+            for number, element in enumerate(elements, self.start):
                 yield made(number, element)
 
     def _made(self, element: Element) -> Element:
@@ -294,6 +324,10 @@ class Enumerated(Derived):
     source: Recipe
     start: int
 
+    def without_first(self, count: int) -> Recipe:
+        fewer = self.source.without_first(count)
+        return replace(self, source=fewer, start=self.start + count)
+
     def items(self) -> Iterator[Element]:
         with ending(self.source.elements()) as elements:
             for number, element in enumerate(elements, self.start):
@@ -318,6 +352,9 @@ class Batching(Derived):
                 if len(chunk) < self.batch_size and self.drop_remainder:
                     return
                 yield self.joined(chunk)
+
+    def without_first(self, count: int) -> Recipe:
+        return self.of(self.source.without_first(count * self.batch_size))
 
     @abc.abstractmethod
     def joined(self, chunk: list[Any]) -> Element:
@@ -355,19 +392,40 @@ class Batched(Batching):
 @final
 @dataclass(frozen=True, slots=True)
 class Repeated(Reordered):
+    """Its source, again and again.
+
+    Args:
+        start: The number of the first repeat.
+        missing: How many of its items are left out.
+    """
+
     source: Recipe
     times: int | None
+    start: int = 0
+    missing: int = 0
 
     def items(self) -> Iterator[Any]:
-        passes = itertools.count() if self.times is None else range(self.times)
-        for number in passes:
+        missing = self.missing
+        for number in itertools.count(self.start):
+            if self.times is not None and number >= self.times:
+                return
             empty = True
-            with ending(self.source.again(number).items()) as items:
+            source = self.source.again(number)
+            if missing:
+                source, missing = source.without_first(missing), 0
+            with ending(source.items()) as items:
                 for item in items:
                     empty = False
                     yield item
             if empty:
                 return  # for ever nothing is nothing, not a hang
+
+    def without_first(self, count: int) -> Recipe:
+        size = self.source.size()
+        if size <= 0:
+            return Reordered.without_first(self, count)
+        start, missing = divmod(count, size)
+        return replace(self, start=start, missing=missing)
 
     def size(self) -> int:
         size = self.source.size()
@@ -392,6 +450,11 @@ class SlicedPass(Reordered):
         with ending(self.source.items()) as items:
             yield from itertools.islice(items, self.start, self.stop, self.step)
 
+    def without_first(self, count: int) -> Recipe:
+        missing = self.start + count * self.step
+        stop = None if self.stop is None else max(0, self.stop - missing)
+        return SlicedPass(self.source.without_first(missing), 0, stop, self.step)
+
     def size(self) -> int:
         size = self.source.size()
         if size == INFINITE and self.stop is not None:
@@ -411,6 +474,9 @@ class Prefetched(Derived):
 
     def items(self) -> Iterator[Element]:
         return Prefetcher(self.source.elements(), self.buffer_size)
+
+    def without_first(self, count: int) -> Recipe:
+        return self.of(self.source.without_first(count))
 
     def spec(self, look: Look) -> Spec:
         return self.source.spec(look)

@@ -14,8 +14,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
+import threading
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
 from ._parallel import numbered
@@ -40,6 +42,9 @@ class Several(Recipe):
 
     @abc.abstractmethod
     def size(self) -> int: ...
+
+    def chance(self) -> str:
+        return next(filter(None, (source.chance() for source in self.sources)), "")
 
     def of_each(self, change: Callable[[Recipe], Recipe]) -> Self:
         fresh = tuple(map(change, self.sources))
@@ -67,6 +72,9 @@ class Zipped(Several):
         with contextlib.ExitStack() as stack:
             passes = [stack.enter_context(ending(s.items())) for s in self.sources]
             yield from zip(*passes, strict=False)
+
+    def without_first(self, count: int) -> Recipe:
+        return self.of_each(lambda source: source.without_first(count))
 
     def size(self) -> int:
         sizes = {source.size() for source in self.sources}
@@ -100,6 +108,19 @@ class Concatenated(Several):
             with ending(source.items()) as items:
                 for item in items:
                     yield number, item
+
+    def without_first(self, count: int) -> Recipe:
+        fewer: list[Recipe] = []
+        for source in self.sources:
+            size = source.size()
+            if size == UNKNOWN:
+                break
+            missing = count if size == INFINITE else min(count, size)
+            fewer.append(source.without_first(missing))
+            count -= missing
+        # As many as before: items have their numbers.
+        rest = replace(self, sources=(*fewer, *self.sources[len(fewer) :]))
+        return Several.without_first(rest, count)
 
     def size(self) -> int:
         sizes = [source.size() for source in self.sources]
@@ -153,6 +174,49 @@ class HasRecipe(Protocol):
     def recipe(self) -> Recipe: ...
 
 
+_JOINING: Final = threading.Lock()
+
+
+@final
+class MadeRecipes:
+    """What is known of the datasets that a function has made. A copy knows nothing.
+
+    Args:
+        chance: See `Recipe.chance`.
+        outer: Of the functions that made the datasets in which this one is.
+    """
+
+    __slots__ = ("__weakref__", "chance", "outer")
+
+    def __init__(self) -> None:
+        self.chance = ""
+        self.outer: Final[weakref.WeakSet[MadeRecipes]] = weakref.WeakSet()
+
+    def note(self, recipe: Recipe) -> None:
+        """A function has made it; of what its own functions make is told later."""
+
+        def join(each: Recipe) -> Recipe:
+            if isinstance(each, Interleaved):
+                with _JOINING:
+                    each.made.outer.add(self)
+            return each.of_each(join)
+
+        join(recipe)
+        if chance := recipe.chance():
+            self._tell(chance)
+
+    def _tell(self, chance: str) -> None:
+        if not self.chance:
+            self.chance = chance
+            with _JOINING:
+                outers = tuple(self.outer)
+            for outer in outers:
+                outer._tell(chance)
+
+    def __reduce__(self) -> tuple[type[MadeRecipes], tuple[()]]:
+        return MadeRecipes, ()
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Interleaved(Derived):
@@ -161,6 +225,7 @@ class Interleaved(Derived):
     Args:
         threads: So many places read their datasets ahead, a block each; the order
             stays the same.
+        made: What the function has made, of all passes.
     """
 
     source: Recipe
@@ -168,6 +233,10 @@ class Interleaved(Derived):
     cycle_length: int
     block_length: int
     threads: int = 0
+    made: MadeRecipes = field(default_factory=MadeRecipes, compare=False)
+
+    def chance(self) -> str:
+        return self.source.chance() or self.made.chance
 
     def items(self) -> Iterator[Element]:
         opened = numbered(self._opened, "interleave", self.function)
@@ -214,4 +283,6 @@ class Interleaved(Derived):
                 "`map_func` must return a zs.data.Dataset; it returned a "
                 f"{type(made).__name__}"
             )
-        return made.recipe.first()
+        recipe = made.recipe.first()
+        self.made.note(recipe)
+        return recipe

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import secrets
+import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -30,19 +32,27 @@ class PassCounter:
         first: What the numbers of all passes here begin with.
     """
 
-    __slots__ = ("_branches", "_first", "_numbers")
+    __slots__ = ("_branches", "_counting", "_first", "_last")
 
     def __init__(self, first: tuple[int, ...] = ()) -> None:
         self._first: Final = first
-        self._numbers: Final = itertools.count(1)
+        self._last = 0
+        self._counting: Final = threading.Lock()
         self._branches: Final = itertools.count(1)
 
     def next(self) -> tuple[int, ...]:
-        return (*self._first, next(self._numbers))
+        with self._counting:
+            self._last += 1
+            return (*self._first, self._last)
 
     def one(self) -> tuple[int, ...]:
         """The number of the first pass, whether it was begun or not."""
         return (*self._first, 1)
+
+    def note(self, order: tuple[int, ...]) -> None:
+        """A pass of this number, as `next` gives it, was begun in another process."""
+        with self._counting:
+            self._last = max(self._last, order[-1])
 
     def branch(self) -> PassCounter:
         """A count of its own, of which the passes here know nothing."""
@@ -79,8 +89,27 @@ class Shuffled(Reordered):
         return self.seed is not None and not self.is_drawn
 
     def begun(self) -> Recipe:
-        fresh = self.of(self.source.begun())
-        return replace(fresh, order=self.passes.next())
+        fresh = replace(self.of(self.source.begun()), order=self.passes.next())
+        if fresh.seed is not None:
+            return fresh
+        # Of this pass alone; it can be passed over again.
+        return replace(fresh, seed=secrets.randbits(63), is_drawn=True)
+
+    def ordered(self, seed: int | None, order: tuple[int, ...]) -> Shuffled:
+        """The pass of this number; ``seed``: what was drawn for it, if it was."""
+        if order == self.order and seed in (None, self.seed):
+            return self  # a cache behind it stays the one of this recipe
+        if seed is None:
+            return replace(self, order=order)
+        return replace(self, order=order, seed=seed, is_drawn=True)
+
+    def chance(self) -> str:
+        if self.seed is None:
+            return (
+                "a shuffle before `cache`, or in the function of `interleave`, has no "
+                "seed. Give it one: shuffle(buffer_size, seed=...)"
+            )
+        return self.source.chance()
 
     def apart(self) -> Recipe:
         fresh = self.of(self.source.apart())

@@ -29,12 +29,13 @@ class Checkpoint(Tracked):
     Args:
         root: An object whose own children are held at the top; may be left out.
         trackables: ``zs.Variable``, ``zs.ShardedVariable``, ``zs.Optimizer``,
-            ``zs.Module``, other checkpoints, and pytrees of these. Attributes that are
-            set later count too.
+            ``zs.Module``, other checkpoints, iterators of a dataset, and pytrees of
+            these. Attributes that are set later count too.
 
     Values and the slots of optimizers are saved, each variable as one array whatever
     its partitioning. They are found again by these names and by the attributes, keys
-    and indices below them, and not by the names of variables.
+    and indices below them, and not by the names of variables. Of an iterator its place
+    in the data is saved: see `zs.data.CheckpointableIterator`.
 
     Raises:
         TypeError: Something is none of these, or holds an array or a number where a
@@ -260,9 +261,10 @@ class Checkpoint(Tracked):
 def _check(name: str, value: Any) -> None:
     if not is_trackable(value, strict=True):
         raise TypeError(
-            f"Checkpoint({name}=...) holds zs.Variable, zs.Optimizer, zs.Module and "
-            f"containers of them, got {type(value).__name__} {value!r:.40}: a restore "
-            "could not replace it in place. Make it a zs.Variable"
+            f"Checkpoint({name}=...) holds zs.Variable, zs.Optimizer, zs.Module, "
+            "iterators of datasets of this process and containers of them, got "
+            f"{type(value).__name__} {value!r:.40}: a restore could not replace it in "
+            "place. Make it a zs.Variable"
         )
     graph_of(value, name)  # says what in it cannot be saved
 

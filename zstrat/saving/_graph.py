@@ -22,6 +22,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
+from zstrat.data import CheckpointableIterator
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class ObjectNode:
                 return "variable"
             case Optimizer():
                 return "optimizer"
+            case CheckpointableIterator():
+                return "iterator"
         return "group"
 
 
@@ -70,6 +73,10 @@ class Graph:
     @property
     def optimizers(self) -> list[ObjectNode]:
         return [node for node in self.nodes if node.kind == "optimizer"]
+
+    @property
+    def iterators(self) -> list[ObjectNode]:
+        return [node for node in self.nodes if node.kind == "iterator"]
 
 
 def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -> Graph:
@@ -98,7 +105,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
             if node is first and key in skip:
                 continue
             path = f"{node.path}/{escaped(key)}".removeprefix("/")
-            if not is_trackable(value, strict=strict_below):
+            if not is_trackable(value, strict=strict_below, named=strict_below):
                 if strict_below and value is not None:
                     raise TypeError(_refusal(path, value))
                 continue
@@ -116,6 +123,8 @@ def held(value: Any) -> dict[str, Any]:
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}
+        case CheckpointableIterator():
+            return {}
         case Optimizer():
             return {} if value.iterations is None else {"iterations": value.iterations}
         case Tracked():
@@ -129,15 +138,23 @@ def held(value: Any) -> dict[str, Any]:
     return _tree_level(value)
 
 
-def is_trackable(value: Any, *, strict: bool = False) -> bool:
-    """Whether it is, or holds, something that a checkpoint stores. ``strict``: a
-    container counts even if it holds nothing, so that its contents are looked at."""
+def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> bool:
+    """Whether it is, or holds, something that a checkpoint stores.
+
+    Args:
+        strict: A container counts even if it holds nothing, so that its contents are
+            looked at.
+        named: It is not below a module. The place of an iterator is saved where the
+            user asks for that by name.
+    """
     if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
         return True
+    if isinstance(value, CheckpointableIterator):
+        return named
     below = held(value)
     if strict and (below or isinstance(value, dict | list | tuple)):
         return True
-    return any(is_trackable(each) for each in below.values())
+    return any(is_trackable(each, named=named) for each in below.values())
 
 
 def escaped(name: str) -> str:
@@ -208,6 +225,7 @@ def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:
 def _refusal(path: str, value: Any) -> str:
     return (
         f"{path} is {type(value).__name__} ({value!r:.40}), and a checkpoint holds "
-        "zs.Variable, zs.Optimizer, zs.Module and containers of them: a restore could "
-        "not replace it in place. Make it a zs.Variable, or leave it out"
+        "zs.Variable, zs.Optimizer, zs.Module, iterators of datasets of this process "
+        "and containers of them: a restore could not replace it in place. Make it a "
+        "zs.Variable, or leave it out"
     )

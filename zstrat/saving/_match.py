@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from zstrat.data import CheckpointableIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
@@ -49,6 +50,15 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     """What both have, and differently."""
     loads: list[Load] = field(default_factory=list)
+    places: list[tuple[CheckpointableIterator, int, Mapping[str, Any]]] = field(
+        default_factory=list
+    )
+    """Iterators, each with its stored node and its place in its data."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is something that gets its value now."""
+        return bool(self.pairs or self.places)
 
     @property
     def components(self) -> list[VariableHandle]:
@@ -56,7 +66,8 @@ class Found:
         return [part for each in self.loads for part in each.variable.components]
 
     def add(self, other: Found) -> None:
-        """Adds what was found later."""
+        """Adds what was found later, but for iterators: they are the program's alone,
+        which drops them at the end of a pass."""
         self.pairs += other.pairs
         self.missing += other.missing
         self.wrong += other.wrong
@@ -99,14 +110,17 @@ class Matching:
         self._taken: dict[int, dict[int, Any]] = {}
         """Stored node -> the objects that match it, by ``id``."""
 
-    def find(self, value: Any, place: int, path: str = "") -> Found:
+    def find(
+        self, value: Any, place: int, path: str = "", *, named: bool = True
+    ) -> Found:
         """Walks an object beside a stored node; notes nothing.
 
         Args:
             path: How the program reaches the object, for messages.
+            named: See `is_trackable`.
         """
         found = Found()
-        self._walk(value, place, path, found, set())
+        self._walk(value, place, path, found, set(), named)
         self._find_twice(found)
         self._find_slots(found)
         return found
@@ -120,6 +134,8 @@ class Matching:
                 mine[id(value)] = value
                 if isinstance(value, Module):
                     new.append(value)
+        for _, place, _ in found.places:
+            self._taken.setdefault(place, {})
         return new
 
     def child_of(self, holder: Any, name: str) -> list[int]:
@@ -147,11 +163,12 @@ class Matching:
         place: int,
         path: str,
         found: Found,
-        seen: set[tuple[int, int]],
+        seen: set[tuple[int, int, bool]],
+        named: bool,
     ) -> None:
-        if (id(value), place) in seen:
+        if (id(value), place, named) in seen:
             return
-        seen.add((id(value), place))
+        seen.add((id(value), place, named))
         node = self._nodes[place]
         is_new = id(value) not in self._taken.get(place, {})
         if isinstance(value, AbstractVariable):
@@ -165,18 +182,25 @@ class Matching:
         elif isinstance(value, Optimizer) and node.kind != "optimizer":
             found.missing.append(f"  optimizer {value.name!r} at {path}")
             return
+        elif isinstance(value, CheckpointableIterator):
+            if node.kind != "iterator":
+                found.missing.append(f"  iterator at {path}")
+            elif place not in self._taken:  # one that comes later begins a pass anew
+                self._place(value, place, path, found)
+            return
         if is_new:
             found.pairs.append((value, place))
+        named = named and not isinstance(value, Module)
         for name, child in held(value).items():
-            if not is_trackable(child):
+            if not is_trackable(child, named=named):
                 continue
             below = f"{path}/{escaped(name)}".removeprefix("/")
             if node.children.get(name) in self._skip:
                 continue
             if name in node.children:
-                self._walk(child, node.children[name], below, found, seen)
+                self._walk(child, node.children[name], below, found, seen, named)
             elif path or name != SAVE_COUNTER:
-                found.missing += _leaves(child, below)
+                found.missing += _leaves(child, below, named)
 
     def _value(
         self, variable: AbstractVariable, node: StoredNode, path: str, found: Found
@@ -191,6 +215,19 @@ class Matching:
             found.wrong.append(f"  {words(variable)} at {path}: some rows are missing")
         else:
             found.loads.append(Load(variable, None, "", tensor))
+
+    def _place(
+        self, iterator: CheckpointableIterator, place: int, path: str, found: Found
+    ) -> None:
+        state = self._nodes[place].state
+        try:
+            why = iterator.misfit(state)
+        except InvalidArgumentError as error:  # the place of another kind of iterator
+            why = str(error)
+        if why:
+            found.wrong.append(f"  iterator at {path}: {why}")
+        else:
+            found.places.append((iterator, place, state))
 
     def _find_twice(self, found: Found) -> None:
         """Variables that are at two places of the program and were two in the
@@ -283,8 +320,8 @@ def words(variable: AbstractVariable) -> str:
     return f"variable {variable.name!r} ({variable.dtype.name}{shape})"
 
 
-def _leaves(value: Any, path: str) -> list[str]:
-    """The variables and optimizers below an object, in words."""
+def _leaves(value: Any, path: str, named: bool) -> list[str]:
+    """The variables, optimizers and iterators below an object, in words."""
     found = []
     for node in graph_of(value, path).nodes:
         match node.value:
@@ -292,4 +329,6 @@ def _leaves(value: Any, path: str) -> list[str]:
                 found.append(f"  {words(node.value)} at {node.path}")
             case Optimizer():
                 found.append(f"  optimizer {node.value.name!r} at {node.path}")
+            case CheckpointableIterator() if named:
+                found.append(f"  iterator at {node.path}")
     return found

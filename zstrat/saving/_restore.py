@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from zstrat.checkpoint import MANIFEST, Manifest
-from zstrat.variables import unwatch, watch
+from zstrat.variables import Module, unwatch, watch
 
 from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, is_trackable
@@ -21,8 +21,6 @@ from ._servers import steadily
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
-    from zstrat.variables import Module
-
     from ._servers import ClusterMoment
 
 
@@ -75,10 +73,11 @@ class Restore:
 
         Raises: As `begin`; the attribute is set all the same.
         """
-        if self._matching is None or not is_trackable(value):
+        named = not isinstance(holder, Module)
+        if self._matching is None or not is_trackable(value, named=named):
             return
         for place in self._matching.child_of(holder, name):
-            found = self._matching.find(value, place, name)
+            found = self._matching.find(value, place, name, named=named)
             self._require(found)
             run_blocking(self._load(found))
             self._accept(found)
@@ -90,13 +89,14 @@ class Restore:
             return []
         found = self._matching.find(self._root, 0)
         found.require_right(self.path)
-        if found.pairs:
+        if found.is_new:
             run_blocking(self._load(found))
             self._accept(found)
         return found.missing
 
     def unused(self) -> list[str]:
-        """Paths of stored variables and optimizers that nothing in the program took."""
+        """Paths of stored variables, optimizers and iterators that nothing in the
+        program took."""
         if self._matching is None:
             return []
         return self._matching.unused()
@@ -116,6 +116,8 @@ class Restore:
     async def _load(self, found: Found) -> None:
         async with FileThread() as disk:
             moments = await load(self.path, found.loads, disk)
+        for iterator, _, state in found.places:
+            iterator.set_state(state)
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)
@@ -145,11 +147,13 @@ class RestoreStatus:
 
     @property
     def unused(self) -> list[str]:
-        """Paths of stored variables and optimizers that nothing has taken (yet)."""
+        """Paths of stored variables, optimizers and iterators that nothing has taken
+        (yet)."""
         return [] if self._restore is None else self._restore.unused()
 
     def assert_consumed(self) -> RestoreStatus:
-        """Checks that program and checkpoint have the same variables and optimizers.
+        """Checks that program and checkpoint have the same variables, optimizers and
+        iterators.
 
         Variables that appeared in lists and dicts since the restore get their values.
 

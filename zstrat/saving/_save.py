@@ -66,6 +66,7 @@ async def save(
         PSUnavailableError: A server is gone.
         BusyError: Another writer is at work in the folder.
         NotFoundError: The folder above it does not exist.
+        InvalidArgumentError: The place of an iterator cannot be saved; says why.
         ResourceExhaustedError: A disk is full.
         OSError: As the system says.
 
@@ -87,8 +88,10 @@ async def _save(
         try:
             optimizers = [node.value for node in graph.optimizers]
             about: dict[str, Any] = {}
+            states: dict[str, Mapping[str, Any]] = {}
 
             async def note() -> None:
+                states.update({n.path: n.value.get_state() for n in graph.iterators})
                 about.update(await disk(metadata))
 
             snapshot = PinnedSnapshot(components, optimizers, note)
@@ -97,7 +100,7 @@ async def _save(
                 about["steps"] = [_plain_cut(cut) for cut in cuts]
                 if None in cuts:
                     log.warning(_NO_CUT, path)
-                manifest = await _write(graph, pinned, folder, disk, about)
+                manifest = await _write(graph, pinned, states, folder, disk, about)
             for moment in snapshot.moments:
                 moment.cluster.require_unrestored(moment.restores)
             await disk(folder.commit, manifest)
@@ -124,6 +127,7 @@ def saved_components(graph: Graph) -> list[Variable]:
 async def _write(
     graph: Graph,
     pinned: Sequence[SourceTensor],
+    states: Mapping[str, Mapping[str, Any]],
     folder: CheckpointFolder,
     disk: FileThread,
     metadata: Mapping[str, Any],
@@ -151,7 +155,7 @@ async def _write(
             where[id(each)] = WrittenPlace(file, name, digest)
     about = {"zstrat": __version__, "saved_at": time.time(), **metadata}
     tensors = {logical.name: logical.stored(where) for logical in logicals}
-    return Manifest(tensors, files, plain_graph(graph, logicals), about)
+    return Manifest(tensors, files, plain_graph(graph, logicals, states), about)
 
 
 def _parts(

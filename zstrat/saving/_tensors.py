@@ -128,7 +128,7 @@ class StoredNode(NamedTuple):
     """An object of the program that wrote the checkpoint.
 
     ``children``: places in the list of all. ``slots`` of an optimizer: place of a
-    variable -> path in its state -> tensor.
+    variable -> path in its state -> tensor. ``state`` of an iterator: its place.
     """
 
     kind: str
@@ -136,10 +136,16 @@ class StoredNode(NamedTuple):
     children: Mapping[str, int]
     tensor: str
     slots: Mapping[int, Mapping[str, str]]
+    state: Mapping[str, Any]
 
 
-def plain_graph(graph: Graph, logicals: Sequence[Logical]) -> dict[str, Any]:
-    """The graph as JSON; inverse of `stored_graph`."""
+def plain_graph(
+    graph: Graph,
+    logicals: Sequence[Logical],
+    states: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The graph as JSON; inverse of `stored_graph`. ``states``: of iterators, by their
+    paths."""
     number = {id(node): place for place, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
     for logical in logicals:
@@ -155,6 +161,8 @@ def plain_graph(graph: Graph, logicals: Sequence[Logical]) -> dict[str, Any]:
             plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
         if node.kind == "variable":
             plain["tensor"] = node.path
+        if node.kind == "iterator":
+            plain["state"] = states[node.path]
         if place in slots:
             plain["slots"] = slots[place]
         nodes.append(plain)
@@ -179,7 +187,8 @@ def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> Store
             children, tensor = plain.get("children", {}), plain.get("tensor", "")
             try:
                 slots = {int(k): dict(v) for k, v in plain.get("slots", {}).items()}
-                node = StoredNode(kind, path, dict(children), tensor, slots)
+                state = dict(plain.get("state", {}))
+                node = StoredNode(kind, path, dict(children), tensor, slots, state)
             except (TypeError, ValueError, AttributeError):
                 pass
             else:

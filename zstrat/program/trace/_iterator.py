@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import ClosingIterator, is_steady, native, own
+from zstrat.data import ClosingIterator, Elements, is_steady, native, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import is_weak, recorder
 
@@ -230,6 +230,8 @@ class StepIterator:
         self._element_spec: Final = element_spec
         self.name: Final = name
         self._ready: Final[deque[Any]] = deque()
+        self._drawn = 0
+        """Elements that were drawn and not given back."""
 
     @property
     def element_spec(self) -> Any:
@@ -287,6 +289,7 @@ class StepIterator:
             OutOfRangeError: There are no more.
         """
         if self._ready:
+            self._drawn += 1
             return self._ready.popleft()
         if self._source is None:
             raise RuntimeError(
@@ -299,11 +302,21 @@ class StepIterator:
             raise OutOfRangeError(
                 f"End of sequence: {self.name} is exhausted"
             ) from None
+        self._drawn += 1
         return element if self._steady else joined.mapped(kept, element)
 
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
-        self._ready.appendleft(element)
+        self._drawn -= 1
+        if isinstance(self._source, Elements):  # its place may be saved
+            self._source.unread(element)
+        else:
+            self._ready.appendleft(element)
+
+    def go_on(self, source: Iterator[Any], drawn: int) -> None:
+        """Goes on with another source, before which so many elements were drawn."""
+        self._source, self._drawn = source, drawn
+        self._ready.clear()
 
     def close(self) -> None:
         """Ends the pass and closes its source, if it can be closed."""

@@ -9,12 +9,17 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
-from zstrat.data import Dataset
+from zstrat.data import CheckpointableIterator, Dataset, require_fit
+from zstrat.errors import ClosedError
 from zstrat.program import StepDataset, StepIterator, require_untraced
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.variables import recorder
 
+from ._feed import FeedPosition
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ._feed import DatasetFeed, DatasetPass
 
 _TRANSFORMATIONS: Final = frozenset(
@@ -95,13 +100,17 @@ class DistributedDataset(StepDataset):
 
 
 @final
-class DistributedIterator(StepIterator):
+class DistributedIterator(StepIterator, CheckpointableIterator):
     """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
-    Python, which ends with the elements."""
+    Python, which ends with the elements.
+
+    Its place is counted in steps. All processes save at the same one, and go to it
+    together; one file serves them all.
+    """
 
     def __init__(self, source: DatasetPass, name: str) -> None:
         super().__init__(source, name=name, steady=True)
-        self._pass: Final = source
+        self._pass = source
         self.is_closed = False
 
     @property
@@ -128,6 +137,23 @@ class DistributedIterator(StepIterator):
         """Nothing: an iterator is ready when it is made. Programs of TF's first version
         call it before the first element."""
         return []
+
+    def get_state(self) -> dict[str, Any]:
+        return self._pass.place(self._drawn).plain
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{self.name} is closed: build its iterator again")
+        require_fit(self, state)
+        place = FeedPosition.from_plain(state)
+        self._pass.close()
+        self._pass = self._pass.feed.begin(place)
+        self.go_on(self._pass, place.steps)
+
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        if self.is_closed:
+            return "it was closed"
+        return self._pass.feed.sources.misfit(FeedPosition.from_plain(state))
 
     def close(self) -> None:
         """Ends the pass and the thread that makes its elements; later draws raise

@@ -8,14 +8,15 @@ thread of their pass, and agreed upon in the thread that draws.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from zstrat.data import Elements, Prefetcher, ending
+from zstrat.data import Elements, Position, Prefetcher, ending
+from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import NarrowingWarning, is_cut, what_is_lost
@@ -24,14 +25,15 @@ from ._epoch_sync import PassLength, SynchronizedPass
 from ._replica_batches import Share, leaf_by_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from zstrat.data import Allotment, Recipe
 
     from ._epoch_sync import WorkerAgreement
     from ._input_options import InputOptions
 
     Where = tuple[str, int]
     Place = Callable[[Share], Any]
-    Shares = Callable[[], "BegunPass"]
 
 _NAME: Final = "a distributed dataset"
 
@@ -42,11 +44,94 @@ class BegunPass:
     """A pass over the sources.
 
     Args:
+        recipes: Of the sources, begun.
         order: See `SynchronizedPass`.
     """
 
     shares: Iterator[Share]
+    recipes: tuple[Recipe, ...]
     order: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FeedPosition:
+    """A place in the passes of a distributed dataset.
+
+    Args:
+        steps: How many steps come before it.
+        passes: Of each source, the pass; what was drawn there is counted in steps.
+        split: What the meaning of a step depends on.
+    """
+
+    steps: int
+    passes: tuple[Position, ...]
+    split: tuple[int, ...]
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> FeedPosition:
+        """The inverse of `plain`.
+
+        Raises:
+            InvalidArgumentError: It is something else.
+        """
+        match plain:
+            case {
+                "steps": int(steps),
+                "passes": [*passes],
+                "split": [*split],
+            } if steps >= 0:
+                listed = tuple(map(Position.from_plain, passes))
+                return cls(steps, listed, tuple(split))
+        raise InvalidArgumentError(
+            f"this is no place of the iterator of a distributed dataset: {plain!r:.200}"
+        )
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        passes = [each.plain for each in self.passes]
+        return {"steps": self.steps, "passes": passes, "split": list(self.split)}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FeedSources:
+    """What passes go over.
+
+    Args:
+        begin: Begins a pass, or the rest of one behind a place; reads nothing.
+        made: Of each source, what is read here.
+        split: Input pipelines, or input pipelines and replicas, where others would make
+            other steps of the same sources.
+        are_alike: All processes have the same operations.
+    """
+
+    begin: Callable[[FeedPosition | None], BegunPass]
+    made: tuple[Allotment, ...]
+    split: tuple[int, ...]
+    are_alike: bool = False
+
+    def misfit(self, place: FeedPosition) -> str:
+        """Why it is no place in the passes; "" if it is one."""
+        if place.split != self.split:
+            return (
+                f"its steps are those of {_split(place.split)}, and here there are "
+                f"{_split(self.split)}"
+            )
+        if len(place.passes) != len(self.made):
+            return f"it has {len(place.passes)} sources, and there are {len(self.made)}"
+        found = (
+            each.misfit(source.recipe)
+            for each, source in zip(place.passes, self.made, strict=True)
+        )
+        return next(filter(None, found), "")
+
+
+def _split(split: tuple[int, ...]) -> str:
+    names = ("input pipelines", "replicas in each")
+    words = [f"{n} {name}" for n, name in zip(split, names, strict=False)]
+    return " and ".join(words) or "any number of input pipelines"
 
 
 @final
@@ -63,12 +148,11 @@ class DatasetFeed:
     """How to begin a pass of one distributed dataset.
 
     Args:
-        shares: Begins a pass over the sources; reads nothing.
         where: The user's line that asked for the dataset.
     """
 
     where: Where
-    shares: Shares
+    sources: FeedSources
     place: Place
     options: InputOptions
     accord: WorkerAgreement | None
@@ -76,17 +160,25 @@ class DatasetFeed:
     length: PassLength = field(default_factory=PassLength)
     described: KnownElementSpec = field(default_factory=KnownElementSpec)
 
-    def begin(self) -> DatasetPass:
-        return DatasetPass(self)
+    def begin(self, place: FeedPosition | None = None) -> DatasetPass:
+        """A fresh pass, or the rest of one behind a place."""
+        return DatasetPass(self, place)
 
 
 @final
 class DatasetPass:
     """One pass: its elements as they are drawn, and what they look like."""
 
-    def __init__(self, feed: DatasetFeed) -> None:
-        begun = feed.shares()
-        maker = _Maker(begun.shares, feed)
+    def __init__(self, feed: DatasetFeed, place: FeedPosition | None = None) -> None:
+        self.feed: Final = feed
+        begun = feed.sources.begin(place)
+        whole = None if place is None else replace(place, steps=0)
+        self._recipes: Final = begun.recipes
+        length = feed.length
+        if place is not None and length.steps is not None:
+            left = max(0, length.steps - place.steps)
+            length = replace(length, steps=left)
+        maker = _Maker(begun.shares, feed, whole)
         self._maker: Final = maker
         size = feed.options.experimental_per_replica_buffer_size
         self._elements: Final[Elements[Any]] = Elements(
@@ -97,7 +189,7 @@ class DatasetPass:
             self._drawn = SynchronizedPass(
                 self._elements,
                 feed.accord,
-                length=feed.length,
+                length=length,
                 empty=maker.empty,
                 is_partial=feed.is_partial,
                 order=begun.order,
@@ -109,6 +201,18 @@ class DatasetPass:
     def __next__(self) -> Any:
         return next(self._drawn)
 
+    def place(self, steps: int) -> FeedPosition:
+        """The place behind so many steps of the whole pass.
+
+        Raises:
+            InvalidArgumentError: Another pass may have another order.
+        """
+        passes = [Position.of(recipe, 0) for recipe in self._recipes]
+        if self.feed.accord is not None:
+            are_alike = self.feed.sources.are_alike
+            passes = [each.of_all(are_alike=are_alike) for each in passes]
+        return FeedPosition(steps, tuple(passes), self.feed.sources.split)
+
     def spec(self) -> Any:
         """What an element looks like; may make the first one for that.
 
@@ -116,7 +220,11 @@ class DatasetPass:
             OutOfRangeError: There is none.
         """
         if self._maker.first is None:
-            self._elements.peek()
+            try:
+                self._elements.peek()
+            except OutOfRangeError:
+                if not self._maker.has_looked_back():
+                    raise
         return self._maker.spec()
 
     def close(self) -> None:
@@ -126,13 +234,18 @@ class DatasetPass:
 
 @final
 class _Maker:
-    """Makes the elements of a pass, and keeps the first share to describe them."""
+    """Makes the elements of a pass, and keeps the first share to describe them.
 
-    def __init__(self, shares: Iterator[Share], feed: DatasetFeed) -> None:
+    Args:
+        whole: Where the pass begins of which this is the rest; None: here.
+    """
+
+    def __init__(
+        self, shares: Iterator[Share], feed: DatasetFeed, whole: FeedPosition | None
+    ) -> None:
         self._shares: Final = shares
-        self._place: Final = feed.place
-        self._described: Final = feed.described
-        self._where: Final = feed.where
+        self._feed: Final = feed
+        self._whole: Final = whole
         self.first: Share | None = None
         """Without its rows."""
         self._spec: Any = None
@@ -140,19 +253,32 @@ class _Maker:
     def elements(self) -> Iterator[Any]:
         with ending(self._shares) as shares:
             for share in shares:
-                placed = self._place(share)
+                placed = self._feed.place(share)
                 if self.first is None:
-                    self._spec = _spec_of(share, placed)
-                    if self._described.spec is None:
-                        self._described.spec = self._spec
-                        _tell(share, placed, self._where)
-                    self.first = share.emptied()
+                    self._describe(share, placed)
                 yield placed
                 # The reader may be their only owner while the next are made.
                 del share, placed
 
+    def _describe(self, share: Share, placed: Any) -> None:
+        self._spec = _spec_of(share, placed)
+        if self._feed.described.spec is None:
+            self._feed.described.spec = self._spec
+            _tell(share, placed, self._feed.where)
+        self.first = share.emptied()
+
     def spec(self) -> Any:
         return self._spec
+
+    def has_looked_back(self) -> bool:
+        """Whether an element before the rest, in which there is none, describes all."""
+        if self._whole is None:
+            return False
+        with ending(self._feed.sources.begin(self._whole).shares) as shares:
+            share = next(shares, None)
+            if share is not None:
+                self._describe(share, self._feed.place(share))
+        return share is not None
 
     def empty(self) -> Any:
         """What a worker draws that has no more data.
@@ -161,12 +287,14 @@ class _Maker:
             ValueError: It never had any, so nobody knows what it looks like.
         """
         if self.first is None:
+            self.has_looked_back()
+        if self.first is None:
             raise ValueError(
                 "this worker has no element at all while others have some, so it does "
                 "not know what an empty one looks like: give every worker at least one "
                 "batch, or set the auto_shard_policy to DATA"
             )
-        return self._place(self.first)
+        return self._feed.place(self.first)
 
 
 def _tell(share: Share, placed: Any, where: Where) -> None:

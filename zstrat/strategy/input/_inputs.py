@@ -9,6 +9,7 @@ Law of the file: it reads nothing itself; whoever iterates begins a pass (`_feed
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 
 from zstrat.data import (
+    AutoShardPolicy,
     InputContext,
     ShapePromise,
     Worker,
@@ -29,7 +31,7 @@ from zstrat.variables import line_outside
 
 from ._distributed_dataset import DistributedDataset
 from ._epoch_sync import PassLength
-from ._feed import BegunPass, DatasetFeed
+from ._feed import BegunPass, DatasetFeed, FeedSources
 from ._input_options import InputOptions
 from ._replica_batches import (
     per_replica,
@@ -41,10 +43,10 @@ from ._replica_batches import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from zstrat.data import Allotment, Dataset
+    from zstrat.data import Allotment, Dataset, Recipe
 
     from ._epoch_sync import WorkerAgreement
-    from ._feed import Place
+    from ._feed import FeedPosition, Place
     from ._replica_batches import Share
 
 _DATASET: Final = "a distributed dataset"
@@ -101,9 +103,10 @@ class ProcessInputs:
         if not is_partial:
             self._require_even(allotment.batch_size)
 
-        def shares() -> BegunPass:
-            begun, order = allotment.begin()
-            batches = self._read(begun, allotment, chosen)
+        def shares(place: FeedPosition | None) -> BegunPass:
+            (begun,), steps = _begun((allotment,), place)
+            whole, behind = (steps, 0) if alone else allotment.before(steps)
+            batches = self._read(begun, allotment, chosen, whole)
             if alone:
                 found = shares_of_elements(
                     batches, 1, ShapePromise.NONE, is_fresh=is_fresh
@@ -114,13 +117,18 @@ class ProcessInputs:
                 found = shares_of_batches(
                     batches, cutter, is_partial=is_partial, is_fresh=is_fresh
                 )
-            return BegunPass(_ending_with(batches, found), order)
+                found = itertools.islice(found, behind, None)
+            rest = _ending_with(batches, found)
+            return BegunPass(rest, (begun,), allotment.order(begun))
 
         length = PassLength(
             is_infinite=allotment.is_infinite,
             is_common=allotment.ends_with_others and is_partial,
         )
-        return self._fed(_DATASET, shares, chosen, self.accord, length)
+        by_worker = allotment.policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT)
+        split = (self.context.num_input_pipelines,) if by_worker else ()
+        sources = FeedSources(shares, (allotment,), split, are_alike=True)
+        return self._fed(_DATASET, sources, chosen, self.accord, length)
 
     def of_function(
         self,
@@ -135,12 +143,17 @@ class ProcessInputs:
         made = allotted(_made(dataset_fn, self.context), Worker())
         promise = self._promise([made])
 
-        def shares() -> BegunPass:
-            elements = self._read(made.elements(), made, chosen)
+        def shares(place: FeedPosition | None) -> BegunPass:
+            (begun,), steps = _begun((made,), place)
+            elements = self._read(begun, made, chosen, steps * self.local)
             found = shares_of_elements(
-                elements, self.local, promise, is_fresh=made.is_fresh
+                elements,
+                self.local,
+                promise,
+                is_fresh=made.is_fresh,
+                before=lambda: _first(begun, steps * self.local),
             )
-            return BegunPass(_ending_with(elements, found))
+            return BegunPass(_ending_with(elements, found), (begun,))
 
         size = made.recipe.size()
         steps = None
@@ -148,7 +161,9 @@ class ProcessInputs:
             is_kept = promise is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
-        return self._fed(_FUNCTION, shares, chosen, self.accord, length)
+        split = (self.context.num_input_pipelines, self.local)
+        sources = FeedSources(shares, (made,), split)
+        return self._fed(_FUNCTION, sources, chosen, self.accord, length)
 
     def _promise(self, made: Sequence[Allotment]) -> ShapePromise:
         """What decides of a last step of a dataset function that lacks elements. Where
@@ -167,19 +182,30 @@ class ProcessInputs:
             raise not_per_replica()
         # To each function it looks like a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
-        made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
+        made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
         promise = self._promise(made)
 
-        def shares() -> BegunPass:
-            pipelines = [self._read(each.elements(), each, options) for each in made]
-            return BegunPass(shares_of_pipelines(pipelines, promise))
+        def shares(place: FeedPosition | None) -> BegunPass:
+            begun, steps = _begun(made, place)
+            pipelines = [
+                self._read(one, each, options, steps)
+                for one, each in zip(begun, made, strict=True)
+            ]
 
-        return self._fed(_FUNCTION, shares, options, None, PassLength())
+            def before() -> Iterator[Any]:
+                for one in begun:
+                    yield from _first(one, steps)
+
+            found = shares_of_pipelines(pipelines, promise, before=before)
+            return BegunPass(found, begun)
+
+        sources = FeedSources(shares, made, (1, self.local))
+        return self._fed(_FUNCTION, sources, options, None, PassLength())
 
     def _fed(
         self,
         name: str,
-        shares: Callable[[], BegunPass],
+        sources: FeedSources,
         options: InputOptions,
         accord: WorkerAgreement | None,
         length: PassLength,
@@ -189,14 +215,15 @@ class ProcessInputs:
         # Now, where the user distributes the dataset: a warning of a pass is said at
         # this line.
         where = line_outside()
-        feed = DatasetFeed(where, shares, place, options, accord, is_partial, length)
+        feed = DatasetFeed(where, sources, place, options, accord, is_partial, length)
         return DistributedDataset(feed, name)
 
     def _read(
-        self, elements: Iterator[Any], allotment: Allotment, options: InputOptions
+        self, begun: Recipe, allotment: Allotment, options: InputOptions, start: int
     ) -> Iterator[Any]:
-        """The elements of a pass. Nobody writes to them while they wait, and none is
-        sparse where all shapes have to be the same on devices."""
+        """The elements of a pass from a number on. Nobody writes to them while they
+        wait, and none is sparse where all shapes have to be the same on devices."""
+        elements = begun.without_first(start).elements()
         # The prefetch thread is ahead of the step, and a source that fills one buffer
         # again would overwrite what waits.
         steady = elements if allotment.is_steady else _copied(elements)
@@ -233,6 +260,22 @@ def not_per_replica() -> NotImplementedError:
         "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
         "the elements of one input function go to the replicas in turn"
     )
+
+
+def _begun(
+    made: Sequence[Allotment], place: FeedPosition | None
+) -> tuple[tuple[Recipe, ...], int]:
+    """The passes, begun, and how many steps of them are left out."""
+    if place is None:
+        return tuple(each.begin() for each in made), 0
+    pairs = zip(made, place.passes, strict=True)
+    return tuple(each.begin(one) for each, one in pairs), place.steps
+
+
+def _first(begun: Recipe, count: int) -> Iterator[Any]:
+    """So many elements of a pass."""
+    with ending(begun.elements()) as elements:
+        yield from itertools.islice(elements, count)
 
 
 def _copied(elements: Iterator[Any]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from zstrat.data import ShapePromise, not_batched
 from zstrat.strategy.replica._per_replica import PerReplica
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from zstrat.data import Cut, Cutter, Span
 
@@ -123,6 +123,7 @@ def shares_of_elements(
     promise: ShapePromise,
     *,
     is_fresh: bool = False,
+    before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
     """One element for each replica in turn, as they are.
 
@@ -130,8 +131,9 @@ def shares_of_elements(
         promise: As in TF, a last step that has too few is one, and the other replicas
             get empty elements, unless all elements are promised the same shapes.
         is_fresh: Nobody else has their memory.
+        before: Makes the elements of the pass that come before these.
     """
-    shapes = _Shapes()
+    shapes = _Shapes(before)
     while several := tuple(itertools.islice(elements, replicas)):
         if promise is ShapePromise.AS_MADE:
             shapes.see(several)
@@ -143,12 +145,14 @@ def shares_of_elements(
 
 
 def shares_of_pipelines(
-    pipelines: Sequence[Iterator[Any]], promise: ShapePromise
+    pipelines: Sequence[Iterator[Any]],
+    promise: ShapePromise,
+    before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
-    """One element of each pipeline in each step, until none has any more; ``promise``:
-    see `shares_of_elements`."""
+    """One element of each pipeline in each step, until none has any more; ``promise``,
+    ``before``: see `shares_of_elements`."""
     nothing = object()
-    shapes = _Shapes()
+    shapes = _Shapes(before)
     for several in itertools.zip_longest(*pipelines, fillvalue=nothing):
         found = [element for element in several if element is not nothing]
         if promise is ShapePromise.AS_MADE:
@@ -163,25 +167,35 @@ def shares_of_pipelines(
 
 @final
 class _Shapes:
-    """Whether all elements of a pass had one shape, so far."""
+    """Whether all elements of a pass had one shape, so far.
 
-    def __init__(self) -> None:
+    Args:
+        before: Makes those that were left out; only who asks needs them.
+    """
+
+    def __init__(self, before: Callable[[], Iterable[Any]]) -> None:
         self._first: list[tuple[int, ...]] | None = None
-        self.differ = False
+        self._differ = False
+        self._before: Final = before
+
+    def differ(self) -> bool:
+        if not self._differ:
+            self.see(self._before())
+        return self._differ
 
     def see(self, elements: Iterable[Any]) -> None:
         for element in elements:
             shapes = _shapes_of(element)
             if self._first is None:
                 self._first = shapes
-            self.differ |= shapes != self._first
+            self._differ |= shapes != self._first
 
 
 def _is_step(promise: ShapePromise, found: Sequence[Any], shapes: _Shapes) -> bool:
     """Whether one with these elements alone is a step."""
     match promise:
         case ShapePromise.AS_MADE:
-            return shapes.differ
+            return shapes.differ()
         case ShapePromise.ROWS:
             return any(_shapes_of(found[0]))
         case _:

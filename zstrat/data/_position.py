@@ -1,0 +1,297 @@
+"""Where a pass is, so that another one, also of another process, can go on from there.
+
+A position is the number of elements that were drawn, and what makes the order of the
+pass: the numbers of its shuffles, and the seeds that were drawn for those without one.
+No element is kept: the pass is begun anew and what was drawn is left out, which over
+arrays in memory costs no element.
+
+Law of the file: a position is written down only of a pass that comes again in the same
+order, as far as the recipe can tell, and found again in a recipe of the same
+operations; functions and sources have to give the same each time.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.errors import ClosedError, InvalidArgumentError
+
+from ._batches import Rebatched, Unbatched
+from ._cached import Cached
+from ._elements import Elements
+from ._lineage import walk
+from ._passes import Batching, Filtered
+from ._several import Interleaved
+from ._shuffle import Shuffled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ._leaves import Element
+    from ._passes import Recipe
+
+
+class CheckpointableIterator(abc.ABC):
+    """An iterator whose place in its data can be saved and found again.
+
+    A `zs.Checkpoint` that holds one does both. The dataset has to be made in the same
+    way, and whatever functions and sources it has must give the same each time.
+    """
+
+    @abc.abstractmethod
+    def get_state(self) -> dict[str, Any]:
+        """The place, of numbers, texts and lists that JSON has.
+
+        Raises:
+            InvalidArgumentError: Another pass would have another order; says what to
+                change.
+        """
+
+    @abc.abstractmethod
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `get_state` gave, of this iterator or of another one of
+        the same dataset; what this one has drawn does not count.
+
+        Raises:
+            InvalidArgumentError: It is the place of another dataset; nothing changed.
+            ClosedError: The iterator was closed.
+        """
+
+    @abc.abstractmethod
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        """Why the iterator cannot go to that place; "" if it can."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the passes of a recipe.
+
+    Args:
+        drawn: How many elements come before it.
+        orders: Of each shuffle its seed, if that was drawn, and the number of the pass.
+        sizes: How many elements there are, wherever that changes between the end of the
+            recipe and its sources: they tell that it is the same dataset. Empty: not
+            to be compared.
+        operations: Those that decide which elements come when, in words, for the same
+            reason. None: not to be compared.
+    """
+
+    drawn: int
+    orders: tuple[tuple[int | None, tuple[int, ...]], ...]
+    sizes: tuple[int, ...]
+    operations: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, begun: Recipe, drawn: int) -> Position:
+        """The place behind so many elements of a pass.
+
+        Raises:
+            InvalidArgumentError: Another pass may have another order.
+        """
+        if why := begun.chance():
+            raise _unsaved(why)
+        orders = tuple(
+            (each.seed if each.is_drawn else None, each.order)
+            for each in shuffles(begun)
+        )
+        return cls(drawn, orders, _sizes(begun), _operations(begun))
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Position:
+        """The inverse of `plain`.
+
+        Raises:
+            InvalidArgumentError: It is something else.
+        """
+        match plain:
+            case {
+                "drawn": int(drawn),
+                "orders": [*orders],
+                "sizes": [*sizes],
+                "operations": [*_] | None as operations,
+            } if drawn >= 0 and all(map(_is_order, orders)):
+                listed = tuple((seed, tuple(order)) for seed, order in orders)
+                made_by = None if operations is None else tuple(operations)
+                return cls(drawn, listed, tuple(sizes), made_by)
+        raise InvalidArgumentError(f"this is no place of an iterator: {plain!r:.200}")
+
+    def of_all(self, *, are_alike: bool) -> Position:
+        """The place for all processes, each of which reads a part.
+
+        Args:
+            are_alike: The same operations in all of them.
+
+        Raises:
+            InvalidArgumentError: They have not one order.
+        """
+        if any(seed is not None for seed, _ in self.orders):
+            raise _unsaved(
+                "each process shuffles in an order of its own. Give shuffle the same "
+                "seed in all of them: shuffle(buffer_size, seed=...)"
+            )
+        operations = self.operations if are_alike else None
+        return replace(self, sizes=(), operations=operations)
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        orders = [[seed, list(order)] for seed, order in self.orders]
+        operations = None if self.operations is None else list(self.operations)
+        return {
+            "drawn": self.drawn,
+            "orders": orders,
+            "sizes": list(self.sizes),
+            "operations": operations,
+        }
+
+    def misfit(self, recipe: Recipe) -> str:
+        """Why it is no place in the passes of the recipe; "" if it is one."""
+        sizes = _sizes(recipe)
+        if self.sizes and sizes != self.sizes:
+            return (
+                f"it was saved where the dataset has {_listed(self.sizes)} elements, "
+                f"from its end to its source, and this one has {_listed(sizes)} (-1: "
+                "without end, -2: not known)"
+            )
+        operations = _operations(recipe)
+        if self.operations is not None and operations != self.operations:
+            return (
+                f"it was saved of a dataset made by {_listed(self.operations)}, from "
+                f"its end to its source, and this one is made by {_listed(operations)}"
+            )
+        count = sum(1 for _ in shuffles(recipe))
+        if count != len(self.orders):
+            return (
+                f"it was saved of a dataset with {len(self.orders)} shuffles, and this "
+                f"one has {count}"
+            )
+        return ""
+
+    def passed(self, recipe: Recipe) -> Recipe:
+        """The whole pass, begun, in which this place is. Passes that are begun later
+        have later numbers."""
+        orders = iter(self.orders)
+
+        def ordered(each: Recipe, is_counted: bool = True) -> Recipe:
+            if isinstance(each, Shuffled):
+                seed, order = next(orders)
+                if is_counted:
+                    each.passes.note(order)
+                each = each.ordered(seed, order)
+            elif isinstance(each, Cached):
+                is_counted = False  # what is before it is passed over as if first
+            return each.of_each(lambda source: ordered(source, is_counted))
+
+        # As if it were the first pass: to begin another would count it.
+        return ordered(recipe.first())
+
+
+@final
+class DatasetIterator(Elements["Element"], CheckpointableIterator):
+    """A pass over a `Dataset`, which may be an attribute of a `zs.Checkpoint`.
+
+    Args:
+        recipe: Not begun.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe: Final = recipe
+        self._begun = recipe.begun()
+        self._drawn = 0
+        super().__init__(self._begun.elements())
+
+    def __next__(self) -> Element:
+        element = super().__next__()
+        self._drawn += 1
+        return element
+
+    def unread(self, element: Element) -> None:
+        super().unread(element)
+        self._drawn -= 1
+
+    def get_state(self) -> dict[str, Any]:
+        return Position.of(self._begun, self._drawn).plain
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{self.name} is closed: build its iterator again")
+        require_fit(self, state)
+        position = Position.from_plain(state)
+        self._begun = position.passed(self._recipe)
+        self._drawn = position.drawn
+        self.replace(self._begun.without_first(position.drawn).elements())
+
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        if self.is_closed:
+            return "it was closed"
+        return Position.from_plain(state).misfit(self._recipe)
+
+
+def _unsaved(why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "the place of this iterator cannot be saved, as nobody could find it again in "
+        f"another pass: {why}"
+    )
+
+
+def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> None:
+    """Refuses the place of another dataset.
+
+    Raises:
+        InvalidArgumentError: It is one.
+    """
+    if why := iterator.misfit(state):
+        raise InvalidArgumentError(
+            f"this iterator cannot go to that place: {why}. Make the dataset as it "
+            "was, or leave the iterator out and begin a new pass"
+        )
+
+
+def shuffles(recipe: Recipe) -> Iterator[Shuffled]:
+    """All that shuffles in it, the last first."""
+    return (each for each in walk(recipe) if isinstance(each, Shuffled))
+
+
+def _sizes(recipe: Recipe) -> tuple[int, ...]:
+    found = (each.size() for each in walk(recipe))
+    return tuple(size for size, _ in itertools.groupby(found))
+
+
+def _operations(recipe: Recipe) -> tuple[str, ...]:
+    return tuple(filter(None, map(_operation, walk(recipe))))
+
+
+def _operation(recipe: Recipe) -> str:
+    match recipe:
+        case Shuffled():
+            kept = None if recipe.is_drawn else recipe.seed
+            again = "" if recipe.reshuffle else ", reshuffle_each_iteration=False"
+            return f"shuffle({recipe.buffer_size}, seed={kept}{again})"
+        case Batching():
+            dropping = ", drop_remainder=True" if recipe.drop_remainder else ""
+            return f"batch({recipe.batch_size}{dropping})"
+        case Rebatched():
+            return f"rebatch({list(recipe.sizes)})"
+        case Interleaved():
+            lengths = f"{recipe.cycle_length}, {recipe.block_length}"
+            return f"interleave(…, {lengths})"
+        case Unbatched():
+            return "unbatch()"
+        case Filtered():
+            return "filter(…)"
+    return ""
+
+
+def _listed(parts: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, parts)) or "no operation that counts"
+
+
+def _is_order(plain: Any) -> bool:
+    match plain:
+        case [None | int(), [*numbers]] if numbers:
+            return all(isinstance(number, int) for number in numbers)
+    return False
