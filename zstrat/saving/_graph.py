@@ -22,6 +22,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.data import CheckpointableIterator
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
@@ -55,7 +56,7 @@ class ObjectNode:
                 return "variable"
             case Optimizer():
                 return "optimizer"
-            case CheckpointableIterator():
+            case CheckpointableIterator() | PerWorkerIterator():
                 return "iterator"
         return "group"
 
@@ -123,7 +124,7 @@ def held(value: Any) -> dict[str, Any]:
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}
-        case CheckpointableIterator():
+        case CheckpointableIterator() | PerWorkerIterator():
             return {}
         case Optimizer():
             return {} if value.iterations is None else {"iterations": value.iterations}
@@ -134,7 +135,7 @@ def held(value: Any) -> dict[str, Any]:
             return {
                 name: each
                 for name, each in sorted(vars(value).items())
-                if not isinstance(each, CheckpointableIterator)
+                if not isinstance(each, CheckpointableIterator | PerWorkerIterator)
             }
         case dict():
             return _by_text((str(key), each) for key, each in value.items())
@@ -148,7 +149,7 @@ def is_trackable(value: Any, *, strict: bool = False) -> bool:
     container counts even if it holds nothing, so that its contents are looked at."""
     if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
         return True
-    if isinstance(value, CheckpointableIterator):
+    if isinstance(value, CheckpointableIterator | PerWorkerIterator):
         return True
     below = held(value)
     if strict and (below or isinstance(value, dict | list | tuple)):
@@ -224,7 +225,7 @@ def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:
 def _refusal(path: str, value: Any) -> str:
     return (
         f"{path} is {type(value).__name__} ({value!r:.40}), and a checkpoint holds "
-        "zs.Variable, zs.Optimizer, zs.Module, iterators of datasets of this process "
-        "and containers of them: a restore could not replace it in place. Make it a "
+        "zs.Variable, zs.Optimizer, zs.Module, iterators of datasets and containers "
+        "of them: a restore could not replace it in place. Make it a "
         "zs.Variable, or leave it out"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.data import CheckpointableIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
@@ -50,9 +51,9 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     """What both have, and differently."""
     loads: list[Load] = field(default_factory=list)
-    places: list[tuple[CheckpointableIterator, Mapping[str, Any]]] = field(
-        default_factory=list
-    )
+    places: list[
+        tuple[CheckpointableIterator | PerWorkerIterator, Mapping[str, Any]]
+    ] = field(default_factory=list)
     """Iterators, each with its place in its data."""
 
     @property
@@ -171,7 +172,7 @@ class Matching:
         elif isinstance(value, Optimizer) and node.kind != "optimizer":
             found.missing.append(f"  optimizer {value.name!r} at {path}")
             return
-        elif isinstance(value, CheckpointableIterator):
+        elif isinstance(value, CheckpointableIterator | PerWorkerIterator):
             if node.kind != "iterator":
                 found.missing.append(f"  iterator at {path}")
                 return
@@ -206,7 +207,7 @@ class Matching:
 
     @staticmethod
     def _place(
-        iterator: CheckpointableIterator,
+        iterator: CheckpointableIterator | PerWorkerIterator,
         state: Mapping[str, Any],
         path: str,
         found: Found,
@@ -316,6 +317,6 @@ def _leaves(value: Any, path: str) -> list[str]:
                 found.append(f"  {words(node.value)} at {node.path}")
             case Optimizer():
                 found.append(f"  optimizer {node.value.name!r} at {node.path}")
-            case CheckpointableIterator():
+            case CheckpointableIterator() | PerWorkerIterator():
                 found.append(f"  iterator at {node.path}")
     return found

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from zstrat.checkpoint import MANIFEST, Manifest
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.variables import unwatch, watch
 
 from ._blocking import FileThread, run_blocking
@@ -117,7 +118,10 @@ class Restore:
         async with FileThread() as disk:
             moments = await load(self.path, found.loads, disk)
         for iterator, place in found.places:
-            iterator.set_state(place)
+            if isinstance(iterator, PerWorkerIterator):
+                await iterator.set_state_async(place)
+            else:
+                iterator.set_state(place)
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)

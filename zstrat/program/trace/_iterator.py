@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import ClosingIterator, is_steady, native, own
+from zstrat.data import ClosingIterator, Elements, is_steady, native, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import is_weak, recorder
 
@@ -227,6 +227,7 @@ class StepIterator:
         """Whether in a step, too, ``next()`` ends with StopIteration: of an iterator
         that was made there."""
         self._source = None if source is None else iter(source)
+        self._taking_back = source if isinstance(source, Elements) else None
         self._element_spec: Final = element_spec
         self.name: Final = name
         self._ready: Final[deque[Any]] = deque()
@@ -308,7 +309,10 @@ class StepIterator:
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
         self._drawn -= 1
-        self._ready.appendleft(element)
+        if self._taking_back is not None:
+            self._taking_back.unread(element)
+        else:
+            self._ready.appendleft(element)
 
     def go_on(self, source: Iterator[Any], drawn: int) -> None:
         """Goes on with another source, before which so many elements were drawn."""
