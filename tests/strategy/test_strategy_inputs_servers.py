@@ -120,3 +120,26 @@ def test_a_worker_tells_the_layout_of_what_replicas_get(strategy):
     assert isinstance(described["x"], PerReplica)
     assert described["x"].values == ("first", "second")
     resources.close()
+
+
+@pytest.mark.usefixtures("on_a_worker")
+def test_a_worker_goes_to_the_place_of_what_replicas_get(strategy):
+    def dataset_fn():
+        rows = Dataset.range(24).shuffle(24)
+        return strategy.experimental_distribute_dataset(rows.batch(4))
+
+    def built(state=""):
+        order = BuildResource(1, 7, "iterator", b"maker", 0, state=state)
+        resources.build(order)
+        return resources._resource(7)
+
+    resources = Resources("worker:1", load, lambda: None, Limits())
+    resources.put_code(b"maker", dump_code(dataset_fn))
+    iterator = built()
+    before = values([next(iterator) for _ in range(2)])
+    state = resources.state(7)
+    expected = values(iterator)
+    assert sorted(np.ravel(before + expected)) == list(range(24))
+    assert values(built(state)) == expected
+    assert resources.state(7) != state
+    resources.close()

@@ -3,18 +3,21 @@
 The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh
 pass: one iterator on every worker. The handle of an iterator is what scheduled
 functions take; when the user has dropped it and no closure needs it, the workers forget
-theirs. An iterator begins from the start when its worker returns from a loss.
+theirs. When its worker returns from a loss, an iterator begins at its place in the last
+checkpoint that has it, or from the start.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import jax
 import jax.numpy as jnp
 
+from zstrat.errors import InvalidArgumentError
 from zstrat.program import Drawing, Function, dump_code, rebuild
 from zstrat.variables import recorder
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from ._core import CoordinatorCore
     from ._resources import Record
+    from ._session import ClusterSession
 
 FIRST_BUILD: Final = 600.0
 """Seconds for the first worker to tell what the elements look like."""
@@ -122,6 +126,54 @@ class PerWorkerIterator(PerWorker):
         return self._record.values
 
     @property
+    def session(self) -> ClusterSession:
+        """The cluster whose workers have it."""
+        return self._core.session
+
+    async def get_state_async(self) -> dict[str, Any]:
+        """Where it is on each worker, of what JSON has, for `set_state_async`; asked
+        while no step runs. A worker that returns from a loss begins there from now on.
+        That of a worker that is away now is as it was when it was asked last.
+
+        Raises:
+            InvalidArgumentError: That of a worker cannot be told: its dataset is none
+                of `zs.data`, or has no order.
+
+        Cancellation: nothing has changed.
+        """
+        asking = self._core.dispatcher.builder.states(self._record)
+        found = await self.session.run_async(asking, f"asking where {self} is")
+        return {"pipelines": [json.loads(state) if state else None for state in found]}
+
+    async def set_state_async(self, state: Mapping[str, Any]) -> None:
+        """Begins anew on all workers, at the places that `get_state_async` gave, of
+        this iterator or of one that was made alike. Closures that are scheduled later
+        wait until it is there.
+
+        Raises:
+            InvalidArgumentError: They are those of other workers; nothing changed.
+        """
+        if why := self.misfit(state):
+            raise InvalidArgumentError(f"{self} cannot go to these places: {why}")
+        states = ["" if each is None else json.dumps(each) for each in _places(state)]
+        going = self._core.dispatcher.builder.go_to(self._record, states)
+        await self.session.run_async(going, f"building {self} anew")
+
+    def misfit(self, state: Mapping[str, Any]) -> str:
+        """Why it cannot go to these places; "" if it can, as far as that is known
+        here."""
+        count, found = self._record.pipelines.count, len(_places(state))
+        if count == found:
+            return ""
+        return (
+            f"they were saved of {found} input pipelines, and this one has {count}, "
+            "the workers that there were when it was made"
+        )
+
+    def __repr__(self) -> str:
+        return f"<the iterator of {self._record.name}>"
+
+    @property
     def element_spec(self) -> Any:
         """What an element looks like: a pytree of `jax.ShapeDtypeStruct`.
 
@@ -194,6 +246,15 @@ class PerWorkerIterator(PerWorker):
         while (made := self._stand_in()) is None:
             _ = self.element_spec  # waits, or raises
         return made
+
+
+def _places(state: Mapping[str, Any]) -> list[Any]:
+    match state:
+        case {"pipelines": [*places]}:
+            return places
+    raise InvalidArgumentError(
+        f"these are no places of the iterator of a per-worker dataset: {state!r:.200}"
+    )
 
 
 def make_dataset(

@@ -3,7 +3,8 @@
 A *record* says how to build one (shipped code, its arguments) and keeps one value per
 worker, which says how that went, and which share of a dataset that one reads. It
 outlives connections: whenever a worker (re)joins, all records are built there again,
-from the beginning, before its next closure.
+iterators from the beginning or from where a checkpoint has them, before its next
+closure.
 
 The record does not know the handle that the user holds; when that is dropped, the
 record's number goes to the dispatcher, which has it forgotten everywhere.
@@ -64,6 +65,7 @@ class Record:
         "number",
         "pipelines",
         "purpose",
+        "states",
     )
 
     def __init__(
@@ -83,6 +85,9 @@ class Record:
         self.layout: LayoutMessage | None = None
         """Of an element (or of the value), once a worker has told."""
         self.pipelines = InputPipelines(workers)
+        self.states: dict[int, str] = {}
+        """Where an iterator begins when it is built, by input pipeline: its place in
+        the last checkpoint that has it; at the beginning where none has."""
         self._made = partial(kind, engine, Result(name, None))
         self._values = {place: self._made() for place in workers}
 
@@ -255,7 +260,7 @@ class Builder:
             record.ended(cause)
 
     def rebuild(self, channel: WorkerChannel) -> None:
-        """The worker (re)joined: all resources from the beginning, then it is open."""
+        """The worker (re)joined: all resources are built, then it is open."""
         records = list(self._records.values())
         self._members.build(channel.member.place, len(records))
         with self._engine.lock:
@@ -264,6 +269,39 @@ class Builder:
         for record in records:
             self._build(channel, record)
         self._built(channel, channel.member.epoch, 0)
+
+    async def states(self, record: Record) -> list[str]:
+        """Where the iterators of all input pipelines are in their data, as JSON; of one
+        whose worker is away, where it will begin: "" is the beginning. They begin there
+        from now on when they are built.
+
+        Raises:
+            InvalidArgumentError: That of a worker cannot be told; says why.
+
+        Cancellation: nothing has changed.
+        """
+        asked = {
+            record.pipelines[place]: channel.iterator_state(record.number)
+            for place, channel in self._channels.items()
+            if channel.task.is_ready and record.number in channel.resources
+        }
+        found = await asyncio.gather(*asked.values())
+        told = dict(zip(asked, found, strict=True))
+        record.states.update({n: state for n, state in told.items() if state})
+        return [record.states.get(n, "") for n in range(record.pipelines.count)]
+
+    async def go_to(self, record: Record, states: Sequence[str]) -> None:
+        """Builds the iterators anew, where `states` said that they were. Closures that
+        were put later wait for them."""
+        record.states = {n: state for n, state in enumerate(states) if state}
+        for channel in self._channels.values():
+            place = channel.member.place
+            if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
+                with self._engine.lock:
+                    record.begin(place)
+                channel.failed.pop(record.number, None)
+                self._members.build(place)
+                self._build(channel, record)
 
     def abort(self, channel: WorkerChannel, reason: str) -> None:
         """The worker is gone, and its resources with it. Lock held."""
@@ -295,14 +333,16 @@ class Builder:
             arguments = channel.put_arguments(record.arguments)
         except PeerLostError:
             return  # its loss is told, and all is built again when it returns
+        pipeline = record.pipelines[channel.member.place]
         message = BuildResource(
             channel.session,
             record.number,
             record.purpose,
             record.maker.digest,
             arguments,
-            record.pipelines[channel.member.place],
+            pipeline,
             record.pipelines.count,
+            record.states.get(pipeline, ""),
         )
         future = channel.task.link.submit(
             message, deadline=loop.time() + BUILD_DEADLINE

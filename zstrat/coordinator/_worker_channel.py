@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
 from zstrat.wire import (
+    AskIteratorState,
     Batch,
     Dispatch,
     DropArguments,
@@ -21,6 +22,7 @@ from zstrat.wire import (
     DropResults,
     Fetch,
     Fetched,
+    IteratorState,
     Message,
     PutArguments,
     PutCode,
@@ -165,6 +167,21 @@ class WorkerChannel:
         )
         assert isinstance(answer, Fetched), answer
         return list(answer.arrays)
+
+    async def iterator_state(self, number: int) -> str:
+        """Where an iterator is in its data, as JSON; "" if its worker is lost now, or
+        has no element for it.
+
+        Raises:
+            InvalidArgumentError: It cannot be told; says why.
+        """
+        ask = AskIteratorState(self.session, number)
+        try:
+            answer = await self.task.link.submit(ask)
+        except PeerLostError:
+            return ""
+        assert isinstance(answer, IteratorState), answer
+        return answer.state
 
     def _log_refusal(self, answer: asyncio.Future[Message]) -> None:
         """Code that cannot be loaded fails each closure that needs it, with the reason

@@ -118,7 +118,8 @@ class Allotment:
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""
-        return cutter(self.batch_size, self.policy, self.worker, self.is_static)
+        is_even = self.promise <= lineage.ShapePromise.AS_MADE
+        return cutter(self.batch_size, self.policy, self.worker, is_even)
 
 
 def as_dataset(source: Any) -> Dataset:

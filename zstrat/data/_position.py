@@ -196,13 +196,14 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
 
     Args:
         recipe: Not begun.
+        name: Stands in errors.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, name: str = "the dataset") -> None:
         self._recipe: Final = recipe
         self._begun = recipe.begun()
         self._drawn = 0
-        super().__init__(self._begun.elements())
+        super().__init__(self._begun.elements(), name)
 
     def __next__(self) -> Element:
         element = super().__next__()

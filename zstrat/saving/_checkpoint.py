@@ -262,7 +262,7 @@ def _check(name: str, value: Any) -> None:
     if not is_trackable(value, strict=True):
         raise TypeError(
             f"Checkpoint({name}=...) holds zs.Variable, zs.Optimizer, zs.Module, "
-            "iterators of datasets of this process and containers of them, got "
+            "iterators of datasets and containers of them, got "
             f"{type(value).__name__} {value!r:.40}: a restore could not replace it in "
             "place. Make it a zs.Variable"
         )

@@ -22,6 +22,7 @@ from jax.tree_util import (
     tree_flatten_with_path,
 )
 
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.data import CheckpointableIterator
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 SAVE_COUNTER: Final = "save_counter"
+
+SavedIterator = CheckpointableIterator | PerWorkerIterator
+"""What a checkpoint holds the place of."""
 
 
 class Tracked(abc.ABC):
@@ -55,7 +59,7 @@ class ObjectNode:
                 return "variable"
             case Optimizer():
                 return "optimizer"
-            case CheckpointableIterator():
+            case CheckpointableIterator() | PerWorkerIterator():
                 return "iterator"
         return "group"
 
@@ -123,7 +127,7 @@ def held(value: Any) -> dict[str, Any]:
     match value:
         case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
             return {}
-        case CheckpointableIterator():
+        case CheckpointableIterator() | PerWorkerIterator():
             return {}
         case Optimizer():
             return {} if value.iterations is None else {"iterations": value.iterations}
@@ -149,7 +153,7 @@ def is_trackable(value: Any, *, strict: bool = False, named: bool = True) -> boo
     """
     if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
         return True
-    if isinstance(value, CheckpointableIterator):
+    if isinstance(value, SavedIterator):
         return named
     below = held(value)
     if strict and (below or isinstance(value, dict | list | tuple)):
@@ -225,7 +229,7 @@ def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:
 def _refusal(path: str, value: Any) -> str:
     return (
         f"{path} is {type(value).__name__} ({value!r:.40}), and a checkpoint holds "
-        "zs.Variable, zs.Optimizer, zs.Module, iterators of datasets of this process "
-        "and containers of them: a restore could not replace it in place. Make it a "
+        "zs.Variable, zs.Optimizer, zs.Module, iterators of datasets and containers "
+        "of them: a restore could not replace it in place. Make it a "
         "zs.Variable, or leave it out"
     )

@@ -13,11 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from zstrat.data import CheckpointableIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
-from ._graph import SAVE_COUNTER, escaped, graph_of, held, is_trackable
+from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +49,7 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     """What both have, and differently."""
     loads: list[Load] = field(default_factory=list)
-    places: list[tuple[CheckpointableIterator, int, Mapping[str, Any]]] = field(
+    places: list[tuple[SavedIterator, int, Mapping[str, Any]]] = field(
         default_factory=list
     )
     """Iterators, each with its stored node and its place in its data."""
@@ -182,7 +181,7 @@ class Matching:
         elif isinstance(value, Optimizer) and node.kind != "optimizer":
             found.missing.append(f"  optimizer {value.name!r} at {path}")
             return
-        elif isinstance(value, CheckpointableIterator):
+        elif isinstance(value, SavedIterator):
             if node.kind != "iterator":
                 found.missing.append(f"  iterator at {path}")
             elif place not in self._taken:  # one that comes later begins a pass anew
@@ -217,7 +216,7 @@ class Matching:
             found.loads.append(Load(variable, None, "", tensor))
 
     def _place(
-        self, iterator: CheckpointableIterator, place: int, path: str, found: Found
+        self, iterator: SavedIterator, place: int, path: str, found: Found
     ) -> None:
         state = self._nodes[place].state
         try:
@@ -329,6 +328,6 @@ def _leaves(value: Any, path: str, named: bool) -> list[str]:
                 found.append(f"  {words(node.value)} at {node.path}")
             case Optimizer():
                 found.append(f"  optimizer {node.value.name!r} at {node.path}")
-            case CheckpointableIterator() if named:
+            case each if named and isinstance(each, SavedIterator):
                 found.append(f"  iterator at {node.path}")
     return found

@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from zstrat.checkpoint import MANIFEST, Manifest
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.variables import Module, unwatch, watch
 
 from ._blocking import FileThread, run_blocking
@@ -117,7 +118,10 @@ class Restore:
         async with FileThread() as disk:
             moments = await load(self.path, found.loads, disk)
         for iterator, _, state in found.places:
-            iterator.set_state(state)
+            if isinstance(iterator, PerWorkerIterator):
+                await iterator.set_state_async(state)
+            else:
+                iterator.set_state(state)
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)

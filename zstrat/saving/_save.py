@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat import __version__
 from zstrat.checkpoint import CheckpointFolder, Manifest
+from zstrat.coordinator import PerWorkerIterator
+from zstrat.errors import InvalidArgumentError
 from zstrat.transport import to_its_end
 
 from ._blocking import FileThread, ProgressBar
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator import SessionCut
     from zstrat.variables import Variable
 
-    from ._graph import Graph
+    from ._graph import Graph, ObjectNode
     from ._snapshot_sources import SnapshotSource, SourceTensor, Written
     from ._tensors import Logical
 
@@ -91,10 +93,16 @@ async def _save(
             states: dict[str, Mapping[str, Any]] = {}
 
             async def note() -> None:
-                states.update({n.path: n.value.get_state() for n in graph.iterators})
+                for node in graph.iterators:
+                    states[node.path] = await _state_of(node)
                 about.update(await disk(metadata))
 
-            snapshot = PinnedSnapshot(components, optimizers, note)
+            clusters = [
+                node.value.session
+                for node in graph.iterators
+                if isinstance(node.value, PerWorkerIterator)
+            ]
+            snapshot = PinnedSnapshot(components, optimizers, note, clusters)
             async with snapshot as pinned:
                 cuts = [moment.cut for moment in snapshot.moments]
                 about["steps"] = [_plain_cut(cut) for cut in cuts]
@@ -108,6 +116,21 @@ async def _save(
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
             await to_its_end(disk(folder.close))
+
+
+async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
+    """The place of an iterator in its data.
+
+    Raises:
+        InvalidArgumentError: It cannot be told.
+    """
+    try:
+        if isinstance(node.value, PerWorkerIterator):
+            return await node.value.get_state_async()
+        state: Mapping[str, Any] = node.value.get_state()
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"the iterator at {node.path}: {error}") from error
+    return state
 
 
 def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:

@@ -166,6 +166,7 @@ class PinnedSnapshot:
 
     Args:
         note: Called while training stands still.
+        clusters: Where it stands still, besides those of the variables.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -177,15 +178,17 @@ class PinnedSnapshot:
         variables: Sequence[Variable],
         optimizers: Sequence[Optimizer],
         note: Callable[[], Awaitable[None]] | None = None,
+        clusters: Sequence[ClusterSession] = (),
     ) -> None:
         self._variables, self._optimizers, self._note = variables, optimizers, note
         self._number = secrets.randbits(62)
+        self._besides = clusters
         self._clusters: list[ClusterSession] = []
         self.moments: list[ClusterMoment] = []
         """Which steps are in it, of each cluster."""
 
     async def __aenter__(self) -> list[SourceTensor]:
-        clusters: dict[int, ClusterSession] = {}
+        clusters = {id(cluster): cluster for cluster in self._besides}
         refs: dict[int, list[Ref]] = {}
         local = []
         for variable in self._variables:
@@ -199,8 +202,8 @@ class PinnedSnapshot:
         try:
             async with at_rest(clusters.values()) as self.moments:
                 pinned = LocalSnapshotSource().pin(local, self._optimizers)
-                for number, cluster in clusters.items():
-                    pinned += await self._pin(cluster, refs[number])
+                for number, found in refs.items():
+                    pinned += await self._pin(clusters[number], found)
                 if self._note is not None:
                     await self._note()
         except BaseException:  # to the caller; __aexit__ does not run then

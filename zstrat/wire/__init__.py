@@ -75,6 +75,7 @@ from ._snapshot_messages import StoreEntry as StoreEntry
 from ._snapshot_messages import StoreTensors as StoreTensors
 from ._snapshot_messages import TensorEntry as TensorEntry
 from ._snapshot_messages import WriteSnapshot as WriteSnapshot
+from ._step_messages import AskIteratorState as AskIteratorState
 from ._step_messages import Batch as Batch
 from ._step_messages import BuildResource as BuildResource
 from ._step_messages import CancelSteps as CancelSteps
@@ -86,6 +87,7 @@ from ._step_messages import DropResources as DropResources
 from ._step_messages import DropResults as DropResults
 from ._step_messages import Fetch as Fetch
 from ._step_messages import Fetched as Fetched
+from ._step_messages import IteratorState as IteratorState
 from ._step_messages import LayoutMessage as LayoutMessage
 from ._step_messages import Outcome as Outcome
 from ._step_messages import Printed as Printed

@@ -172,7 +172,8 @@ class BuildResource:
     `ResourceBuilt` or by the `Failure` that the code raised. ``maker`` is the digest of
     a callable, ``purpose`` is "iterator" (its result is iterated) or "value". A dataset
     is told that it is for input pipeline ``pipeline`` of ``pipelines``; 0 of them: that
-    of the worker's place in the session."""
+    of the worker's place in the session. An iterator goes on at ``state``, of an
+    `IteratorState`; "": at the beginning."""
 
     kind: ClassVar = 57
     session: int
@@ -182,6 +183,7 @@ class BuildResource:
     arguments: int
     pipeline: int = 0
     pipelines: int = 0
+    state: str = ""
 
 
 @message
@@ -190,6 +192,24 @@ class ResourceBuilt:
 
     kind: ClassVar = 58
     layout: LayoutMessage
+
+
+@message
+class AskIteratorState:
+    """Asks for the place of an iterator in its data, all that was put back counted as
+    not drawn. Answered by `IteratorState`, or by the `Failure` to say it."""
+
+    kind: ClassVar = 115
+    session: int
+    resource: int
+
+
+@message
+class IteratorState:
+    """``state`` is JSON; "" where the iterator had no element when it was built."""
+
+    kind: ClassVar = 116
+    state: str
 
 
 @message
@@ -214,5 +234,7 @@ StepMessage = (
     | DropResults
     | BuildResource
     | ResourceBuilt
+    | AskIteratorState
+    | IteratorState
     | DropResources
 )

@@ -9,6 +9,7 @@ arguments. The law: what was loaded never refers to a resource that is gone.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ import jax
 import numpy as np
 
 from zstrat.data import (
+    CheckpointableIterator,
+    Dataset,
+    DatasetIterator,
     Elements,
     InputContext,
     as_dataset,
@@ -25,7 +29,12 @@ from zstrat.data import (
     is_steady,
     parse_no_flags,
 )
-from zstrat.errors import ClosureInputError, NotFoundError, OutOfRangeError
+from zstrat.errors import (
+    ClosureInputError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+)
 from zstrat.program import StepDataset, StepIterator, Structure, trim
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage
@@ -192,7 +201,7 @@ class Resources:
                 self._made[order.resource] = made
                 layout, what = _layout_of_value(made), "the value is a pytree"
             else:
-                layout = self._iterate(order.resource, made)
+                layout = self._iterate(order.resource, made, order.state)
                 what = "the dataset has elements"
             check_layout(layout, self._limits, what)
             return layout
@@ -264,20 +273,40 @@ class Resources:
             words = f"the function of a resource failed on {self._task}"
             raise ClosureInputError(words, error) from error
 
-    def _iterate(self, number: int, made: object) -> LayoutMessage:
+    def state(self, number: int) -> str:
+        """The place of an iterator as JSON; "" where it has no element.
+
+        Raises:
+            NotFoundError: There is none of this number.
+            InvalidArgumentError: It is no iterator whose place can be found again; says
+                why.
+        """
+        made = self._made.get(number)
+        if isinstance(made, Broken) and isinstance(made.error, OutOfRangeError):
+            return ""
+        self._resource(number)
+        return json.dumps(_checkpointable(self._open.get(number)).get_state())
+
+    def _iterate(self, number: int, made: object, state: str) -> LayoutMessage:
         name = f"the dataset of {self._task}"
         parse_no_flags()  # of what the dataset function has imported
         if is_huggingface(made):
             made = as_dataset(made)
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
             iterator = self._open[number] = made.__iter__()
+            _go_to(iterator, state)
             first = iterator.draw()
             iterator.unread(first)
             iterator.is_resource = True
             self._made[number] = iterator
             return _layout_of_element(first, name)
-        elements: Elements[Any] = Elements(made, name)  # type: ignore[arg-type]
+        elements: Elements[Any]
+        if isinstance(made, Dataset):
+            elements = DatasetIterator(made.recipe, name)
+        else:
+            elements = Elements(made, name)  # type: ignore[arg-type]
         self._open[number] = elements
+        _go_to(elements, state)
         layout = _layout_of_element(elements.peek(), name)
         steady = is_steady(made)
         made = self._made[number] = StepIterator(elements, name=name, steady=steady)
@@ -297,6 +326,21 @@ class _Absent:
 
     def __next__(self) -> NoReturn:
         raise self._error.with_traceback(None)
+
+
+def _go_to(iterator: object, state: str) -> None:
+    if state:
+        _checkpointable(iterator).set_state(json.loads(state))
+
+
+def _checkpointable(iterator: object) -> CheckpointableIterator:
+    if not isinstance(iterator, CheckpointableIterator):
+        raise InvalidArgumentError(
+            "the place of this iterator cannot be saved: its dataset function returns "
+            "something else than a zs.data.Dataset. Return one, such as "
+            "zs.data.Dataset.from_generator(function)"
+        )
+    return iterator
 
 
 def _end(elements: Elements[Any] | StepIterator) -> None:

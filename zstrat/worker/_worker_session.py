@@ -20,6 +20,7 @@ from zstrat.ps import PsClient
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
     AskClock,
+    AskIteratorState,
     BeginCapture,
     BuildResource,
     CancelSteps,
@@ -32,6 +33,7 @@ from zstrat.wire import (
     Failure,
     Fetch,
     Fetched,
+    IteratorState,
     Message,
     MoveServer,
     PutArguments,
@@ -76,6 +78,7 @@ Owned = (
     | Fetch
     | DropResults
     | BuildResource
+    | AskIteratorState
     | DropResources
     | MoveServer
     | AskClock
@@ -207,6 +210,8 @@ class WorkerSession:
             case BuildResource():
                 self._servers.use()
                 return executor.submit(partial(_build, self.runner, message))
+            case AskIteratorState(resource=number):
+                return executor.submit(partial(_state, resources, number))
             case AskClock() | BeginCapture() | EndCapture():
                 return self._capture.serve(message)
             case _:
@@ -444,6 +449,13 @@ def _inputs_of(steps: Sequence[int], batch: Batch, inputs: memoryview) -> memory
     """The inputs of some of the steps of a batch."""
     starts = [batch.steps.index(step) * batch.size for step in steps]
     return memoryview(b"".join([inputs[at : at + batch.size] for at in starts]))
+
+
+def _state(resources: Resources, number: int) -> Message:
+    try:
+        return IteratorState(resources.state(number))
+    except Exception as error:  # goes to the coordinator
+        return Failure(_closure.plain(error))
 
 
 def _build(runner: StepRunner, message: BuildResource) -> Message:

@@ -1,0 +1,144 @@
+"""The places of per-worker iterators in a checkpoint: real workers, one of them killed.
+
+What each worker has to draw is said by a pass over the same dataset in this process.
+"""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+from zstrat.data import Dataset
+from zstrat.errors import ClosureInputError, InvalidArgumentError
+
+pytestmark = pytest.mark.processes
+
+WORKERS = 2
+
+
+def part(index):
+    rows = Dataset.range(400).shuffle(400, seed=3).shard(WORKERS, index)
+    return rows.map(lambda x: x * 2).batch(2).prefetch(2)
+
+
+def dataset_fn(context):
+    return part(context.input_pipeline_id)
+
+
+STREAMS = [[tuple(batch.tolist()) for batch in part(n)] for n in range(WORKERS)]
+
+
+@zs.function
+def draw(iterator):
+    return next(iterator)
+
+
+class Program:
+    """A model and data on workers, and what was drawn of them."""
+
+    def __init__(self, cluster):
+        self.strategy = zs.ParameterServerStrategy(cluster.resolver)
+        with self.strategy.scope():
+            self.w = zs.Variable(jnp.zeros(3))
+        self.coordinator = zs.ClusterCoordinator(self.strategy)
+
+    def iterator(self, function=dataset_fn):
+        return iter(self.coordinator.create_per_worker_dataset(function))
+
+    def begin(self, iterator, steps):
+        return [self.coordinator.schedule(draw, (iterator,)) for _ in range(steps)]
+
+    def drawn(self, values):
+        self.coordinator.join()
+        return [tuple(value.fetch().tolist()) for value in values]
+
+    def steps(self, iterator, count):
+        return self.drawn(self.begin(iterator, count))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with zs.LocalCluster(num_ps=1, num_workers=WORKERS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def program(cluster):
+    program = Program(cluster)
+    yield program
+    program.strategy.close()
+
+
+def counts(drawn, starts):
+    """Behind these draws, how many each worker has made; each in its order, and none
+    left out."""
+    ends = []
+    for stream, start in zip(STREAMS, starts, strict=True):
+        mine = sorted(set(drawn) & set(stream))
+        assert mine == sorted(stream[start : start + len(mine)])
+        ends.append(start + len(mine))
+    assert sum(ends) - sum(starts) == len(drawn)
+    return ends
+
+
+def saved(path):
+    """How many draws of each worker a checkpoint has; as many as it has steps."""
+    manifest = json.loads(Path(path, "manifest.json").read_text())["manifest"]
+    nodes = manifest["objects"]["nodes"]
+    (state,) = [x["state"] for x in nodes if x["kind"] == "iterator"]
+    (cut,) = manifest["metadata"]["steps"]
+    found = [each["drawn"] for each in state["pipelines"]]
+    besides = sum(stop - start for start, stop in cut["besides"])
+    assert sum(found) == cut["below"] - 1 + besides
+    return found
+
+
+def test_workers_go_on_where_a_save_amid_steps_found_them(program, tmp_path):
+    iterator = program.iterator()
+    checkpoint = zs.Checkpoint(w=program.w, iterator=iterator)
+    values = program.begin(iterator, 40)
+    path = checkpoint.save(tmp_path / "c")
+    at = saved(path)
+    assert 0 <= sum(at) <= 40
+    assert sum(counts(program.drawn(values), [0, 0])) == 40
+
+    checkpoint.restore(path)
+    counts(program.steps(iterator, 30), at)
+    other = program.iterator()  # as a program makes it that was started anew
+    zs.Checkpoint(w=program.w, iterator=other).restore(path)
+    counts(program.steps(other, 30), at)
+
+
+def test_a_worker_that_was_killed_goes_on_from_the_last_save(
+    program, cluster, tmp_path
+):
+    iterator = program.iterator()
+    program.steps(iterator, 20)
+    path = zs.Checkpoint(iterator=iterator).save(tmp_path / "c")
+    at = saved(path)
+    program.steps(iterator, 20)
+    cluster.kill("worker:0")
+    cluster.kill("worker:1")
+    cluster.restart("worker:0")
+    mine = program.steps(iterator, 10)
+    cluster.restart("worker:1")
+    assert sorted(mine) == sorted(STREAMS[0][at[0] : at[0] + 10])
+
+
+def test_what_has_no_place_is_refused(program, tmp_path):
+    listed = program.iterator(lambda: [np.arange(2)] * 5)
+    program.steps(listed, 1)
+    with pytest.raises(InvalidArgumentError, match=r"at it: .* a zs\.data\.Dataset"):
+        zs.Checkpoint(it=listed).save(tmp_path / "listed")
+    assert zs.latest_checkpoint(tmp_path) is None
+
+    path = zs.Checkpoint(w=program.w, it=program.iterator()).save(tmp_path / "c")
+    with pytest.raises(InvalidArgumentError, match="no place of an iterator"):
+        zs.Checkpoint(w=program.w, it=iter(part(0))).restore(path)
+    other = program.iterator(lambda: part(0).take(3))
+    zs.Checkpoint(w=program.w, it=other).restore(path)
+    with pytest.raises(ClosureInputError, match="3, 100, 200, 400"):
+        program.steps(other, 1)
