@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
 from zstrat.config import checked_lane, daemon_variables
+from zstrat.paths import explained
 
 from ._child import inherited
 
@@ -113,11 +114,16 @@ def own_folder() -> str:
 
 def made_folder(directory: str | os.PathLike[str] | None) -> Path:
     """The folder, made if it is not there, or a new one for temporary files; what is
-    made has mode 0700."""
+    made has mode 0700.
+
+    Raises:
+        OSError: There can be no such folder; says why.
+    """
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="zstrat-"))  # mkdtemp makes it 0700
     path = Path(directory).absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with explained("directory", path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
