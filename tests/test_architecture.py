@@ -26,6 +26,7 @@ FLOORS = {
     "zstrat.doors": 0,
     "zstrat.rows": 0,
     "zstrat.threads": 0,
+    "zstrat.paths": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
     "zstrat.telemetry": 1,

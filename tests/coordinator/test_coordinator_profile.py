@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from cancels import cancelled_everywhere
 from coordinator_fakes import good
+from strikes import strikes
 
 import zstrat as zs
 from zstrat.coordinator import AsyncClusterCoordinator
@@ -317,6 +318,33 @@ async def test_cancelled_anywhere_there_is_a_file_or_it_says_why_not(make_world,
             assert place.exists() or "CancelledError" in profiles[-1].problem
         place.unlink(missing_ok=True)
     assert await (await coordinator.schedule(good)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_anywhere_leaves_a_file_or_why_there_is_none_and_the_next_one_begins(
+    make_world, place
+):
+    files = "profiling/_profile.py", "profiling/_timeline_run.py", "transport/_loop.py"
+    more = "timeline/_file.py", "zstrat/threads.py", "zstrat/paths.py"
+    coordinator = make_world(ps=1, workers=1).coordinator()
+    profiles, kept = [], []
+
+    def call():
+        profiles.append(coordinator.profile(place))
+        with profiles[-1]:
+            profiles.append("entered")
+
+    for number in strikes(call, *files, *more):
+        has_entered = profiles and profiles.pop() == "entered"
+        if has_entered and not place.exists() and not profiles.pop().problem:
+            kept.append(number)
+            coordinator = make_world(ps=1, workers=1).coordinator()
+        assert [*place.parent.iterdir()] in ([], [place]), number
+        with coordinator.profile(place) as profile:
+            assert coordinator.schedule(good).fetch() == 1
+        assert profile.problem == ""
+        place.unlink()
+    assert len(kept) <= 1, "where the end of the block has not begun"
 
 
 def test_without_a_coordinator_it_says_what_to_make(place):

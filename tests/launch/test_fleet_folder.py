@@ -99,8 +99,12 @@ def test_tasks_are_told_where_to_leave_what_they_hold(tmp_path):
         assert engine.env["ZSTRAT_HANDOVER"] == "7.0"
 
 
-def test_ctrl_c_anywhere_in_a_start_or_stop_leaves_no_thread_and_no_keys():
+def test_ctrl_c_anywhere_in_a_start_or_stop_leaves_no_thread_and_no_keys(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     files = "fleet/_fleet.py", "zstrat/threads.py", "/threading.py", "futures/_base.py"
+    more = "fleet/_keys.py", "transport/_keys.py", "launch/_runtime_dir.py"
     made = []
 
     def start():
@@ -109,10 +113,11 @@ def test_ctrl_c_anywhere_in_a_start_or_stop_leaves_no_thread_and_no_keys():
     def threads():
         return [each for each in threading.enumerate() if "fleet" in each.name]
 
-    for number in strikes(start, *files, every=3):
+    for number in strikes(start, *files, *more, every=3):
         while made:  # struck behind its last line
             made.pop().stop()
         assert not threads(), number
+        assert not any(tmp_path.iterdir()), number
     for number in strikes(lambda: made[0].stop(), *files):
         made[0].stop()
         assert not threads(), number

@@ -23,7 +23,10 @@ pytestmark = [
 FILES = "launch/_local.py", "launch/_child.py", "launch/_fork_server.py"
 
 
-def test_no_daemon_is_left_by_a_start_and_the_next_cluster_starts():
+def test_no_daemon_is_left_by_a_start_and_the_next_cluster_starts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     made = []
     # The fork server of tests before would be struck while it is ended.
     LocalCluster(1, 0, coordinates=False).stop()
@@ -32,9 +35,10 @@ def test_no_daemon_is_left_by_a_start_and_the_next_cluster_starts():
     def start():
         made.append(LocalCluster(1, 0, coordinates=False))
 
-    for _ in strikes(start, *FILES, every=2):
+    for _ in strikes(start, *FILES, "launch/_runtime_dir.py", every=2):
         while made:  # struck behind its last line
             made.pop().stop()
+        assert not any(tmp_path.iterdir())
     with made.pop() as cluster:
         daemon = psutil.Process(cluster.pid("ps:0"))
         assert set(psutil.Process(daemon.ppid()).children()) - others == {daemon}

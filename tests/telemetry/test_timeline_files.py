@@ -307,10 +307,10 @@ def test_a_name_that_says_no_format_is_refused(tmp_path):
 
 def test_a_place_where_no_file_can_be_is_refused_before_anything_is_taken(tmp_path):
     (tmp_path / "a.json").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"a\.json is a folder"):
+    with pytest.raises(IsADirectoryError, match=r"a\.json: it is a folder: name"):
         check_place(tmp_path / "a.json")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match="file is a file, and has to be a folder"):
         check_place(tmp_path / "file" / "b.json")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import http.client
+import itertools
 import logging
 import math
 import socket
@@ -17,8 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strikes import is_struck, strikes
 
 import zstrat as zs
+from zstrat.cluster import free_ports
 from zstrat.config import Settings
 from zstrat.telemetry import Unit, Windowed
 from zstrat.transport import Portal
@@ -212,6 +215,23 @@ def test_a_port_that_is_taken(port):
             zs.serve_http(taken)
     with pytest.raises(OSError, match="this machine does not have"):
         zs.serve_http("192.0.2.1:9100")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_anywhere_leaves_no_port_or_one_that_the_next_call_has():
+    files = "health/_served.py", "transport/_loop.py", "zstrat/threads.py"
+    (number,) = free_ports(1)
+    made = []
+    for _ in strikes(lambda: made.append(zs.dashboard(number)), *files):
+        with zs.dashboard(number) as server:
+            assert get(server.address, "/healthz") == (200, "ok\n")
+    for place in itertools.count(1):
+        with made.pop() as server:  # and closes it again
+            struck = is_struck(server.close, place, *files)
+        if not struck:
+            break
+        made.append(zs.dashboard(number))
+    assert place > 10
 
 
 @pytest.mark.parametrize("text", ["", ":80", "a:b", "1:2:3", "http://a:1", "1:70000"])

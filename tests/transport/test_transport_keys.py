@@ -11,6 +11,7 @@ import stat
 from types import SimpleNamespace
 
 import pytest
+from strikes import strikes
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError, PermissionDeniedError, ZstratError
@@ -402,6 +403,25 @@ def test_keys_are_made_once_with_tight_modes(folder):
         assert mode(folder / f"{job}.secret") == 0o600
     with pytest.raises(FileExistsError, match="holds keys already"):
         generate_keys(folder)
+
+
+def test_keys_whose_making_is_interrupted_are_none(tmp_path):
+    folder, there = tmp_path / "new", tmp_path / "there"
+    there.mkdir()
+    (there / "note").write_text("mine")
+    for number in strikes(lambda: generate_keys(folder), "transport/_keys.py"):
+        assert not folder.exists(), number
+    for number in strikes(lambda: generate_keys(there), "transport/_keys.py", every=5):
+        assert list(there.iterdir()) == [there / "note"], number
+    assert Security.load(folder, "ps").job is Security.load(there, "ps").job is Job.PS
+
+
+def test_keys_in_the_place_of_a_file_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        FileExistsError, match=r"key folder .*file is a file, and has to"
+    ):
+        generate_keys(tmp_path / "file")
 
 
 def test_a_readable_secret_is_refused(folder):

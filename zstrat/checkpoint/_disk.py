@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from zstrat.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
+from zstrat.paths import file_above
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -54,7 +55,7 @@ def blamed(path: str, what: str) -> Iterator[None]:
         raise NotFoundError(f"{what} {path}: there is no such file or folder") from None
     except NotADirectoryError:
         raise NotFoundError(
-            f"{what} {path}: {_file_above(path)} is a file, and has to be a folder: "
+            f"{what} {path}: {file_above(path)} is a file, and has to be a folder: "
             "give another path, or move that file"
         ) from None
     except OSError as error:
@@ -64,13 +65,6 @@ def blamed(path: str, what: str) -> Iterator[None]:
                 "again: checkpoints that were complete are as they were"
             ) from None
         raise
-
-
-def _file_above(path: str) -> str:
-    """What is no folder of those that the path leads through."""
-    while (above := os.path.dirname(path)) != path and not os.path.lexists(above):
-        path = above
-    return above
 
 
 def local_path(path: str | bytes | os.PathLike[str]) -> str:

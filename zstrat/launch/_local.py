@@ -19,7 +19,14 @@ from zstrat.errors import ClosedError, DeadlineExceededError
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
 from ._imports import import_coordinator
-from ._runtime_dir import RuntimeDir, daemon_environment, divided, share, virtual
+from ._runtime_dir import (
+    RunFolder,
+    RuntimeDir,
+    daemon_environment,
+    divided,
+    share,
+    virtual,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -103,7 +110,8 @@ class LocalCluster:
             "worker": divided(workers, num_workers),
         }
         fork_server(daemons)  # so that it ends behind us when the program does
-        place = RuntimeDir.made(self.lane, directory)
+        folder = RunFolder(directory)
+        place = RuntimeDir.of(self.lane, folder.path)
         self.directory = place.folder
         self._children: dict[str, Child] = {}
         self._parts: Final = (
@@ -115,6 +123,7 @@ class LocalCluster:
         self._end = weakref.finalize(self, _end, *self._parts)
         kept = KeptLogs(directory is None)
         try:
+            folder.make()
             for job, environments in found.items():
                 for index, variables in enumerate(environments):
                     name = f"{job}-{index}"

@@ -6,14 +6,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
+import secrets
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.cluster import GPUS_VARIABLE, parts_of
 from zstrat.config import checked_lane, daemon_variables
+from zstrat.paths import explained
 
 from ._child import inherited
 
@@ -36,22 +37,14 @@ class RuntimeDir:
     sockets: str
 
     @classmethod
-    def made(cls, lane: str, directory: str | os.PathLike[str] | None) -> RuntimeDir:
-        """A folder for sockets of this lane: the one that is given, or a new one of
-        mode 0700.
+    def of(cls, lane: str, folder: Path) -> RuntimeDir:
+        """That folder, which need not be there yet, for sockets of this lane.
 
         Raises:
-            ValueError: There is no such lane, or the path is too long for its sockets;
-                a new folder is gone again.
+            ValueError: There is no such lane, or the path is too long for its sockets.
         """
         checked_lane(lane)
-        folder = made_folder(directory)
-        try:
-            return cls(folder, _sockets(lane, folder))
-        except ValueError:
-            if directory is None:
-                shutil.rmtree(folder)
-            raise
+        return cls(folder, _sockets(lane, folder))
 
     def address(self, name: str) -> str:
         """The address that a daemon of that name binds."""
@@ -111,14 +104,27 @@ def own_folder() -> str:
     return os.path.abspath(sys.path[0])
 
 
-def made_folder(directory: str | os.PathLike[str] | None) -> Path:
-    """The folder, made if it is not there, or a new one for temporary files; what is
-    made has mode 0700."""
-    if directory is None:
-        return Path(tempfile.mkdtemp(prefix="zstrat-"))  # mkdtemp makes it 0700
-    path = Path(directory).absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
+@final
+class RunFolder:
+    """The folder of a run: the one that is given, or a new one for temporary files. Its
+    path is known before it is there, so that Ctrl-C finds somebody who removes it."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self._is_new = directory is None
+        if directory is None:
+            name = f"zstrat-{secrets.token_urlsafe(6)}"
+            self.path = Path(tempfile.gettempdir(), name).absolute()
+        else:
+            self.path = Path(directory).absolute()
+
+    def make(self) -> None:
+        """Makes it, with mode 0700, if it is not there.
+
+        Raises:
+            OSError: There can be no such folder; says why.
+        """
+        with explained("directory", self.path):
+            self.path.mkdir(0o700, parents=True, exist_ok=not self._is_new)
 
 
 def _sockets(lane: str, folder: Path) -> str:

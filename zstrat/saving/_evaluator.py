@@ -19,6 +19,7 @@ import numpy as np
 
 from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest, absolute
 from zstrat.errors import DataLossError, NotFoundError
+from zstrat.paths import explained
 from zstrat.threads import Latch
 
 from ._graph import graph_of
@@ -205,7 +206,8 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         # Line by line: whoever follows the file sees whole lines only.
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        with explained("JsonLines", path):
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
     def write(
         self, step: int, values: Mapping[str, float], about: Mapping[str, Any]
@@ -224,6 +226,7 @@ class TensorBoardEvents:
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
+        OSError: There can be no such folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -234,7 +237,8 @@ class TensorBoardEvents:
                 f"TensorBoard events need tensorboardX ({error}): "
                 "pip install 'zstrat[tensorboard]'"
             ) from error
-        self._events = SummaryWriter(os.fspath(folder))
+        with explained("TensorBoardEvents", folder):
+            self._events = SummaryWriter(os.fspath(folder))
 
     def write(
         self, step: int, values: Mapping[str, float], about: Mapping[str, Any]

@@ -16,6 +16,7 @@ which the folder is copied to all machines. The tasks notice and read it again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from zstrat.paths import explained
 from zstrat.wire import Job
 
 from ._secrecy import check_private
@@ -144,10 +146,29 @@ def generate_keys(
 
     Raises:
         FileExistsError: There are keys already; nothing was written.
+        OSError: They cannot be written there; says why, and nothing is left. So it is
+            behind Ctrl-C.
     """
-    folder = Path(path)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    folder, is_new = Path(path), not os.path.lexists(path)
+    written: list[Path] = []
+    try:
+        _make_folder(folder)
+        _write_pairs(folder, _names(tasks or {}), written)
+    except BaseException:  # to the caller: a part of the keys is of no use
+        for file in written:
+            file.unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # there is none, or others use it
+                folder.rmdir()
+        raise
+    return written
+
+
+def _make_folder(folder: Path) -> None:
+    """One that has no keys yet."""
+    with explained("key folder", folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
     there = sorted(
         file.name for kind in ("secret", "public") for file in folder.glob(f"*.{kind}")
     )
@@ -156,20 +177,22 @@ def generate_keys(
             f"{folder} holds keys already ({', '.join(there)}): a running cluster may "
             "need them; remove them, or choose another folder"
         )
-    return _write_pairs(folder, _names(tasks or {}))
 
 
-def _write_pairs(folder: Path, names: Iterable[str]) -> list[Path]:
+def _write_pairs(folder: Path, names: Iterable[str], written: list[Path]) -> None:
+    """``written`` gets each file before it is there."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    written = []
     for name in names:
         public, secret = zmq.curve_keypair()
         for suffix, key, mode in (("public", public, 0o644), ("secret", secret, 0o600)):
             file = folder / f"{name}.{suffix}"
-            file.touch(mode=mode, exist_ok=False)
-            file.write_text(f"{key.decode()}\n", "ascii")
             written.append(file)
-    return written
+            try:
+                file.touch(mode=mode, exist_ok=False)
+            except FileExistsError:  # another one's
+                written.remove(file)
+                raise
+            file.write_text(f"{key.decode()}\n", "ascii")
 
 
 def rotate_keys(path: str | PathLike[str]) -> str:
@@ -199,14 +222,16 @@ def rotate_keys(path: str | PathLike[str]) -> str:
             return PREVIOUS
         # They were added since: the first step, for these. A pair counts from its
         # public half on.
-        for file in reversed(_write_pairs(making, sorted(late))):
+        added: list[Path] = []
+        _write_pairs(making, sorted(late), added)
+        for file in reversed(added):
             file.replace(following / file.name)
         making.rmdir()
         return NEXT
     if previous.exists():
         shutil.rmtree(previous)
         return ""
-    _write_pairs(making, names)
+    _write_pairs(making, names, [])
     making.rename(following)
     return NEXT
 

@@ -92,26 +92,40 @@ class Profile:
 
     def __enter__(self) -> Self:
         core = self._prepare()
-        with self._asking(core.session):
+        try:
             core.session.run(self._begin(core), "beginning a time line", WAITING)
+        except BaseException as error:  # to whoever enters the block
+            self._cut_off(error, core.session)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        run, session = self._current()
-        with self._noting(), contextlib.suppress(ClosedError), self._asking(session):
-            session.run(run.end(), "ending a time line", WAITING)
-        self._write(run)
+        try:
+            run, session = self._current()
+            with self._noting(), contextlib.suppress(ClosedError):
+                session.run(run.end(), "ending a time line", WAITING)
+            self._write(run)
+        except BaseException as error:  # to whoever leaves the block: of Ctrl-C
+            self._cut_off(error, self._session)
+            raise
 
     async def __aenter__(self) -> Self:
         core = await asyncio.to_thread(self._prepare)
-        with self._asking(core.session):
+        try:
             await core.session.run_async(self._begin(core), "beginning a time line")
+        except BaseException as error:  # to whoever enters the block
+            self._cut_off(error, core.session)
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         run, session = self._current()
-        with self._noting(), contextlib.suppress(ClosedError), self._asking(session):
-            await session.run_async(run.end(), "ending a time line")
+        try:
+            with self._noting(), contextlib.suppress(ClosedError):
+                await session.run_async(run.end(), "ending a time line")
+        except BaseException as error:  # of cancellation
+            self._cut_off(error, session)
+            raise
         await to_its_end(on_own_thread(partial(self._write, run)))
 
     def _prepare(self) -> CoordinatorCore:
@@ -123,16 +137,12 @@ class Profile:
         self._place = check_place(self._path)
         return core
 
-    @contextlib.contextmanager
-    def _asking(self, session: ClusterSession) -> Iterator[None]:
-        """If the begin is cut off the block is not entered, and nobody will end it; if
-        the end is, it may not have been asked for yet."""
-        try:
-            yield
-        except BaseException:  # to whoever enters or leaves the block
-            # Behind what was cut off, which may have begun all the same.
-            session.portal.call_soon(self._give_up)
-            raise
+    def _cut_off(self, error: BaseException, session: ClusterSession) -> None:
+        """If the begin was the block is not entered, and nobody will end it; if the end
+        was, it may not have been asked for yet."""
+        self.problem = self.problem or f"it was cut off by {type(error).__name__}"
+        # Behind what was cut off, which may have begun all the same.
+        session.portal.call_soon(self._give_up)
 
     def _give_up(self) -> None:
         if self._run is not None:
@@ -176,9 +186,6 @@ class Profile:
         except Exception as error:  # goes to the log, and to `problem`
             self.problem = self.problem or f"{type(error).__name__}: {error}"
             log.error("the time line %s was not written: %s", self._path, self.problem)
-        except BaseException as error:  # of Ctrl-C or cancellation, to the caller
-            self.problem = self.problem or f"it was cut off by {type(error).__name__}"
-            raise
 
 
 def timeline_of(collected: CollectedRun) -> Timeline:

@@ -26,7 +26,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.launch._child import KeptLogs, quoted_end
-from zstrat.launch._runtime_dir import made_folder
+from zstrat.launch._runtime_dir import RunFolder
 from zstrat.threads import Promise, SteadyThread
 
 from ._engine import End, TaskLaunch
@@ -275,7 +275,8 @@ class Fleet:
             drain += float(told["ZSTRAT_HANDOVER"])
         patience = FleetPatience(times.connect, drain, restarts, window)
         state = FleetState([task.name for task in tasks], patience)
-        self.directory = made_folder(directory)
+        folder = RunFolder(directory)
+        self.directory = folder.path
         keys = RunKeys(self.directory / "keys")
         self.settings = dataclasses.replace(settings, keys=keys.folder, insecure=False)
         """What a strategy is given to be let in; it takes them by itself if it is given
@@ -294,7 +295,7 @@ class Fleet:
         remove = self.directory if directory is None else keys.folder
         self._parts: Final = os.getpid(), self._thread, remove
         self._end = weakref.finalize(self, _end, *self._parts)
-        self._begin()
+        self._begin(folder, keys)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -383,8 +384,10 @@ class Fleet:
         state = "running" if self._end.alive else "stopped"
         return f"<Fleet {' '.join(self._tasks)} by {self.engine}, {state}>"
 
-    def _begin(self) -> None:
+    def _begin(self, folder: RunFolder, keys: RunKeys) -> None:
         try:
+            folder.make()
+            keys.make()
             self._thread.begin()
             self._thread.ready.get()
         except ZstratError as error:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class RunKeys:
-    """A folder of fresh keys, a pair for each role, which the program itself uses.
+    """A folder of fresh keys, a pair for each role, which the program itself uses. They
+    are there from `make` on.
 
     Raises:
         FileExistsError: Something is in the folder already: it is removed with the run.
@@ -25,7 +26,14 @@ class RunKeys:
                 f"{folder} is there already: keys of a run are removed at its end, "
                 "with their folder; move it, or give another directory"
             )
-        generate_keys(folder)
+
+    def make(self) -> None:
+        """Makes them.
+
+        Raises:
+            OSError: They cannot be written; says why.
+        """
+        generate_keys(self.folder)
 
     def of(self, job: str) -> dict[str, str]:
         """The files that a task of that job needs: its secret, all public halves."""

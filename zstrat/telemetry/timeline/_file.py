@@ -13,6 +13,7 @@ microseconds, from the first of them on, to the nanosecond.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import io
 import json
@@ -21,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TextIO, cast
+
+from zstrat.paths import explained
 
 from ._otlp import write_otlp
 from ._picture import earliest, placed
@@ -51,11 +54,12 @@ def check_place(path: str | os.PathLike[str]) -> Path:
             "compressed, Perfetto's protobuf, OpenTelemetry's JSON); got "
             f"{os.fspath(path)!r}"
         )
-    if place.is_dir():
-        raise IsADirectoryError(f"{place} is a folder: name a file in it")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=place.parent):
-        pass
+    with explained("the time line", place):
+        if place.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place.parent):
+            pass
     return place
 
 

@@ -69,10 +69,12 @@ def address_of(text: str) -> tuple[str, int]:
 class HealthServer:
     """The HTTP port of this process, until `close` or the end of the program.
 
-    A context manager. Made by `serve_http` and `dashboard`.
+    A context manager. Made by `serve_http` and `dashboard`, which ``has_page``.
     """
 
-    def __init__(self, text: str, patience: float, token: PageToken | None) -> None:
+    def __init__(
+        self, text: str, patience: float, token: PageToken | None, has_page: bool
+    ) -> None:
         self.asked_for = text
         self._patience, self._token = patience, token
         self._http = HttpServer(self._answer)
@@ -80,18 +82,22 @@ class HealthServer:
         host, port = address_of(text)
         self._portal = Portal("zstrat http")
         try:
+            self._portal.at_close(self._end)
             bound = self._portal.run(
                 self._http.start(host, port), _BINDING, f"binding {text} for HTTP"
             )
-        except BaseException as error:  # raised again, in our words
+            self.port = bound
+            self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+            """HOST:PORT; the port that was taken if 0 was asked for."""
+            if has_page:
+                self.open_page(None)
+            log.info("http://%s has /healthz, /readyz and /metrics", self.address)
+            _PRESENT.server = self
+        except BaseException as error:  # raised again, in our words; of Ctrl-C, too
             self._portal.close()
             if isinstance(error, OSError):
                 raise _worded(error, text) from error
             raise
-        self._portal.at_close(self._watch.end)
-        self.port = bound
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-        """HOST:PORT; the port that was taken if 0 was asked for."""
 
     @property
     def url(self) -> str:
@@ -125,7 +131,6 @@ class HealthServer:
 
     def close(self) -> None:
         """Stops to answer. Idempotent."""
-        self._portal.call_soon(self._http.close)
         self._portal.close()
 
     def __enter__(self) -> HealthServer:
@@ -133,6 +138,10 @@ class HealthServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def _end(self) -> None:
+        self._http.close()
+        await self._watch.end()
 
     async def _answer(self, asked: HttpRequest) -> HttpAnswer | HttpStream:
         match asked.path:
@@ -263,25 +272,33 @@ def serve_http(
     Raises:
         ValueError: The address or the token is none, or this process has another one.
         OSError: It cannot be bound; says why.
+
+    Cancellation: Ctrl-C leaves no port, or the one that the next call returns.
+    """
+    return _serve(address, patience or Timeouts().patience, token, has_page=False)
+
+
+def _serve(
+    address: str | int, patience: float, token: str | None, *, has_page: bool
+) -> HealthServer:
+    """
+    Raises, cancellation: as `serve_http`.
     """
     is_number = isinstance(address, int) and not isinstance(address, bool)
     text = str(address) if is_number else cast("str", address)
     with _PRESENT.lock:
         server = _PRESENT.server
-        if server is not None and server.is_open:
-            if server.asked_for == text:
-                if token is not None:
-                    server.open_page(token)
-                return server
+        if server is None or not server.is_open:
+            known = None if token is None else PageToken(token)
+            return HealthServer(text, patience, known, has_page)
+        if server.asked_for != text:
             raise ValueError(
                 f"HTTP at {text}: this process serves it at {server.address} "
                 "already; close that one first"
             )
-        known = None if token is None else PageToken(token)
-        server = HealthServer(text, patience or Timeouts().patience, known)
-        _PRESENT.server = server
-    log.info("http://%s has /healthz, /readyz and /metrics", server.address)
-    return server
+        if has_page or token is not None:
+            server.open_page(token)
+        return server
 
 
 def dashboard(
@@ -308,14 +325,17 @@ def dashboard(
 
     Raises:
         ValueError, OSError: As `serve_http`.
+
+    Cancellation: Ctrl-C leaves no port, or the one that the next call returns.
     """
     token = token or settings_from(environment()).http_token or None
     with _PRESENT.lock:
         server = _PRESENT.server
-    if address is not None or server is None or not server.is_open:
-        server = serve_http(0 if address is None else address, token=token)
-    server.open_page(token)
-    return server
+    if address is None and server is not None and server.is_open:
+        server.open_page(token)
+        return server
+    place = 0 if address is None else address
+    return _serve(place, Timeouts().patience, token, has_page=True)
 
 
 def serve_as_told(settings: Settings) -> None:
