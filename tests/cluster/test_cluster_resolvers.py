@@ -120,6 +120,23 @@ def test_an_empty_layer_takes_the_scheme_away_where_tensorflow_has_it_so(
     assert UnionResolver(simple, rpc_layer="x").master("ps", 0, "") == "x://ps0:2222"
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "a",
+        "LOCALHOST",
+        "my_host-1",
+        "svc-0.ns.local.",
+        "10.0.0.1",
+        "[::1]",
+        "[fe80::1%2]",
+    ],
+)
+def test_hosts_that_are_some(tf_config: Callable[[Any], None], host: str) -> None:
+    tf_config({"cluster": {"ps": [f"{host}:1"]}})
+    assert TFConfigClusterResolver().cluster_spec().task_address("ps", 0) == f"{host}:1"
+
+
 @pytest.mark.parametrize("value", [None, "", "  ", "{}", {}])
 def test_tf_config_unset_or_empty(tf_config: Callable[[Any], None], value: Any) -> None:
     tf_config(value)
@@ -265,6 +282,8 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
         ({"cluster": {"ps": ["a:\u0662"]}}, r"expected a port of 1 to 65535"),
         ({"cluster": {"ps": ["::1:22"]}}, r"an IPv6 address goes into brackets"),
         ({"cluster": {"ps": ["http://a:1"]}}, r"the schemes are tcp:// and ipc://"),
+        ({"cluster": {"ps": ["[a:1"]}}, r"ps\[0\]: .*: '\[a' is no name and no number"),
+        ({"cluster": {"ps": ["a]:1"]}}, r"ps\[0\]: .*: 'a\]' is no name"),
         ({"cluster": {"ps": [" a:1"]}}, r"ps\[0\]: .* got ' a:1': ' a' is no name"),
         (
             {"cluster": {"ps": ["*:1"]}},

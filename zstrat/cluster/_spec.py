@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final, final
 
-_HOST: Final = re.compile(r"\[?[0-9A-Za-z._%:-]{1,255}\]?")
+_HOST: Final = re.compile(r"[0-9A-Za-z._%-]{1,255}|\[[0-9A-Za-z._%:-]{1,255}\]")
 """Of those that can be connected to."""
 
 Tasks = list[str] | tuple[str, ...] | Mapping[int, str] | Mapping[str, str]
