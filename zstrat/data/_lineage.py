@@ -129,7 +129,7 @@ def is_static(recipe: Recipe) -> bool:
         return all(None not in leaf.shape for _, leaf in leaves(spec))
     match recipe:
         case PaddedBatches():
-            return False
+            return recipe.drop_remainder and recipe.pads_to_one_shape
         case Batching() | Rebatched():
             return recipe.rows is not None and recipe.drop_remainder
         case Several():
