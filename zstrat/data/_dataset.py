@@ -397,7 +397,8 @@ class Dataset(Sources):
     def __iter__(self) -> Iterator[Element]:
         """A fresh pass. After an error of a function or a source, which ends a pass
         here and not in TF, each later draw raises that error again: whoever catches it
-        and goes on does not take it for the end of the data."""
+        and goes on does not take it for the end of the data. After Ctrl-C in a draw,
+        which ends the pass, too, each later one raises `ClosedError`."""
         return Elements(self._recipe.begun().elements())
 
     def as_numpy_iterator(self) -> Iterator[Element]:
