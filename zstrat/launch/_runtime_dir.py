@@ -92,7 +92,14 @@ def daemon_environment(
     settings: Settings, lane: str, extra: Mapping[str, str]
 ) -> dict[str, str]:
     """What the daemons find: our environment, our settings, then the caller's words;
-    and our own modules, as the processes of `multiprocessing` do."""
+    and our own modules, as the processes of `multiprocessing` do.
+
+    Raises:
+        TypeError: A word of the caller's is no text.
+    """
+    for name, value in extra.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise TypeError(f"env: {name!r}: {value!r:.80}: expected texts, as '1'")
     # Several jax processes share this machine's accelerator if there is one.
     usual = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ours = {**daemon_variables(settings), "ZSTRAT_LANE": lane}
@@ -113,10 +120,16 @@ def own_folder() -> str:
 
 def made_folder(directory: str | os.PathLike[str] | None) -> Path:
     """The folder, made if it is not there, or a new one for temporary files; what is
-    made has mode 0700."""
+    made has mode 0700.
+
+    Raises:
+        ValueError: It is an empty text, as of a variable that is not set.
+    """
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="zstrat-"))  # mkdtemp makes it 0700
-    path = Path(directory).absolute()
+    if not os.fspath(directory):
+        raise ValueError("directory: expected a folder, or None, got an empty text")
+    path = Path(os.fsdecode(directory)).absolute()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
