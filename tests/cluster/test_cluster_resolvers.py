@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from zstrat.cluster import (
@@ -96,7 +97,13 @@ def test_a_resolver_of_your_own_needs_two_methods() -> None:
         ClusterResolver()  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize("number", [0, "1"])
+@pytest.mark.parametrize("number", ["x", 0.5, True, -1, [1]])
+def test_a_number_of_a_task_that_is_none(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"^task_id: expected an integer of 0 or more"):
+        _ = SimpleClusterResolver(SPEC, task_id=number).task_id
+
+
+@pytest.mark.parametrize("number", [0, "1", np.int64(1), 1.0])
 def test_what_the_program_says_goes_first_and_a_text_may_be_a_number(
     tf_config: Callable[[Any], None], number: Any
 ) -> None:
