@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from zstrat.cluster import (
@@ -96,7 +97,13 @@ def test_a_resolver_of_your_own_needs_two_methods() -> None:
         ClusterResolver()  # type: ignore[abstract]
 
 
-@pytest.mark.parametrize("number", [0, "1"])
+@pytest.mark.parametrize("number", ["x", 0.5, True, -1, [1]])
+def test_a_number_of_a_task_that_is_none(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"^task_id: expected an integer of 0 or more"):
+        _ = SimpleClusterResolver(SPEC, task_id=number).task_id
+
+
+@pytest.mark.parametrize("number", [0, "1", np.int64(1), 1.0])
 def test_what_the_program_says_goes_first_and_a_text_may_be_a_number(
     tf_config: Callable[[Any], None], number: Any
 ) -> None:
@@ -118,6 +125,23 @@ def test_an_empty_layer_takes_the_scheme_away_where_tensorflow_has_it_so(
     simple = SimpleClusterResolver(SPEC, rpc_layer="grpc")
     assert simple.master("ps", 0, "") == "grpc://ps0:2222"
     assert UnionResolver(simple, rpc_layer="x").master("ps", 0, "") == "x://ps0:2222"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "a",
+        "LOCALHOST",
+        "my_host-1",
+        "svc-0.ns.local.",
+        "10.0.0.1",
+        "[::1]",
+        "[fe80::1%2]",
+    ],
+)
+def test_hosts_that_are_some(tf_config: Callable[[Any], None], host: str) -> None:
+    tf_config({"cluster": {"ps": [f"{host}:1"]}})
+    assert TFConfigClusterResolver().cluster_spec().task_address("ps", 0) == f"{host}:1"
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "{}", {}])
@@ -265,6 +289,8 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
         ({"cluster": {"ps": ["a:\u0662"]}}, r"expected a port of 1 to 65535"),
         ({"cluster": {"ps": ["::1:22"]}}, r"an IPv6 address goes into brackets"),
         ({"cluster": {"ps": ["http://a:1"]}}, r"the schemes are tcp:// and ipc://"),
+        ({"cluster": {"ps": ["[a:1"]}}, r"ps\[0\]: .*: '\[a' is no name and no number"),
+        ({"cluster": {"ps": ["a]:1"]}}, r"ps\[0\]: .*: 'a\]' is no name"),
         ({"cluster": {"ps": [" a:1"]}}, r"ps\[0\]: .* got ' a:1': ' a' is no name"),
         (
             {"cluster": {"ps": ["*:1"]}},

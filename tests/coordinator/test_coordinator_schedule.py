@@ -199,6 +199,8 @@ def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
     for call in (coordinator.join, value.fetch):
         with pytest.raises(ValueError, match="timeout=nan: expected seconds"):
             call(timeout=float("nan"))
+        with pytest.raises(TypeError, match="timeout='5': expected seconds, or None"):
+            call(timeout="5")
     assert not coordinator.done()
     world.on_loop(world.release)
     assert value.fetch() == 7

@@ -217,6 +217,8 @@ def test_who_cannot_join_is_refused_and_leaves_nothing(world, caplog):
     for wrong in (-1, True, "1", 1.5):
         with pytest.raises(InvalidArgumentError, match=f"index={wrong!r}: expected"):
             workers.add("late:1", index=wrong)
+    with pytest.raises(InvalidArgumentError, match="timeout='5': expected a finite"):
+        workers.add("late:1", timeout="5")
     unlike.busy = True
     with pytest.raises(BusyError):
         workers.add("late:1", timeout=0.05)

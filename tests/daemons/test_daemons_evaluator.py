@@ -107,6 +107,11 @@ def test_a_program_that_takes_arguments():
         evaluator.made("json:loads")
 
 
+def test_a_program_that_does_not_say_what_it_takes_is_called():
+    with pytest.raises(ValueError, match=r"builtins:dict\(\) returned dict"):
+        evaluator.made("builtins:dict")  # as functions of C++ may be
+
+
 def test_a_file_in_the_place_of_the_folder_or_the_other_way_round(run, folder):
     for words, says in (
         (["program.py"], "program.py is a file, and has to be a folder"),

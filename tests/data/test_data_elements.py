@@ -152,3 +152,43 @@ def test_who_goes_on_after_an_error_does_not_see_the_end(made):
     for _ in range(3):
         with pytest.raises(ValueError, match="a bad record"):
             next(iterator)
+
+
+def test_a_pass_that_ctrl_c_has_ended_is_not_at_its_end():
+    def interrupted(number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return number
+
+    dataset = Dataset.range(4).map(interrupted)
+    drawing = iter(dataset)
+    assert [next(drawing) for _ in range(2)] == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(drawing)
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="KeyboardInterrupt in a draw has ended"):
+            next(drawing)
+    assert [int(next(iter(dataset))) for _ in range(2)] == [0, 0]
+
+
+def test_a_source_that_ctrl_c_did_not_end_goes_on():
+    class Source:
+        def __init__(self):
+            self.left = [1, KeyboardInterrupt(), 2]
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            found = self.left.pop(0)
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+    elements = Elements(Source())
+    assert next(elements) == 1
+    with pytest.raises(KeyboardInterrupt):
+        next(elements)
+    assert list(elements) == [2]

@@ -184,6 +184,19 @@ def test_a_count_that_is_a_text():
         LocalCluster(num_workers="2")
 
 
+@pytest.mark.parametrize(("name", "value"), [("A", 1), ("A", None), (1, "a")])
+def test_the_environment_is_texts(name, value):
+    with pytest.raises(TypeError, match=f"env: {name!r}: {value!r}: expected texts"):
+        LocalCluster(env={name: value})
+
+
+def test_an_empty_text_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="directory: expected a folder"):
+        LocalCluster(directory="")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_count_of_numpy_is_a_number():
     with LocalCluster(np.int64(1), np.int32(0), coordinates=False) as cluster:
         assert cluster.resolver.cluster_spec().num_tasks("ps") == 1

@@ -124,6 +124,13 @@ def test_port_taken():
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(OSError, match=address):
             Server({"ps": [address]})
+        server = Server({"ps": [address]}, start=False)
+        for _ in range(2):
+            with pytest.raises(OSError, match=address):
+                server.start()
+    server.start()  # it was free in the end
+    assert server.target == f"tcp://{address}"
+    server.stop()
 
 
 def definition(*args, **kwargs):

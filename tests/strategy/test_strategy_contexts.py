@@ -1,49 +1,279 @@
-"""What ``strategy.run`` does to the context variables of a program."""
+"""The update context, strategies that are current without a scope, misuse of contexts,
+and what the default strategy does."""
 
-from __future__ import annotations
-
-import contextvars
+import copy
+import threading
 
 import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.errors import OutOfRangeError
-
-SEEN = contextvars.ContextVar("seen", default=0)
-
-
-def numbers():
-    """Keeps a token of numpy's between two draws."""
-    with np.errstate(divide="ignore"):
-        yield from np.arange(3, dtype=np.float32)
-
-
-@pytest.mark.parametrize(
-    "dataset", [numbers, lambda: zs.data.Dataset.from_generator(numbers)]
+import zstrat.variables as zv
+from zstrat.strategy import (
+    MultiStepContext,
+    RunOptions,
+    experimental_set_strategy,
+    get_cross_replica_context,
+    get_loss_reduction,
+    get_replica_context,
+    get_strategy,
+    get_update_replica_id,
+    has_strategy,
+    in_cross_replica_context,
 )
-def test_a_generator_that_keeps_a_token_is_drawn_to_its_end(dataset):
-    strategy = zs.MirroredStrategy()
-    iterator = zs.StepIterator(iter(dataset()))
-    before = np.geterr()
-
-    def step(iterator):
-        return next(iterator) + 1
-
-    found = [float(strategy.run(step, args=(iterator,))) for _ in range(3)]
-    assert found == [1, 2, 3]
-    with pytest.raises(OutOfRangeError):
-        strategy.run(step, args=(iterator,))
-    assert np.geterr() == before
 
 
-def test_what_a_function_sets_that_is_one_program_is_there_behind_it():
-    def step(x):
-        SEEN.set(SEEN.get() + 1)
-        return x + 1
+@pytest.fixture
+def strategy(cluster):
+    return cluster.strategy
 
-    def run():
-        assert zs.MirroredStrategy().run(step, args=(np.float32(1),)) == 2
-        return SEEN.get()
 
-    assert contextvars.copy_context().run(run) >= 1
+@pytest.fixture
+def other(make_cluster):
+    return make_cluster().strategy
+
+
+@pytest.fixture
+def installed(strategy):
+    experimental_set_strategy(strategy)
+    yield strategy
+    experimental_set_strategy(None)
+
+
+def where():
+    return in_cross_replica_context(), get_replica_context(), get_update_replica_id()
+
+
+@pytest.mark.shows("StrategyExtended.update")
+def test_update_is_a_cross_replica_context_that_knows_its_copy(strategy):
+    with strategy.scope():
+        v = zs.Variable(1.0)
+        assert where() == (True, None, None)
+        seen = strategy.extended.update(v, lambda var: (var is v, *where()))
+        assert seen == (True, True, None, 0)
+        assert where() == (True, None, None)
+    assert where()[0] is False
+    assert get_update_replica_id() is None
+
+
+def test_an_update_enters_the_scope(strategy):
+    with strategy.scope():
+        v = zs.Variable(1.0)
+
+    def fn(var, amount):
+        assert get_strategy() is strategy
+        with strategy.scope():
+            assert get_update_replica_id() == 0
+        return var.assign_add(amount)
+
+    assert strategy.extended.update(v, fn, args=(2.0,)) is v
+    assert v.numpy() == 3.0
+    assert not has_strategy()
+
+
+def test_an_error_in_an_update_leaves_its_context(strategy):
+    with strategy.scope():
+        v = zs.Variable(1.0)
+    with pytest.raises(ZeroDivisionError):
+        strategy.extended.update(v, lambda var: 1 / 0)
+    assert get_update_replica_id() is None
+    assert not has_strategy()
+
+
+def test_an_update_in_a_replica_function_is_made_once_for_all(strategy):
+    with strategy.scope():
+        v = zs.Variable(1.0)
+
+    def replica_fn():
+        result = strategy.extended.update(
+            v, lambda var, x: (var.assign_add(x), *where())[1:], args=(2.0,)
+        )
+        assert get_update_replica_id() is None
+        return result
+
+    assert strategy.run(replica_fn) == (True, None, 0)
+    assert v.numpy() == 3.0
+
+
+@pytest.mark.shows("experimental_set_strategy")
+def test_a_strategy_is_current_without_a_scope(installed):
+    assert get_strategy() is installed
+    assert has_strategy()
+    assert in_cross_replica_context()
+    assert get_replica_context() is None
+    assert get_cross_replica_context() is installed
+    assert installed.extended.variable_created_in_scope(zs.Variable(1.0))
+    assert installed.run(lambda: get_replica_context().num_replicas_in_sync) == 1
+    with installed.scope() as entered:
+        assert entered is installed
+    assert in_cross_replica_context()
+
+
+def test_it_is_current_for_all_threads_and_until_it_is_taken_back(strategy):
+    seen = []
+
+    def look():
+        made = zs.Variable(1.0)
+        seen.append((get_strategy(), made.spec.ps == zv.LOCAL))
+
+    experimental_set_strategy(strategy)
+    try:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert seen == [(strategy, False)]
+    finally:
+        experimental_set_strategy(None)
+    assert not has_strategy()
+    assert get_replica_context() is not None
+    assert zs.Variable(1.0).spec.ps == zv.LOCAL
+
+
+def test_another_one_may_be_set_in_its_place(installed, other):
+    experimental_set_strategy(other)
+    assert get_strategy() is other
+    with pytest.raises(RuntimeError, match="Mixing different"):
+        installed.scope().__enter__()
+    experimental_set_strategy(get_strategy())
+    experimental_set_strategy(installed)
+    assert get_strategy() is installed
+
+
+def test_what_was_created_in_a_scope_stays_apart_from_what_is_installed(
+    installed, other
+):
+    experimental_set_strategy(None)
+    with other.scope():
+        assert other.extended.variable_created_in_scope(zs.Variable(1.0))
+        with pytest.raises(RuntimeError, match="Must not be called inside a"):
+            experimental_set_strategy(installed)
+    with pytest.raises(RuntimeError, match="Must not be called inside a"):
+        other.run(experimental_set_strategy, (None,))
+    assert not has_strategy()
+
+
+def test_only_strategies_are_set():
+    with pytest.raises(TypeError, match="expected a strategy or None, got str"):
+        experimental_set_strategy("mirrored")
+
+
+def test_between_replicas_of_another_strategy_is_refused(strategy, other):
+    calls = [
+        lambda: strategy.run(lambda: None),
+        lambda: strategy.reduce("sum", 1.0, axis=None),
+        lambda: strategy.gather(np.ones(1), axis=0),
+        lambda: strategy.experimental_distribute_values_from_function(lambda c: 1),
+        lambda: strategy.extended.reduce_to("sum", 1.0, "CPU:0"),
+        lambda: strategy.extended.colocate_vars_with(None),
+        lambda: get_default().reduce("sum", 1.0, axis=None),
+    ]
+    with other.scope():
+        for call in calls:
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                call()
+
+
+def get_default():
+    return zs.get_replica_context.__globals__["_DEFAULT"]
+
+
+def test_a_replica_context_is_used_in_its_replica(strategy, other):
+    context = strategy.run(get_replica_context)
+    for use in (
+        lambda: context.devices,
+        lambda: context.all_reduce("sum", 1),
+        lambda: context.all_gather(np.ones(1), axis=0),
+        lambda: context.merge_call(lambda s: None),
+    ):
+        with pytest.raises(RuntimeError, match="Need to be inside"):
+            use()
+        with pytest.raises(RuntimeError, match="Mismatching ReplicaContext"):
+            strategy.run(use)
+        with pytest.raises(RuntimeError, match="Mixing different"):
+            other.run(use)
+    assert context.strategy is strategy
+    assert context.replica_id_in_sync_group == 0
+    assert context.num_replicas_in_sync == 1
+
+
+def test_merge_call_of_one_replica(strategy):
+    def replica_fn(x):
+        def merge(merging, value, *, plus):
+            assert merging is strategy
+            assert where() == (True, None, None)
+            return value + plus
+
+        merged = get_replica_context().merge_call(merge, (x,), {"plus": 1})
+        assert not in_cross_replica_context()
+        return merged
+
+    assert strategy.run(replica_fn, (4,)) == 5
+    context = get_replica_context()
+    assert context.merge_call(lambda s, x: (s, x), (3,)) == (context.strategy, 3)
+
+
+def test_strategies_are_not_copied_but_stand_for_themselves(strategy):
+    for each in (strategy, get_strategy()):
+        with pytest.raises(RuntimeError, match="deepcopy"):
+            copy.copy(each)
+        assert copy.deepcopy(each) is each
+    assert copy.deepcopy({"s": strategy})["s"] is strategy
+
+
+@pytest.mark.shows("Strategy", "StrategyExtended")
+def test_the_default_strategy_has_the_whole_face():
+    default = get_strategy()
+    extended = default.extended
+    v = zs.Variable([1.0, 2.0])
+    assert extended.value_container(v) is v
+    assert extended.read_var(v).tolist() == [1.0, 2.0]
+    assert extended.update(v, lambda var, x: var.assign_add(x), ([1.0, 1.0],)) is v
+    assert extended.update(v, lambda var: var.numpy()[0], group=False) == [2.0]
+    assert extended.reduce_to("sum", 3.0, v) == 3.0
+    assert extended.broadcast_to(3, v) == 3
+    assert extended.call_for_each_replica(lambda x: x + 1, (1,)) == 2
+    assert not extended.experimental_between_graph
+    assert extended.experimental_should_init
+    assert extended.should_checkpoint
+    assert extended.should_save_summary
+    assert not extended.experimental_require_static_shapes
+    assert default.gather(np.ones((2, 1)), axis=0).shape == (2, 1)
+    assert default.experimental_local_results(3) == (3,)
+
+
+@pytest.mark.shows("tf.distribute.RunOptions", "RunOptions", "get_loss_reduction")
+def test_options_and_the_reduction_of_losses():
+    options = RunOptions()
+    assert options.experimental_enable_dynamic_batch_size
+    assert not options.experimental_bucketizing_dynamic_shape
+    assert options.experimental_xla_options is None
+    assert get_strategy().run(lambda: 1, options=options) == 1
+    with pytest.raises(TypeError, match=r"options of strategy\.run .* got dict"):
+        get_strategy().run(lambda: 1, (), {}, {"x": 1})
+    assert get_loss_reduction() is zs.ReduceOp.SUM
+
+
+def test_reductions_of_aggregations():
+    of = zs.ReduceOp.from_variable_aggregation
+    assert of(zs.VariableAggregation.SUM) is zs.ReduceOp.SUM
+    assert of(zs.VariableAggregation.MEAN) is zs.ReduceOp.MEAN
+    for aggregation in (
+        zs.VariableAggregation.NONE,
+        zs.VariableAggregation.ONLY_FIRST_REPLICA,
+        zs.VariableAggregation.ONLY_FIRST_TOWER,
+    ):
+        with pytest.raises(ValueError, match="Could not convert from"):
+            of(aggregation)
+
+
+def test_a_loop_of_steps_outside_of_every_scope():
+    def step(context, x):
+        assert isinstance(context, MultiStepContext)
+        context.set_last_step_output("x", x)
+        context.set_non_tensor_output("name", f"step {x}")
+
+    loop = get_strategy().extended.experimental_run_steps_on_iterator
+    context = loop(step, iter([1, 2, 3]), iterations=2, initial_loop_values={"y": 0})
+    assert context.last_step_outputs == {"x": 2, "y": 0}
+    assert context.non_tensor_outputs == {"name": "step 2"}
+    assert context.run_op is None

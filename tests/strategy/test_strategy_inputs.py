@@ -149,6 +149,11 @@ def test_a_step_that_lacks_elements_of_promised_shapes_ends_the_data():
     assert steps(rows.map(abs).batch(4, drop_remainder=True)) == [[(4,), (4,)]]
     assert steps(rows.batch(4, True).map(np.negative).prefetch(1)) == [[(4,), (4,)]]
     assert steps(rows.batch(4, drop_remainder=True).rebatch(4)) == [[(4,), (4,)]]
+    ragged = rows.map(lambda n: np.ones(n % 3))
+    for shapes, last in ((3, []), ([3], []), (None, [[(4, 2), (0, 2)]])):
+        padded = ragged.padded_batch(4, shapes, drop_remainder=True)
+        whole = [(4, 2), (4, 2)] if shapes is None else [(4, 3), (4, 3)]
+        assert steps(padded) == [whole, *last]
     assert steps(rows.batch(6, drop_remainder=True).rebatch(4)) == [
         [(4,), (4,)],
         [(4,), (0,)],

@@ -199,6 +199,8 @@ def test_what_a_worker_logs_as_scalars_is_refused(trained):
 def test_scalars_are_numbers_with_names(name, value, error, words):
     with pytest.raises(error, match=words):
         zs.log_scalar(name, value)
+    with pytest.raises(TypeError, match=r"\('x'\): step='2': expected an integer"):
+        zs.log_scalar("x", 1.0, step="2")
 
 
 @pytest.mark.processes

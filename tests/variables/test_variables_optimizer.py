@@ -36,6 +36,15 @@ def test_a_local_variable_moves_as_with_optax(transformation):
     np.testing.assert_allclose(x.numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", [3, b"o", ("o",)])
+def test_a_name_is_text(name):
+    """On parameter servers another one was waited for, two minutes."""
+    with pytest.raises(
+        TypeError, match=r"name=.*: expected that of an optimizer, text"
+    ):
+        zv.Optimizer(optax.sgd(0.1), name=name)
+
+
 def test_duplicate_rows_are_summed():
     x = zv.Variable(np.zeros((3, 2), np.float32))
     optimizer = zv.Optimizer(optax.sgd(1.0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar, Protocol, final, runtime_checkable
 
-from ._spec import ClusterSpec, normalize_cluster_spec
+from ._spec import ClusterSpec, normalize_cluster_spec, task_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,10 +79,14 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The number of this process in its job, from 0: as it was set, else as the
-        resolver finds it; None if it is not known."""
+        resolver finds it; None if it is not known.
+
+        Raises:
+            ValueError: What was set is no such number.
+        """
         said = self._task_id
         # Programs say what they find in their environment, which is a text: "1" is 1.
-        return self._found_task_id() if said is None else int(said)
+        return self._found_task_id() if said is None else task_index(said, "task_id")
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:

@@ -12,11 +12,12 @@ expected there and what was found.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
-_HOST: Final = re.compile(r"\[?[0-9A-Za-z._%:-]{1,255}\]?")
+_HOST: Final = re.compile(r"[0-9A-Za-z._%-]{1,255}|\[[0-9A-Za-z._%:-]{1,255}\]")
 """Of those that can be connected to."""
 
 Tasks = list[str] | tuple[str, ...] | Mapping[int, str] | Mapping[str, str]
@@ -320,6 +321,21 @@ def ranked_cluster(
 def host_and_port(host: str, port: int | str) -> str:
     """The address of a port of a host: one of IPv6 goes into brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def task_index(index: Any, what: str) -> int:
+    """The number of a task, as a number of any type or as text.
+
+    Raises:
+        ValueError: It is none; begins with ``what``.
+    """
+    # int() alone would make 1 of 1.5 and of true.
+    if not isinstance(index, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = int(index)
+            if number >= 0 and (isinstance(index, str) or number == index):
+                return number
+    raise ValueError(f"{what}: expected an integer of 0 or more, got {index!r:.80}")
 
 
 def _address(address: object, where: str) -> str:

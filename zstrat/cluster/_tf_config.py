@@ -6,7 +6,6 @@ constructor or a setter says goes before what it says, and 0 is a value.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, final
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import SourceResolver
-from ._spec import spec_from
+from ._spec import spec_from, task_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +88,9 @@ class TFConfigClusterResolver(SourceResolver):
 
     def _found_task_id(self) -> int | None:
         task = _task()
-        return _integer(task["index"]) if "index" in task else None
+        if "index" not in task:
+            return None
+        return task_index(task["index"], f"{VARIABLE}: task.index")
 
     def _found_rpc_layer(self) -> str | None:
         return _text("rpc_layer")
@@ -137,18 +138,6 @@ def _task() -> Mapping[str, Any]:
         )
     _check_keys(task, ("type", "index"), f"{VARIABLE}: task")
     return task
-
-
-def _integer(index: Any) -> int:
-    # As a number or as text; int() would make 1 of 1.5 and of true.
-    if isinstance(index, int | float | str) and not isinstance(index, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            number = int(index)
-            if number >= 0 and (isinstance(index, str) or number == index):
-                return number
-    raise ValueError(
-        f"{VARIABLE}: task.index: expected an integer of 0 or more, got {index!r:.80}"
-    )
 
 
 def _text(key: str) -> str | None:

@@ -199,7 +199,7 @@ def log_scalar(
 
     Raises:
         RuntimeError: It is called in a step, on a worker, where nobody would see it.
-        TypeError: The value is no number.
+        TypeError: The value is no number, or the step no integer.
         ValueError: The name is empty, or there are too many names.
     """
     if worker_context.get() is not None:
@@ -216,4 +216,10 @@ def log_scalar(
             f"zs.log_scalar({name!r}): expected a number, got "
             f"{type(value).__name__}; of a RemoteValue, log value.fetch()"
         ) from None
-    SCALARS.add(name, number, None if step is None else operator.index(step))
+    try:
+        at = None if step is None else operator.index(step)
+    except TypeError:
+        raise TypeError(
+            f"zs.log_scalar({name!r}): step={step!r:.80}: expected an integer"
+        ) from None
+    SCALARS.add(name, number, at)

@@ -150,7 +150,7 @@ class Waiters:
         Raises:
             DeadlineExceededError: That took more than ``timeout`` seconds.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = _deadline(timeout)
         while (bell := self._attempted(attempt, ThreadBell)) is not None:
             with self._watched(bell):
                 rest = None if deadline is None else deadline - time.monotonic()
@@ -198,7 +198,7 @@ class Waiters:
             DeadlineExceededError: It took more than ``timeout`` seconds.
         """
         self._begin_fetch()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = _deadline(timeout)
         while (bell := self._bell_of(value, ThreadBell)) is not None:
             began = time.monotonic()
             self.echo.place = copy_context()
@@ -254,3 +254,17 @@ class Waiters:
     def _note_fetch(self, began: float) -> None:
         if (notes := self._guarded.notes) is not None:
             notes.fetch(began, time.monotonic())
+
+
+def _deadline(timeout: float | None) -> float | None:
+    """When as many seconds have passed; None: never.
+
+    Raises:
+        TypeError: They are no number.
+    """
+    if timeout is None:
+        return None
+    try:
+        return time.monotonic() + timeout
+    except TypeError:
+        raise TypeError(f"timeout={timeout!r:.80}: expected seconds, or None") from None

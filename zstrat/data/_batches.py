@@ -191,6 +191,11 @@ class PaddedBatches(Batching):
     shapes: Any = None
     values: Any = None
 
+    @property
+    def pads_to_one_shape(self) -> bool:
+        """Whether every length was given, whatever the elements are."""
+        return self.shapes is not None and None not in _lengths(self.shapes)
+
     def joined(self, chunk: list[Any]) -> Element:
         elements = [self.source.one(item) for item in chunk]
         stacked([mapped(_no_shape, element) for element in elements])  # alike?
@@ -262,6 +267,14 @@ def _is_scalar(given: Any) -> bool:
 def _no_shape(leaf: Any) -> Any:
     """What tells kinds and structures apart, and no lengths."""
     return leaf if isinstance(leaf, bytes) else np.zeros((), np.asarray(leaf).dtype)
+
+
+def _lengths(shapes: Any) -> list[int | None]:
+    """All that are in a structure of shapes; a tuple is a part of it, or a shape."""
+    if isinstance(shapes, dict | tuple):
+        inner = shapes.values() if isinstance(shapes, dict) else shapes
+        return [length for shape in inner for length in _lengths(shape)]
+    return [None] if shapes is None else [*_sizes(shapes)]
 
 
 def _sizes(shape: Any) -> tuple[int | None, ...]:

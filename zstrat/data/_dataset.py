@@ -399,7 +399,8 @@ class Dataset(Sources):
 
         After an error of a function or a source, which ends a pass here and not in TF,
         each later draw raises that error again: whoever catches it and goes on does not
-        take it for the end of the data.
+        take it for the end of the data. After Ctrl-C in a draw, which ends the pass,
+        too, each later one raises `ClosedError`.
         """
         return DatasetIterator(self._recipe)
 

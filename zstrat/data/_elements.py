@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from types import GeneratorType
 from typing import (
     TYPE_CHECKING,
     Final,
@@ -94,7 +95,8 @@ class Elements(Generic[T]):
             ClosedError: After `close`.
             Exception: Whatever the source raised, unchanged. A source that can go on
                 after its error does; of one that cannot (a generator), every later draw
-                raises that error again rather than to pass for its end.
+                raises that error again rather than to pass for its end; `ClosedError`
+                where that was Ctrl-C.
         """
         try:
             return next(self)
@@ -147,6 +149,12 @@ class Elements(Generic[T]):
             raise
         except Exception as error:  # goes to whoever draws; kept for who draws next
             self._broken = (error, error.__traceback__)
+            raise
+        except BaseException as error:  # Ctrl-C, to whoever draws
+            if isinstance(self._source, GeneratorType) and not self._source.gi_frame:
+                what = f"{type(error).__name__} in a draw has ended this pass"
+                ended = ClosedError(f"{self.name}: {what}: begin another one")
+                self._broken = (ended, None)
             raise
         self._broken = None
         return element

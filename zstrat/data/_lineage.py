@@ -173,8 +173,11 @@ def promise_of(recipe: Recipe) -> ShapePromise:
         is_static = all(None not in leaf.shape for _, leaf in leaves(spec))
         return ShapePromise.SAME if is_static else ShapePromise.ROWS
     match recipe:
-        case PaddedBatches() | Interleaved():
+        case Interleaved():
             return ShapePromise.ROWS
+        case PaddedBatches():
+            is_static = recipe.drop_remainder and recipe.pads_to_one_shape
+            return ShapePromise.SAME if is_static else ShapePromise.ROWS
         case Batching() | Rebatched():
             is_even = recipe.rows is not None and recipe.drop_remainder
             return ShapePromise.AS_MADE if is_even else ShapePromise.ROWS

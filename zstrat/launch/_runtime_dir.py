@@ -85,7 +85,14 @@ def daemon_environment(
     settings: Settings, lane: str, extra: Mapping[str, str]
 ) -> dict[str, str]:
     """What the daemons find: our environment, our settings, then the caller's words;
-    and our own modules, as the processes of `multiprocessing` do."""
+    and our own modules, as the processes of `multiprocessing` do.
+
+    Raises:
+        TypeError: A word of the caller's is no text.
+    """
+    for name, value in extra.items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise TypeError(f"env: {name!r}: {value!r:.80}: expected texts, as '1'")
     # Several jax processes share this machine's accelerator if there is one.
     usual = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     ours = {**daemon_variables(settings), "ZSTRAT_LANE": lane}
@@ -107,15 +114,21 @@ def own_folder() -> str:
 @final
 class RunFolder:
     """The folder of a run: the one that is given, or a new one for temporary files. Its
-    path is known before it is there, so that Ctrl-C finds somebody who removes it."""
+    path is known before it is there, so that Ctrl-C finds somebody who removes it.
+
+    Raises:
+        ValueError: It is an empty text, as of a variable that is not set.
+    """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         self._is_new = directory is None
         if directory is None:
             name = f"zstrat-{secrets.token_urlsafe(6)}"
             self.path = Path(tempfile.gettempdir(), name).absolute()
+        elif not os.fspath(directory):
+            raise ValueError("directory: expected a folder, or None, got an empty text")
         else:
-            self.path = Path(directory).absolute()
+            self.path = Path(os.fsdecode(directory)).absolute()
 
     def make(self) -> None:
         """Makes it, with mode 0700, if it is not there.

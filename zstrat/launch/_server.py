@@ -164,7 +164,8 @@ class Server:
         Cancellation: Ctrl-C ends what has begun, and is raised when it has ended.
 
         Raises:
-            ZstratError, OSError: The address cannot be bound; says why.
+            ZstratError, OSError: The address cannot be bound; says why. It may be
+                tried again.
         """
         try:
             if self._run is None:
@@ -173,8 +174,9 @@ class Server:
                 self._run.thread.start()
             self._run.started.get()
             _departure.listen()
-        except Exception:  # to the caller
+        except Exception:  # to the caller, who may try again
             _running.discard(self)
+            self._run = None
             raise
         except BaseException:  # Ctrl-C: the caller of the constructor has no server
             self.stop()

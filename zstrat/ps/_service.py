@@ -111,7 +111,7 @@ class PsService:
         clock: Seconds, of those times that are not the loop's.
         make_thread: Makes the threads that do what would hold up the loop.
         keeps_state: What is here when it ends is left for another process
-            (`state_for_successor`).
+            (`StoreServingRole.state_for_successor`).
         tells: It tells its coordinator how it is, about once a second.
         inherited: What the process before has left.
     """

@@ -28,11 +28,12 @@ def finite_seconds(timeout: float) -> float:
     Raises:
         InvalidArgumentError: It is negative, infinite or no number.
     """
-    if not 0 <= timeout < float("inf"):
-        raise InvalidArgumentError(
-            f"timeout={timeout!r}: expected a finite number of seconds, 0 or more"
-        )
-    return float(timeout)
+    with contextlib.suppress(TypeError):
+        if 0 <= timeout < float("inf"):
+            return float(timeout)
+    raise InvalidArgumentError(
+        f"timeout={timeout!r:.80}: expected a finite number of seconds, 0 or more"
+    )
 
 
 def require_reachable(address: str, what: str) -> None:

@@ -53,8 +53,8 @@ class Optimizer:
             one with each ``apply_gradients``. It is one more (small) update per step.
 
     Raises:
-        TypeError: ``transformation`` has no ``init`` and ``update``, or ``params`` has
-            leaves that are no variables.
+        TypeError: ``transformation`` has no ``init`` and ``update``, ``params`` has
+            leaves that are no variables, or the name is no text.
         ValueError: It cannot be applied to ``params``, or not where they live.
     """
 
@@ -69,6 +69,8 @@ class Optimizer:
         from zstrat.optimizers import RandomNumbers, checked
 
         self.name = "Optimizer" if name is None else name
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={name!r:.80}: expected that of an optimizer, text")
         self.iterations: Variable | None = None
         self._transformation: Any = checked(transformation)
         self._random = RandomNumbers.of_this_thread()
