@@ -14,10 +14,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-import threading
-import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, final, runtime_checkable
 
 from ._elements import ending
 from ._parallel import numbered
@@ -174,44 +172,24 @@ class HasRecipe(Protocol):
     def recipe(self) -> Recipe: ...
 
 
-_JOINING: Final = threading.Lock()
-
-
 @final
 class MadeRecipes:
-    """What is known of the datasets that a function has made. A copy knows nothing.
+    """What is known of the datasets that a function has made. A copy knows nothing."""
 
-    Args:
-        chance: See `Recipe.chance`.
-        outer: Of the functions that made the datasets in which this one is.
-    """
-
-    __slots__ = ("__weakref__", "chance", "outer")
+    __slots__ = ("_found", "_last")
 
     def __init__(self) -> None:
-        self.chance = ""
-        self.outer: Final[weakref.WeakSet[MadeRecipes]] = weakref.WeakSet()
+        self._found = ""
+        self._last: Recipe | None = None
 
     def note(self, recipe: Recipe) -> None:
-        """A function has made it; of what its own functions make is told later."""
+        """The function has made it."""
+        # What it has made in its turn is known when all has been drawn from it.
+        self._found, self._last = self.chance(), recipe
 
-        def join(each: Recipe) -> Recipe:
-            if isinstance(each, Interleaved):
-                with _JOINING:
-                    each.made.outer.add(self)
-            return each.of_each(join)
-
-        join(recipe)
-        if chance := recipe.chance():
-            self._tell(chance)
-
-    def _tell(self, chance: str) -> None:
-        if not self.chance:
-            self.chance = chance
-            with _JOINING:
-                outers = tuple(self.outer)
-            for outer in outers:
-                outer._tell(chance)
+    def chance(self) -> str:
+        """See `Recipe.chance`; of one of them."""
+        return self._found or ("" if self._last is None else self._last.chance())
 
     def __reduce__(self) -> tuple[type[MadeRecipes], tuple[()]]:
         return MadeRecipes, ()
@@ -236,7 +214,7 @@ class Interleaved(Derived):
     made: MadeRecipes = field(default_factory=MadeRecipes, compare=False)
 
     def chance(self) -> str:
-        return self.source.chance() or self.made.chance
+        return self.source.chance() or self.made.chance()
 
     def items(self) -> Iterator[Element]:
         opened = numbered(self._opened, "interleave", self.function)
