@@ -99,7 +99,8 @@ class Allotment:
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""
-        return cutter(self.batch_size, self.policy, self.worker, self.is_static)
+        promised = lineage.promised_rows(self.recipe)
+        return cutter(self.batch_size, self.policy, self.worker, promised)
 
 
 def as_dataset(source: Any) -> Dataset:

@@ -121,6 +121,21 @@ def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
             return None if spec is None else tuple(x.ndim for _, x in leaves(spec))
 
 
+def promised_rows(recipe: Recipe) -> int | None:
+    """The rows that all batches are promised to have; a function of ``map`` is taken to
+    keep them."""
+    spec = recipe.spec(unknown)
+    if spec is not None:
+        return first_axis(spec)
+    match recipe:
+        case Batching() | Rebatched():
+            return recipe.rows if recipe.drop_remainder else None
+        case Reordered() | Prefetched() | Cached() | MappedPass():
+            return promised_rows(recipe.source)
+        case _:
+            return None
+
+
 def is_static(recipe: Recipe) -> bool:
     """Whether all elements are promised to have the same shapes, as far as that is
     known without a pass; a function of ``map`` is taken to keep the promise."""
