@@ -101,6 +101,21 @@ def batch_size_of(recipe: Recipe) -> int | None:
             return None
 
 
+def promised_rows(recipe: Recipe) -> int | None:
+    """The rows that all batches are promised to have; a function of ``map`` is taken to
+    keep them."""
+    spec = recipe.spec(unknown)
+    if spec is not None:
+        return first_axis(spec)
+    match recipe:
+        case Batching() | Rebatched():
+            return recipe.rows if recipe.drop_remainder else None
+        case Reordered() | Prefetched() | Cached() | MappedPass():
+            return promised_rows(recipe.source)
+        case _:
+            return None
+
+
 def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
     """The ranks of the leaves of an element, None if not known without a pass."""
     match recipe:
@@ -119,21 +134,6 @@ def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
         case _:
             spec = recipe.spec(unknown)
             return None if spec is None else tuple(x.ndim for _, x in leaves(spec))
-
-
-def promised_rows(recipe: Recipe) -> int | None:
-    """The rows that all batches are promised to have; a function of ``map`` is taken to
-    keep them."""
-    spec = recipe.spec(unknown)
-    if spec is not None:
-        return first_axis(spec)
-    match recipe:
-        case Batching() | Rebatched():
-            return recipe.rows if recipe.drop_remainder else None
-        case Reordered() | Prefetched() | Cached() | MappedPass():
-            return promised_rows(recipe.source)
-        case _:
-            return None
 
 
 def is_static(recipe: Recipe) -> bool:
