@@ -1,5 +1,6 @@
 from zstrat.config import MISTAKEN as MISTAKEN
 
+from ._arguments import folder as folder
 from ._arguments import index_of as index_of
 from ._arguments import jobs_of as jobs_of
 from ._arguments import order as order

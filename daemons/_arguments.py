@@ -68,7 +68,7 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
         "chief=1,ps=2,worker=4; they get ranks in the order of their names",
     )
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
-    add("--keys", metavar="DIR", type=_folder, help="key folder (or ZSTRAT_KEYS)")
+    add("--keys", metavar="DIR", type=folder, help="key folder (or ZSTRAT_KEYS)")
     if job == "worker":
         add(
             "--join",
@@ -81,7 +81,7 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
         add(
             "--state-dir",
             metavar="DIR",
-            type=_folder,
+            type=folder,
             help="where what is here is left for the next process of the same task, "
             "when this one is told to stop (or ZSTRAT_STATE, or systemd's "
             "STATE_DIRECTORY)",
@@ -104,7 +104,7 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     return made
 
 
-def _folder(text: str) -> Path:
+def folder(text: str) -> Path:
     """A shell makes "" of a variable that is not set: that is no working folder."""
     if not text:
         raise argparse.ArgumentTypeError("expected a folder, got an empty text")

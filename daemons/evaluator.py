@@ -19,7 +19,7 @@ from zstrat.cluster import TFConfigClusterResolver
 from zstrat.config import environment
 from zstrat.errors import NotFoundError
 
-from . import MISTAKEN, index_of, leave, parser, run_program, settings_of
+from . import MISTAKEN, folder, index_of, leave, parser, run_program, settings_of
 
 if TYPE_CHECKING:
     import argparse
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser("evaluator", "The evaluator of zstrat.", binds=False)
     add = arguments.add_argument
     add("program", metavar="MODULE:FUNCTION", help="returns (checkpoint, evaluate)")
-    add("checkpoints", metavar="DIR", type=Path, help="the training's checkpoints")
+    add("checkpoints", metavar="DIR", type=folder, help="the training's checkpoints")
     add("--metrics", metavar="FILE.jsonl", type=Path, help="append one line each")
-    add("--tensorboard", metavar="DIR", type=Path, help="write TensorBoard events")
+    add("--tensorboard", metavar="DIR", type=folder, help="write TensorBoard events")
     add("--max-evaluations", metavar="N", type=int, help="end with checkpoint N")
     add("--platform", metavar="NAME", help="cpu, cuda, rocm or tpu (JAX_PLATFORMS)")
     parsed = arguments.parse_args(argv)

@@ -123,6 +123,20 @@ def test_a_file_in_the_place_of_the_folder_or_the_other_way_round(run, folder):
         assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([""], "argument DIR: expected a folder, got an empty text"),
+        ([".", "--tensorboard", ""], "argument --tensorboard: expected a folder"),
+        (["gs://bucket/run"], "expected a path, got an address"),
+    ],
+)
+def test_a_folder_that_is_none(run, words, says):
+    child = run("program:make", *words)
+    _, errors = child.communicate(timeout=60)
+    assert (child.returncode, says in errors) == (2, True), errors
+
+
 def test_who_it_is(monkeypatch):
     def told(task):
         monkeypatch.setenv("TF_CONFIG", json.dumps(task))

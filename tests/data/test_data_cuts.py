@@ -149,14 +149,14 @@ def test_unknown_batch_sizes_cut_each_batch_by_itself(arriving, cluster, policy)
 
 
 @given(st.integers(1, 6), st.integers(1, 13), clusters, st.sampled_from([OFF, FILE]))
-def test_batches_of_one_size_that_nobody_knows_are_cut_as_if_it_were_known(
+def test_batches_of_the_size_that_was_promised_are_cut_as_if_it_were_known(
     batches, size, cluster, policy
 ):
     workers, replicas = cluster
     for index in range(workers):
         who = Worker(workers, index, replicas)
         found, known = (
-            cutter(None, policy, who, is_static=True),
+            cutter(None, policy, who, promised=size),
             cutter(size, policy, who),
         )
         if size >= workers * replicas:  # pieces of no rows are no end of a stream

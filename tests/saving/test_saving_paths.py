@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,7 +65,9 @@ def test_paths_may_be_bytes(checkpoint, tmp_path):
     assert export_safetensors(checkpoint, file) == str(tmp_path / "values")
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/x", "s3://a/b/", "file://host/y"])
+@pytest.mark.parametrize(
+    "address", ["gs://bucket/x", Path("s3://a/b/"), "x-1+y.z://c", "file://host/y"]
+)
 def test_an_address_is_no_path(checkpoint, tmp_path, monkeypatch, address):
     """It became folders that are called "gs:", here."""
     monkeypatch.chdir(tmp_path)
@@ -89,6 +92,7 @@ def test_an_address_of_a_file_is_its_path(checkpoint, tmp_path):
     file = tmp_path / "values"
     assert export_safetensors(f"file://{path}", f"file://{file}") == str(file)
     checkpoint.restore(f"file://{path}").assert_consumed()
+    checkpoint.restore(Path(f"file://{path}")).assert_consumed()
 
 
 @pytest.mark.parametrize(

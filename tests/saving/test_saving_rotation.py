@@ -423,6 +423,29 @@ def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog
     assert outside.exists()
 
 
+def test_the_newest_of_all_is_what_was_saved_last_though_the_list_is_behind(
+    checkpoint, tmp_path
+):
+    """The first program was killed between a checkpoint and the list; another manager
+    has saved since then. Without a list it is told by the times, too."""
+    one, two = (
+        CheckpointManager(checkpoint, tmp_path, 5, checkpoint_name=name)
+        for name in ("one", "two")
+    )
+    state = tmp_path / "checkpoint"
+    one.save()
+    behind = state.read_bytes()
+    one.save(9)
+    state.write_bytes(behind)
+    assert latest_checkpoint(tmp_path) == one.latest_checkpoint
+    newest = two.save()
+    assert latest_checkpoint(tmp_path) == newest == two.latest_checkpoint
+    assert names(one) == ["one-1", "one-9"]
+    state.unlink()
+    assert latest_checkpoint(tmp_path) == newest
+    assert (names(one), names(two)) == (["one-1", "one-9"], ["two-3"])
+
+
 def test_a_full_disk_leaves_what_was_there(checkpoint, value, tmp_path, monkeypatch):
     manager = CheckpointManager(checkpoint, tmp_path, 2)
     manager.save()

@@ -128,6 +128,20 @@ def test_promised_sizes_are_known_behind_map_and_rebatch(change, expected):
     assert drawn(inputs(4).of_dataset(dataset)) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("dataset", "sizes"),
+    [
+        (Dataset.range(9).batch(9, True).map(lambda x: x[:6]), [2, 2, 2, 0]),
+        (Dataset.range(6, 7).map(lambda n: np.ones(n)), [2, 2, 2, 0]),
+    ],
+)
+def test_batches_of_other_sizes_than_promised_are_cut_by_themselves(dataset, sizes):
+    """As by TF where a function makes arrays of a length that it cannot know."""
+    dataset = dataset.with_options(Options(AutoShardPolicy.OFF))
+    (step,) = inputs(4).of_dataset(dataset)
+    assert [len(part) for part in parts_of(step)] == sizes
+
+
 def test_batches_of_files_are_cut_by_sizes_as_by_tensorflow(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_text("".join(f"{n}\n" for n in range(7)))

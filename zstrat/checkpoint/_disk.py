@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ADDRESS: Final = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
+_ADDRESS: Final = re.compile(
+    "[A-Za-z][A-Za-z0-9+.-]*://|(abfss?|az|file|gs|hdfs|https?|s3):/"
+)
+"""Of something else than a file; with one slash as `pathlib.Path` leaves it."""
 _NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -75,12 +78,13 @@ def local_path(path: str | bytes | os.PathLike[str]) -> str:
     """
     text = os.fsdecode(path)
     if _ADDRESS.match(text):
-        if not text.startswith("file:///"):
+        scheme, _, rest = text.partition(":")
+        if scheme != "file" or re.match("//[^/]", rest):
             raise ValueError(
                 f"{text!r:.300}: expected a path, got an address: checkpoints lie in "
                 "folders of the machine; mount that one, and give its path here"
             )
-        text = text.removeprefix("file://")  # as by TF
+        text = f"/{rest.lstrip('/')}"  # as by TF
     if "\0" in text:
         raise ValueError(f"{text!r:.300}: expected a path, which has no null in it")
     return text

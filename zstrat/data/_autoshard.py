@@ -118,8 +118,8 @@ class Allotment:
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""
-        is_even = self.promise <= lineage.ShapePromise.AS_MADE
-        return cutter(self.batch_size, self.policy, self.worker, is_even)
+        promised = lineage.promised_rows(self.recipe)
+        return cutter(self.batch_size, self.policy, self.worker, promised)
 
 
 def as_dataset(source: Any) -> Dataset:

@@ -130,6 +130,21 @@ def is_even(recipe: Recipe, *, to_the_end: bool = False) -> bool:
             return False
 
 
+def promised_rows(recipe: Recipe) -> int | None:
+    """The rows that all batches are promised to have; a function of ``map`` is taken to
+    keep them."""
+    spec = recipe.spec(unknown)
+    if spec is not None:
+        return first_axis(spec)
+    match recipe:
+        case Batching() | Rebatched():
+            return recipe.rows if recipe.drop_remainder else None
+        case Reordered() | Prefetched() | Cached() | MappedPass():
+            return promised_rows(recipe.source)
+        case _:
+            return None
+
+
 def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
     """The ranks of the leaves of an element, None if not known without a pass."""
     match recipe:

@@ -10,8 +10,8 @@ replica of the worker.
   (`BySizes`).
 - An unknown batch size, or rows that are dealt out (DATA, also to one worker, as by
   TF): each batch is cut by itself into as many pieces as there are replicas of all
-  workers (`ByPieces`); into even ones if all batches are promised to have one size, as
-  TF, which traces functions, knows it then.
+  workers (`ByPieces`); into even ones if it has the rows that all are promised to have,
+  as TF, which traces functions, knows them then.
 
 Law of the file: no data, no I/O; every row is in exactly one piece, in the order of
 arrival, and every piece has a span, though it may be an empty one, so that whoever
@@ -93,22 +93,21 @@ def cutter(
     batch_size: int | None,
     policy: AutoShardPolicy,
     worker: Worker,
-    is_static: bool = False,
+    promised: int | None = None,
 ) -> Cutter:
     """The cutter for a worker, under a policy as `sharing_policy` gives it.
 
     Args:
         batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
             say whose rows are empty, no steps can be made; it counts as unknown.
-        is_static: All batches are promised to be of one size, known or not: each is one
-            of its own then.
+        promised: Rows that all batches are to have, though a function may change them.
     """
     # All workers read all batches, so each can be cut alone, and whatever its size. TF
     # makes no difference for one worker: its last batch is shared by all replicas, too.
     if policy is AutoShardPolicy.DATA:
         return ByPieces(worker, is_shared=True)
     if not batch_size:
-        return ByPieces(worker, is_shared=False, is_even=is_static)
+        return ByPieces(worker, is_shared=False, promised=promised)
     sizes = batch_sizes_for_worker(
         batch_size, worker.count, worker.replicas, worker.index
     )
@@ -174,14 +173,14 @@ class ByPieces(Cutter):
     Args:
         is_shared: The workers read the same batches, and worker ``i`` takes pieces
             ``i``, ``i + workers``, …; else the batches are its own.
-        is_even: The pieces are as even as `batch_sizes_for_worker` makes them.
+        promised: Batches of so many rows are cut as `batch_sizes_for_worker` says.
     """
 
     def __init__(
-        self, worker: Worker, *, is_shared: bool, is_even: bool = False
+        self, worker: Worker, *, is_shared: bool, promised: int | None = None
     ) -> None:
         self._worker: Final = worker
-        self._is_even: Final = is_even
+        self._promised: Final = promised
         self._pieces: Final = worker.count * worker.replicas
         self._mine: Final = (
             slice(worker.index, None, worker.count) if is_shared else slice(None)
@@ -207,7 +206,7 @@ class ByPieces(Cutter):
         ]
 
     def _ends(self, rows: int) -> list[int]:
-        if self._is_even:
+        if rows == self._promised:
             count, replicas = self._worker.count, self._worker.replicas
             sizes = batch_sizes_for_worker(rows, count, replicas, self._worker.index)
             return [*itertools.accumulate(sizes, initial=0)]

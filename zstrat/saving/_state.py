@@ -125,8 +125,21 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
         and prefix_of(name) in prefixes
         and number > newest.get(prefix_of(name), -1)
     ]
-    extra = [(name, at) for _, name, at in sorted(more)]
-    return replace(state, saved=(*listed, *extra))
+    for _, name, at in sorted(more):
+        listed.insert(_place(listed, name, at), (name, at))
+    return replace(state, saved=tuple(listed))
+
+
+def _place(saved: list[tuple[str, float]], name: str, at: float) -> int:
+    """Where one that is not listed comes: behind those of its name, whose numbers are
+    lower, and behind what was saved before it under other names."""
+    prefix = prefix_of(name)
+    before = (
+        number
+        for number, (other, when) in enumerate(saved, start=1)
+        if when <= at or prefix_of(other) == prefix
+    )
+    return max(before, default=0)
 
 
 def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> SavedList:
