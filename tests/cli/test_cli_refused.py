@@ -50,10 +50,9 @@ def test_a_cluster_without_tasks(command, jobs, tmp_path, monkeypatch):
 def test_a_file_in_the_place_of_a_folder(command, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
-    said = refused(*command, file)
-    assert f"{file}: File exists: give the path of a folder" in said
-    said = refused(*command, file / "below")
-    assert f"{file / 'below'}: Not a directory: a file has the name" in said
+    words = f": {file} is a file, and has to be a folder: give another path, or move"
+    assert f"{file}{words}" in refused(*command, file)
+    assert f"{file / 'below'}{words}" in refused(*command, file / "below")
     assert file.read_text() == "mine"
 
 

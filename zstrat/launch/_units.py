@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.resources
 from typing import TYPE_CHECKING
 
+from zstrat.paths import explained
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -24,6 +26,7 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
     Raises:
         ValueError: A program is not in ``bindir``, or a path is relative or has
             characters that mean something else in a unit file.
+        OSError: They cannot be written there.
     """
     for path in (bindir, config):
         if not path.is_absolute() or any(
@@ -37,7 +40,8 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
             raise ValueError(
                 f"{bindir / program} does not exist: where is zstrat installed?"
             )
-    to.mkdir(parents=True, exist_ok=True)
+    with explained("folder of units", to):
+        to.mkdir(parents=True, exist_ok=True)
     written = []
     for name, template in templates().items():
         path = to / name
