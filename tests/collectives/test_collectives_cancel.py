@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from cancels import cancelled_everywhere
 from collectives_groups import QUICK, ranks_of
+from strikes import is_struck, strikes
 
 from zstrat.collectives import Group
 from zstrat.errors import PeerLostError, UnavailableError
@@ -139,6 +142,41 @@ async def test_reforms_that_are_cancelled_at_any_moment_of_the_other_threads():
             await asyncio.wait([forming])
             for found in await asyncio.gather(again(mine), *asking):
                 np.testing.assert_array_equal(found, np.full(3, 3.0))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_anywhere_in_the_life_of_a_group_leaves_nothing_bound():
+    files = "group/_group.py", "group/_runtime.py", "group/_invitation.py"
+    more = "transport/_loop.py", "zstrat/threads.py", "group/_scheduler.py"
+    with ranks_of(1, over="tcp") as ranks:
+        made = []
+
+        def make():
+            made.append(Group(ranks.resolver(0), settings=QUICK))
+
+        def is_left_alone():
+            while made:
+                made.pop().close()
+            with Group(ranks.resolver(0), settings=QUICK) as group:
+                assert group.all_reduce(np.ones(2)).tolist() == [1.0, 1.0]
+                assert len(ours()) == 1
+
+        def ours():
+            return [each for each in threading.enumerate() if "groups" in each.name]
+
+        for _ in strikes(make, *files, *more):
+            is_left_alone()
+        for _ in strikes(made[0].reform, *files, *more):
+            made[0].reform()
+        assert made[0].all_reduce(np.ones(2)).tolist() == [1.0, 1.0]
+        for number in itertools.count(1):
+            struck = is_struck(made[0].close, number, *files, *more)
+            is_left_alone()
+            if not struck:
+                break
+            make()
+        assert number > 20
+    assert not ours()
 
 
 CALLS = {

@@ -90,10 +90,11 @@ class Group(GroupCalls):
         bind: str | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._is_closed = False
+        self._is_closed = self._is_released = False
         self._has_formed = False
         """A generation, which is that of ``_work``."""
         self._work: OperationScheduler
+        self._closing = threading.Lock()
         self._leaving = threading.Lock()
         """Held by whoever leaves a generation: one that was cancelled may still do."""
         self._invited = invitation_of(
@@ -228,15 +229,18 @@ class Group(GroupCalls):
     def close(self) -> None:
         """Leaves the group: what was sent arrives, what is under way fails.
 
-        Other ranks that need this one hear that it left. Idempotent.
+        Other ranks that need this one hear that it left. Idempotent, and goes on with
+        what Ctrl-C has interrupted.
         """
-        if self._is_closed:
-            return
         self._is_closed = True
-        try:
-            self._leave("it closed the group")
-        finally:
-            self._runtime.release()
+        with self._closing:
+            if self._is_released:
+                return
+            try:
+                self._leave("it closed the group")
+            finally:
+                self._runtime.release()
+                self._is_released = True
 
     def __enter__(self) -> Group:
         return self

@@ -46,6 +46,8 @@ class GroupRuntime:
     def __init__(self, node: GroupNode) -> None:
         self.node = node
         self.users = 0
+        self.is_ending = False
+        """Its end has begun; Ctrl-C may have interrupted that."""
         self._portal: Portal | None = None
         self._endpoint: Endpoint | None = None
 
@@ -69,12 +71,19 @@ class GroupRuntime:
         """A group that used it is closed. Blocks while the last one is, so that the
         next runtime of the task finds its address free."""
         with _lock:
+            if self.users == 1:
+                self.end()
+            # Last: if Ctrl-C keeps it from ending, the next call goes on with that.
             self.users -= 1
-            if self.users or self._portal is None:
-                return
-            for key in [key for key, each in _runtimes.items() if each is self]:
-                del _runtimes[key]
-            self._portal.close()
+
+    def end(self) -> None:
+        """Ends it, if it is of a program; `_lock` is held. Idempotent."""
+        if self._portal is None:
+            return
+        self.is_ending = True
+        self._portal.close()
+        for key in [key for key, each in _runtimes.items() if each is self]:
+            del _runtimes[key]
 
     def readiness(self) -> str:
         """A member of groups is there for the others as soon as it is bound."""
@@ -133,6 +142,7 @@ class GroupRuntime:
         async def begin() -> GroupRuntime:
             me = hello(seat.job, seat.number, new_incarnation())
             runtime = cls(GroupNode(me, settings, security))
+            portal.at_close(runtime._close)  # whatever becomes of who waits for this
             if bind:
                 await runtime._open(bind, security)
             return runtime
@@ -143,7 +153,6 @@ class GroupRuntime:
             portal.close()
             raise
         runtime._portal = portal
-        portal.at_close(runtime._close)
         register(runtime, f"{seat.job}:{seat.number}", portal.loop)
         return runtime
 
@@ -153,15 +162,26 @@ def runtime_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
 
     Blocks while it binds. Give it back with `GroupRuntime.release`.
     """
-    with _lock:
-        with _announcing:
-            daemon = _daemons.get((seat.job, seat.number))
-        runtime = _runtimes.get((seat.job, seat.number, bind)) or daemon
-        if runtime is None:
-            runtime = GroupRuntime.settle(seat, bind, settings)
-            _runtimes[seat.job, seat.number, bind] = runtime
-        runtime.users += 1
+    counted: GroupRuntime | None = None
+    try:
+        with _lock:
+            with _announcing:
+                daemon = _daemons.get((seat.job, seat.number))
+            runtime = _runtimes.get((seat.job, seat.number, bind))
+            if runtime is not None and runtime.is_ending:
+                runtime.end()
+                runtime = None
+            runtime = runtime or daemon
+            if runtime is None:
+                runtime = GroupRuntime.settle(seat, bind, settings)
+                _runtimes[seat.job, seat.number, bind] = runtime
+            runtime.users += 1
+            counted = runtime
         return runtime
+    except BaseException:  # to whoever makes a group; of Ctrl-C
+        if counted is not None:
+            counted.release()
+        raise
 
 
 def announce(node: GroupNode) -> None:
