@@ -84,13 +84,21 @@ def counts(drawn, starts):
     return ends
 
 
-def saved(path):
-    """How many draws of each worker a checkpoint has; as many as it has steps."""
-    manifest = json.loads(Path(path, "manifest.json").read_text())["manifest"]
-    nodes = manifest["objects"]["nodes"]
+def manifest_of(path):
+    return json.loads(Path(path, "manifest.json").read_text())["manifest"]
+
+
+def drawn_at(path):
+    """How many draws of each worker a checkpoint has."""
+    nodes = manifest_of(path)["objects"]["nodes"]
     (state,) = [x["state"] for x in nodes if x["kind"] == "iterator"]
-    (cut,) = manifest["metadata"]["steps"]
-    found = [each["drawn"] for each in state["pipelines"]]
+    return [each["drawn"] for each in state["pipelines"]]
+
+
+def saved(path):
+    """The same; as many as it has steps."""
+    found = drawn_at(path)
+    (cut,) = manifest_of(path)["metadata"]["steps"]
     besides = sum(stop - start for start, stop in cut["besides"])
     assert sum(found) == cut["below"] - 1 + besides
     return found
@@ -126,6 +134,20 @@ def test_a_worker_that_was_killed_goes_on_from_the_last_save(
     mine = program.steps(iterator, 10)
     cluster.restart("worker:1")
     assert sorted(mine) == sorted(STREAMS[0][at[0] : at[0] + 10])
+
+
+def test_the_place_of_a_worker_that_is_away_stays(program, cluster, tmp_path, caplog):
+    iterator = program.iterator()
+    program.steps(iterator, 20)
+    checkpoint = zs.Checkpoint(iterator=iterator)
+    before = drawn_at(checkpoint.save(tmp_path / "c"))
+    program.steps(iterator, 20)
+    cluster.kill("worker:0")
+    program.steps(iterator, 1)
+    after = drawn_at(checkpoint.save(tmp_path / "c"))
+    cluster.restart("worker:0")
+    assert after[0] == before[0]
+    assert "input pipeline 0 is away" in caplog.text
 
 
 def test_what_has_no_place_is_refused(program, tmp_path):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
@@ -43,6 +44,14 @@ if TYPE_CHECKING:
     from ._calls import Code, PickledArguments
     from ._engine import ClosureEngine
     from ._worker_channel import WorkerChannel
+
+_LOG: Final = logging.getLogger("zstrat.coordinator")
+
+_AWAY: Final = (
+    "%s: the worker of input pipeline %d is away while its iterator is saved, so the "
+    "place of the last save, or the beginning, stays: what it has drawn since is drawn "
+    "again when it returns"
+)
 
 _numbers: Final = itertools.count(1)
 READY: Final = RemoteValueStatus.READY
@@ -280,14 +289,20 @@ class Builder:
 
         Cancellation: nothing has changed.
         """
-        asked = {
-            record.pipelines[place]: channel.iterator_state(record.number)
-            for place, channel in self._channels.items()
-            if channel.task.is_ready and record.number in channel.resources
-        }
-        found = await asyncio.gather(*asked.values())
+        asked: dict[int, WorkerChannel] = {}
+        for place, channel in sorted(self._channels.items()):
+            if channel.task.is_ready and record.number in channel.resources:
+                # Of several that read one share the one that reads it longest.
+                asked.setdefault(record.pipelines[place], channel)
+        found = await asyncio.gather(
+            *(each.iterator_state(record.number) for each in asked.values())
+        )
         told = dict(zip(asked, found, strict=True))
-        record.states.update({n: state for n, state in told.items() if state})
+        for n in range(record.pipelines.count):
+            if state := told.get(n):
+                record.states[n] = state
+            elif state is None:
+                _LOG.warning(_AWAY, record.name, n)
         return [record.states.get(n, "") for n in range(record.pipelines.count)]
 
     async def go_to(self, record: Record, states: Sequence[str]) -> None:

@@ -168,9 +168,9 @@ class WorkerChannel:
         assert isinstance(answer, Fetched), answer
         return list(answer.arrays)
 
-    async def iterator_state(self, number: int) -> str:
-        """Where an iterator is in its data, as JSON; "" if its worker is lost now, or
-        has no element for it.
+    async def iterator_state(self, number: int) -> str | None:
+        """Where an iterator is in its data, as JSON; "" if it has no element, None if
+        the worker is lost now.
 
         Raises:
             InvalidArgumentError: It cannot be told; says why.
@@ -179,7 +179,7 @@ class WorkerChannel:
         try:
             answer = await self.task.link.submit(ask)
         except PeerLostError:
-            return ""
+            return None
         assert isinstance(answer, IteratorState), answer
         return answer.state
 
