@@ -120,6 +120,20 @@ def test_the_line_is_bounded_by_bytes():
     assert sum(len(p.steps) for post in shared.rest() for p in post.pulls) == 6
 
 
+def test_shared_values_count_until_the_last_step_that_has_them_has_run():
+    drive = Drive(Pipeline(budget=100))
+    drive.dispatch(range(2), reads=W, nbytes=60)
+    (post,) = drive.rest()
+    drive.arrive(post)
+    drive.did = []
+    drive.turn()
+    assert drive.did == ["run 0"]
+    for number in (2, 3):
+        drive.dispatch([number], reads=number, nbytes=60)
+    drive.rest()
+    assert drive.did[:2] == ["prepare 2", "run 1"]
+
+
 def test_cancel_gives_back_in_reverse_and_forgets_the_pull():
     drive = Drive(Pipeline())
     drive.dispatch(range(3), reads=W, writes=True)

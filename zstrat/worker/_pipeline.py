@@ -241,9 +241,11 @@ class Pipeline:
         eager: EagerNotes | None = None,
     ) -> None:
         """The step that `next` named is over; its ending waits for the push, if any."""
-        first = self._line.popleft()
+        line = self._line
+        first = line.popleft()
         assert first is step
-        self._bytes -= step.nbytes
+        if step.nbytes:
+            self._let_go(step)
         step.costs.run = cost
         notes = step.notes
         if eager is not None:
@@ -447,6 +449,14 @@ class Pipeline:
         if step.writes:
             self._writer = step
         self._fetch(step, now)
+
+    def _let_go(self, step: ClosureStep) -> None:
+        """The values of a step that has run go, unless the next one shares them."""
+        heir = self._line[0] if self._line and step.reads is not None else None
+        if heir is not None and heir.reads is step.reads and not heir.nbytes:
+            heir.nbytes = step.nbytes
+        else:
+            self._bytes -= step.nbytes
 
     def _pass_on(self, now: float) -> None:
         """The writer has run: the next in line, if any, is one or was held by it."""
