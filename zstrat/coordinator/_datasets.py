@@ -139,7 +139,7 @@ class PerWorkerIterator(PerWorker):
             InvalidArgumentError: That of a worker cannot be told: its dataset is none
                 of `zs.data`, or has no order.
 
-        Cancellation: nothing has changed.
+        Cancellation: workers may have told, and begin there when they return.
         """
         asking = self._core.dispatcher.builder.states(self._record)
         found = await self.session.run_async(asking, f"asking where {self} is")
@@ -151,7 +151,11 @@ class PerWorkerIterator(PerWorker):
         wait until it is there.
 
         Raises:
-            InvalidArgumentError: They are those of other workers; nothing changed.
+            InvalidArgumentError: They are those of other workers; nothing changed. What
+                a worker refuses, as places in other data, is an error of the closures
+                that use the iterator there.
+
+        Cancellation: it may begin anew all the same.
         """
         if why := self.misfit(state):
             raise InvalidArgumentError(f"{self} cannot go to these places: {why}")

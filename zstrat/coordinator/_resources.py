@@ -95,8 +95,8 @@ class Record:
         """Of an element (or of the value), once a worker has told."""
         self.pipelines = InputPipelines(workers)
         self.states: dict[int, str] = {}
-        """Where an iterator begins when it is built, by input pipeline: its place in
-        the last checkpoint that has it; at the beginning where none has."""
+        """Where an iterator begins when it is built, by input pipeline: the place that
+        was told for a checkpoint last, or restored; at the beginning where none was."""
         self._made = partial(kind, engine, Result(name, None))
         self._values = {place: self._made() for place in workers}
 
@@ -287,7 +287,7 @@ class Builder:
         Raises:
             InvalidArgumentError: That of a worker cannot be told; says why.
 
-        Cancellation: nothing has changed.
+        Cancellation: nothing has changed, or all of it.
         """
         asked: dict[int, WorkerChannel] = {}
         for place, channel in sorted(self._channels.items()):
