@@ -29,7 +29,7 @@ from zstrat.errors import (
     OutOfRangeError,
     to_wire,
 )
-from zstrat.program import StepIterator, Structure, fill_inputs, load
+from zstrat.program import BESIDE, StepIterator, Structure, fill_inputs, load
 from zstrat.telemetry import SpanCapture
 from zstrat.telemetry.timeline import columns_of
 from zstrat.testing import FakeLink
@@ -245,14 +245,20 @@ class FakeWorker(FakeTask):
                 return None
             case Dispatch():
                 self.low_waters.append(message.low_water)
-                inputs = message.inputs
+                inputs, beside = message.inputs, list(message.arrays)
                 for batch in message.batches:
                     function, attempt = batch.function, batch.attempt
                     for step in batch.steps:
-                        given = batch.arguments, inputs[: batch.size]
+                        if batch.size >= BESIDE:
+                            mine = beside.pop(0).tobytes()
+                        else:
+                            mine = inputs[: batch.size]
+                            inputs = inputs[batch.size :]
+                        assert len(mine) == batch.size
+                        given = batch.arguments, mine
                         self.queue.append((function, given, attempt, step))
-                        inputs = inputs[batch.size :]
                 assert not inputs
+                assert not beside
                 if not self.held:
                     self.work()
                 return None

@@ -1,7 +1,9 @@
 """What is shipped once, and results that stay where they are until they are fetched."""
 
 import warnings
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +13,15 @@ from zstrat.errors import ClosureAbortedError
 from zstrat.variables import NarrowingWarning
 
 
+class Batch(NamedTuple):
+    """Its arrays are pickled with it at each call."""
+
+    x: np.ndarray
+
+
 @zs.function
 def add(a, b):
-    return {"sum": a + b, "parts": (a, [b]), "none": None}
+    return {"sum": a + b.x, "parts": (a, [b.x]), "none": None}
 
 
 @zs.function
@@ -110,7 +118,8 @@ def test_arguments_are_taken_as_they_are_at_schedule(world):
     assert [v.fetch() for v in values] == [4, 1e5, 1, 8, 2e5, 2, 12, 3e5, 3]
 
 
-def test_calls_that_differ_in_small_arrays_are_traced_and_shipped_once(world):
+@pytest.mark.parametrize("rows", [2, 40_000])
+def test_calls_that_differ_in_arrays_are_traced_and_shipped_once(world, rows):
     coordinator = world.coordinator()
 
     @zs.function
@@ -118,7 +127,9 @@ def test_calls_that_differ_in_small_arrays_are_traced_and_shipped_once(world):
         return rate * batch["x"].sum() + batch["y"][1] if flag else rate
 
     def call(i, dtype="f4"):
-        batch = {"x": np.full((2, 3), i, dtype).T, "y": [7, np.int32(i)]}
+        x = np.zeros((rows, 3), dtype).T
+        x[:, :2] = i
+        batch = {"x": x, "y": [7, np.int32(i)]}
         arguments = {"args": (np.float32(i), batch), "kwargs": {"flag": True}}
         return coordinator.schedule(step, **arguments)
 
@@ -128,6 +139,67 @@ def test_calls_that_differ_in_small_arrays_are_traced_and_shipped_once(world):
     assert len({n for w in world.workers for n in w.arguments}) == 1
     assert float(call(2, "i4").fetch()) == 26
     assert step.trace_count == 2
+
+
+@pytest.mark.parametrize("size", [3, 40_000])
+def test_arrays_of_jax_arrive_as_such_and_are_shipped_once(world, size):
+    coordinator = world.coordinator()
+    kinds = []
+
+    @zs.function(eager=True)
+    def kind(x, n):
+        kinds.append(type(x))
+        return np.asarray(x) * n
+
+    for i in range(3):
+        value = coordinator.schedule(kind, args=(jnp.arange(size) * i, np.int32(2)))
+        np.testing.assert_array_equal(value.fetch(), np.arange(size) * 2 * i)
+    assert all(issubclass(kind, jax.Array) for kind in kinds)
+    assert len({n for w in world.workers for n in w.arguments}) == 1
+
+
+def test_what_is_special_of_an_array_of_jax_arrives_at_each_call(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def product(x, y):
+        return x * y
+
+    half = jnp.ones(2, jnp.bfloat16)
+    for value in (jnp.asarray(2.0), jnp.full(2, 2.0), jnp.float32(2), jnp.ones(2)):
+        for _ in range(2):
+            got = coordinator.schedule(product, args=(value, half)).fetch()
+            assert got.dtype == (value * half).dtype
+    key, draw = jax.random.key(7), zs.function(lambda key: jax.random.uniform(key))
+    for _ in range(2):
+        drawn = coordinator.schedule(draw, args=(key,)).fetch()
+        assert drawn == jax.random.uniform(key)
+
+
+def test_an_array_that_was_donated_is_told_where_it_is_scheduled(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def same(x):
+        return x
+
+    array = jnp.ones(3)
+    coordinator.schedule(same, args=(array,)).fetch()
+    array.delete()
+    with pytest.raises((RuntimeError, TypeError), match="deleted"):
+        coordinator.schedule(same, args=(array,))
+
+
+def test_one_array_in_two_places_arrives_in_both(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def difference(x, y):
+        return (x - y).sum()
+
+    ones, twos = np.ones(20_000, np.float32), np.full(20_000, 2, np.float32)
+    for x, y, expected in ((ones, ones, 0), (twos, ones, 20_000), (twos, twos, 0)):
+        assert coordinator.schedule(difference, args=(x, y)).fetch() == expected
 
 
 def test_numbers_in_the_keys_of_a_dict_are_no_inputs(world):
@@ -178,29 +250,32 @@ def test_the_elements_of_an_array_keep_their_places(world):
             np.testing.assert_array_equal(got, given, strict=True)
 
 
-def test_a_retried_closure_has_the_inputs_that_it_was_scheduled_with(world):
+@pytest.mark.parametrize("size", [2, 20_000])
+def test_a_retried_closure_has_the_inputs_that_it_was_scheduled_with(world, size):
     coordinator = world.coordinator()
     world.on_loop(world.hold)
 
     @zs.function
-    def same(x):
-        return x
+    def ends(x):
+        return x[:1], x[-1:]
 
-    number = np.zeros(2, np.float32)
+    numbers = np.zeros(size, np.float32)
     values = []
     for i in range(8):
-        number[:] = i, -i
-        values.append(coordinator.schedule(same, args=(number,)))
+        numbers[0], numbers[-1] = i, -i
+        values.append(coordinator.schedule(ends, args=(numbers,)))
     world.until(lambda: len(world.workers[0].queue) > 0)
     world.on_loop(world.workers[0].kill, "crashed")
     world.on_loop(world.release)
-    assert [v.fetch().tolist() for v in values] == [[i, -i] for i in range(8)]
+    for i, value in enumerate(values):
+        np.testing.assert_array_equal(value.fetch(), [[i], [-i]])
 
 
 def test_workers_forget_arguments_that_nobody_needs(world):
     coordinator = world.coordinator()
     for i in range(20):
-        coordinator.schedule(add, args=(np.float32(i), np.ones(300))).fetch()
+        batch = Batch(np.ones(300, np.float32))
+        coordinator.schedule(add, args=(np.float32(i), batch)).fetch()
     coordinator.schedule(constant).fetch()
     coordinator.join()
     world.until(lambda: sum(len(w.arguments) for w in world.workers) <= 2)

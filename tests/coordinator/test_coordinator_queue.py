@@ -218,6 +218,29 @@ def test_closures_that_come_back_go_first_and_do_not_need_a_slot():
     assert first.attempt == 2
 
 
+def test_the_arguments_of_what_waits_are_bounded():
+    queue = Queue()
+    half = [Closure(None, None, nbytes=2**29) for _ in range(4)]
+    assert [queue.put(closure) for closure in half] == [True, True, False, False]
+    assert queue.is_full
+    (first,) = queue.take(1, 0.0)
+    assert queue.put(half[2])
+    queue.lost(first, "w", 0.0)  # what comes back needs no room
+    assert queue.take(1, 0.0) == [first]
+    assert queue.is_full
+    queue.cancel_waiting()
+    assert not queue.is_full
+
+
+def test_one_closure_may_be_larger_than_the_bound():
+    queue = Queue()
+    large = Closure(None, None, nbytes=2**33)
+    assert queue.put(large)
+    assert not queue.put(Closure(None, None))
+    assert queue.take(2, 0.0) == [large]
+    assert queue.put(Closure(None, None))
+
+
 def test_no_step_runs_too_far_ahead_of_the_lowest_one():
     queue, closures = filled(8, max_ahead=3)
     slow, *quick = queue.take(8, 0.0)

@@ -147,12 +147,16 @@ def test_a_folder_of_the_users_may_end_in_packages(tmp_path, monkeypatch):
     assert "my_packaged" not in sys.modules
 
 
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("scalar", [2.5, 3, 2j])
-def test_weakly_typed_scalars_stay_weak(scalar):
-    weak = jnp.asarray(scalar)
+def test_weakly_typed_arrays_stay_weak(scalar, wide, shape):
+    with jax.enable_x64(wide):
+        weak = jnp.full(shape, scalar)
     (got,) = zs.load(*zs.dump((weak,)))
     assert got.weak_type
-    assert (got.dtype, got) == (weak.dtype, weak)
+    assert (got.dtype, got.shape) == (weak.dtype, weak.shape)
+    np.testing.assert_array_equal(got, weak)
     (strong,) = zs.load(*zs.dump((jnp.asarray(np.asarray(weak)),)))
     assert not strong.weak_type
 

@@ -49,7 +49,7 @@ SAMPLES: list[Message] = [
     Pull(9, [Read(1, -1), Read(2, 40)]),
     Pulled([1, 2], (np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(()))),
     Push(9, 5, 0, 4, [Update(1, 10, 1, 1)], (np.ones(3, np.float16),)),
-    Dispatch(9, 4, [Batch(b"digest", 0, 1, [5, 6, 7], 2)], b"123456"),
+    Dispatch(9, 4, [Batch(b"digest", 0, 1, [5, 6, 7], 2)], b"123456", ()),
     Completions(9, [Completion(5, 0, 3, 4, None)] * 3, [LAYOUT], b"\0" * 12),
     ResourceBuilt(LAYOUT),
 ]
@@ -225,7 +225,9 @@ def test_a_loop_is_not_held_up_by_what_is_made_of_one_header() -> None:
     with pytest.raises(ValueError, match=r"Pull\.reads has 8193 items, at most 8192"):
         encode(Pull(1, [Read(1, 1)] * (2**13 + 1)))
     with pytest.raises(ProtocolError, match=r"Dispatch\.batches: .* at most 2048"):
-        decode(pack(Dispatch, 1, 0, 2049 * [[1, 1, 1, [1]]], b"", 0, False), [], LIMITS)
+        decode(
+            pack(Dispatch, 1, 0, 2049 * [[1, 1, 1, [1]]], b"", [], 0, False), [], LIMITS
+        )
     for branch in ([], {}):
         header = pack(Failure, 8 * [520 * [branch]])
         with pytest.raises(ProtocolError, match="at most 4096 lists and maps"):
@@ -269,7 +271,7 @@ def deep(depth: int) -> list[Any]:
         (pack(Pull, 1, {"a": 1}), r"Pull\.reads: expected a list, got a dict of 1"),
         (pack(Pull, 1.0, []), r"Pull\.session: expected an int, got 1\.0"),
         (
-            pack(Dispatch, 1, 2, [[b"d", 0, 1, [5, None], 0]], b"", 0, False),
+            pack(Dispatch, 1, 2, [[b"d", 0, 1, [5, None], 0]], b"", [], 0, False),
             r"Dispatch\.batches\[0\]\.steps\[1\]: expected an int, got None",
         ),
         (

@@ -180,10 +180,18 @@ class World:
         return resource, built.layout
 
     def dispatch(
-        self, digest, steps, arguments=0, attempt=1, low_water=0, size=0, inputs=b""
+        self,
+        digest,
+        steps,
+        arguments=0,
+        attempt=1,
+        low_water=0,
+        size=0,
+        inputs=b"",
+        arrays=(),
     ):
         batch = Batch(digest, arguments, attempt, list(steps), size)
-        message = Dispatch(self.session, low_water, [batch], inputs)
+        message = Dispatch(self.session, low_water, [batch], inputs, arrays)
         self.worker.handle(self.remote, message)
 
     async def outcomes(self, steps):

@@ -48,7 +48,7 @@ async def test_only_a_chief_runs_code(world, role):
     world.remote.role = role
     for message in (
         PutCode(world.session, b"d", b"c"),
-        Dispatch(world.session, 0, [], b""),
+        Dispatch(world.session, 0, [], b"", ()),
         OpenSession(5, 0, 1, []),
         CloseSession(world.session, True),
         Fetch(world.session, 1),
@@ -63,7 +63,7 @@ async def test_only_a_chief_runs_code(world, role):
 async def test_messages_of_others_are_refused(world):
     with pytest.raises(ProtocolError, match="does not answer Pull"):
         await world.ask(Pull(world.session, []))
-    for message in (Dispatch(5, 0, [], b""), CancelSteps(5), PutCode(5, b"", b"")):
+    for message in (Dispatch(5, 0, [], b"", ()), CancelSteps(5), PutCode(5, b"", b"")):
         with pytest.raises(StaleSessionError):
             await world.ask(message)
 

@@ -125,7 +125,7 @@ class Chief:
 
     def dispatch(self, function, steps, arguments=0):
         batch = Batch(function, arguments, 1, list(steps), 0)
-        self.worker.notify(Dispatch(self.session, 0, [batch], b""))
+        self.worker.notify(Dispatch(self.session, 0, [batch], b"", ()))
 
     async def outcomes(self, steps):
         async with asyncio.timeout(30):

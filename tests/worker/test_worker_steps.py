@@ -360,9 +360,41 @@ async def test_steps_that_are_here_already_leave_the_others_their_inputs(world):
     assert np.concatenate(await world.outcomes([1, 2, 3, 4])).tolist() == [2, 4, 6, 8]
 
 
+async def test_large_inputs_of_steps_that_are_here_already_are_left_out(world):
+    began, go_on = threading.Event(), threading.Event()
+
+    @function(eager=True)
+    def first(x):
+        began.set()
+        assert go_on.wait(20)
+        return x[:1] * 2
+
+    def numbers(*given):
+        arrays = [np.full(10_000, n, np.float64).view(np.uint8) for n in given]
+        return {"size": 80_000, "arrays": tuple(arrays)}
+
+    (array,), _ = cut_inputs(((np.ones(10_000),), {}), [0])
+    digest, arguments = await world.ship(first), world.arguments(array)
+    world.dispatch(digest, [1, 2], arguments, **numbers(1, 2))
+    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    world.dispatch(digest, [2, 3, 1, 4], arguments, **numbers(2, 3, 1, 4))
+    go_on.set()
+    assert np.concatenate(await world.outcomes([1, 2, 3, 4])).tolist() == [2, 4, 6, 8]
+
+
 async def test_inputs_that_are_not_as_long_as_announced_are_refused(world):
     with pytest.raises(ProtocolError, match="expected 16 bytes of inputs"):
         world.dispatch(b"digest", [1, 2], size=8, inputs=bytes(17))
+    size = 2**16
+    large, short = np.zeros(size, np.uint8), np.zeros(size - 1, np.uint8)
+    for arrays, words in (
+        ((large, short), "expected uint8 .65536. as its batch says, got uint8 .65535."),
+        ((large, large.view("f4")), "expected uint8 .65536.*, got float32"),
+        ((large,) * 3, "expected 2 arrays as its batches say, got 3"),
+        ((large,), "expected 2 arrays as its batches say, got 1"),
+    ):
+        with pytest.raises(ProtocolError, match=words):
+            world.dispatch(b"digest", [1, 2], size=size, arrays=arrays)
 
 
 async def test_the_context_of_a_step(world):

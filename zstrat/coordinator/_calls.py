@@ -3,12 +3,11 @@
 A call is traced and pickled once; scheduling it again costs a look-up. Two calls are
 the same if function and arguments are, where arguments are compared by *value* if they
 are plain, by their number if they are handles (variables, per-worker iterators), by
-dtype and shape if they are small numpy arrays, whose bytes each closure brings
-(`Input`), and never if they can change otherwise (large arrays, foreign objects): those
-are pickled at each schedule, so that a closure sees its arguments as they were then.
-Foreign objects that
-give the bytes of before are the ones of before: a worker that unpickled them anew would
-trace the step anew, as they may compare by identity.
+dtype and shape if they are arrays, whose bytes each closure brings (`Input`), and never
+if they can change otherwise (foreign objects, and arrays in these): those are pickled
+at each schedule, so that a closure sees its arguments as they were then. Foreign
+objects that give the bytes of before are the ones of before: a worker that unpickled
+them anew would trace the step anew, as they may compare by identity.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import jax
 import numpy as np
 
 from zstrat.program import (
-    INPUT_BYTES,
     CarriedValues,
     Function,
     Resource,
@@ -89,6 +87,11 @@ class PickledArguments:
         # They are views of the user's memory, and are sent after schedule returned.
         self.arrays = tuple(array.copy() for array in arrays)
 
+    @property
+    def nbytes(self) -> int:
+        """What they take in memory."""
+        return len(self.code) + sum(array.nbytes for array in self.arrays)
+
     def retire_to(self, retired: deque[int]) -> None:
         # deque.append takes no lock: a finalizer may run while this thread holds any.
         weakref.finalize(self, retired.append, self.number).atexit = False
@@ -105,9 +108,20 @@ class ScheduledCall:
         captured: Those that it draws from besides, held by an object.
         held: Those that an object holds, of a step that was not traced: it may draw
             from them.
+
+    ``nbytes`` is what each closure of it adds to what the queue holds: its arguments,
+    if the next closure has others.
     """
 
-    __slots__ = ("_claims", "arguments", "captured", "function", "resources", "result")
+    __slots__ = (
+        "_claims",
+        "arguments",
+        "captured",
+        "function",
+        "nbytes",
+        "resources",
+        "result",
+    )
 
     def __init__(
         self,
@@ -119,6 +133,7 @@ class ScheduledCall:
         held: Sequence[PerWorker] = (),
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
+        self.nbytes = 0
         needed = (*resources, *captured)
         self.resources = tuple(resource.resource for resource in needed)
         self._claims = tuple(weakref.ref(each.claim) for each in (*needed, *held))
@@ -263,6 +278,8 @@ class CallTable:
         )
         if key is not None:
             known.remember(key, call)
+        elif arguments is not None:
+            call.nbytes = arguments.nbytes
         return call, inputs
 
     @property
@@ -398,14 +415,9 @@ def _key_of(
     """What the same call has the same of; its inputs are appended to the list."""
     if not isinstance(args, tuple | list | None):
         raise _NoKeyError
-    key: Hashable
     if not kwargs:
-        key = tuple([_key(arg, inputs) for arg in args]) if args else ()
-    else:
-        key = _key(tuple(args or ()), inputs), _key(dict(kwargs), inputs)
-    if inputs and sum([array.nbytes for array in inputs]) > INPUT_BYTES:
-        raise _NoKeyError
-    return key
+        return tuple([_key(arg, inputs) for arg in args]) if args else ()
+    return _key(tuple(args or ()), inputs), _key(dict(kwargs), inputs)
 
 
 def _key(value: Any, inputs: list[Any]) -> Hashable:

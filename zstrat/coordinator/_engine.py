@@ -70,7 +70,7 @@ class ClosureEngine:
         an error."""
         began = 0.0 if self.notes is None else time.monotonic()
         value = RemoteValue(self, call.result)
-        closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
+        closure = self._closure(call, value, inputs, site)
         # Nearly every closure is queued at once: no attempt is made for it.
         with self.lock:
             queued = self.outage_error is None and self._enqueue(closure)
@@ -85,7 +85,7 @@ class ClosureEngine:
     ) -> AsyncRemoteValue:
         began = 0.0 if self.notes is None else time.monotonic()
         value = AsyncRemoteValue(self, call.result)
-        closure = Closure(call, value, call.result.name, call.claims(), site, inputs)
+        closure = self._closure(call, value, inputs, site)
         with self.lock:
             queued = self.outage_error is None and self._enqueue(closure)
         if not queued:
@@ -93,6 +93,13 @@ class ClosureEngine:
         if began:
             self._note_put(closure, began)
         return value
+
+    @staticmethod
+    def _closure(
+        call: ScheduledCall, value: RemoteValue, inputs: bytes, site: CallSite | None
+    ) -> Closure:
+        name, nbytes = call.result.name, call.nbytes + len(inputs)
+        return Closure(call, value, name, call.claims(), site, inputs, nbytes)
 
     def join(self, timeout: float | None) -> None:
         """Waits for all that is scheduled so far."""

@@ -63,6 +63,9 @@ class QueueLeft(NamedTuple):
 
 MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
+MAX_QUEUED_BYTES: Final = 2**30
+"""Of the arguments of waiting closures, which are copied as they are scheduled: batches
+would fill the memory of the program long before there are too many closures."""
 MAX_AHEAD: Final = 2**19
 """How far above the lowest step that has not ended one may be handed out: half of the
 steps that a parameter server can remember (`zstrat.ps.store._ledger`). One slow closure
@@ -99,7 +102,9 @@ class Closure:
     """What must not go away before the closure has ended."""
     site: CallSite | None = None
     inputs: bytes = b""
-    """The bytes of its own small arrays among the arguments (`Input`)."""
+    """The bytes of its own arrays among the arguments (`Input`)."""
+    nbytes: int = 0
+    """What it holds of arguments, and shares with no other closure."""
     step: int = -1
     attempt: int = 0
     """How often it was handed to a worker."""
@@ -168,6 +173,8 @@ class Queue:
         self.cancelled = 0
         """Closures that were cancelled so far."""
         self._fresh: deque[Closure] = deque()
+        self._nbytes = 0
+        """Of the fresh closures."""
         self._retries: list[_Waiting] = []
         self._suspects: list[_Waiting] = []
         self._returned: list[_Waiting] = []
@@ -201,7 +208,8 @@ class Queue:
 
     @property
     def is_full(self) -> bool:
-        return len(self._fresh) >= self.max_queued
+        """Too many closures wait for their first worker, or too many bytes."""
+        return len(self._fresh) >= self.max_queued or self._nbytes >= MAX_QUEUED_BYTES
 
     @property
     def is_idle(self) -> bool:
@@ -211,7 +219,7 @@ class Queue:
     @property
     def accepts(self) -> bool:
         """Whether `put` may be called now."""
-        return self.phase is QueuePhase.OPEN and len(self._fresh) < self.max_queued
+        return self.phase is QueuePhase.OPEN and not self.is_full
 
     @property
     def runs(self) -> bool:
@@ -220,10 +228,11 @@ class Queue:
 
     def put(self, closure: Closure) -> bool:
         """Takes a new closure at the tail and numbers it, if it accepts one now."""
-        if self.phase is not QueuePhase.OPEN or len(self._fresh) >= self.max_queued:
+        if self.phase is not QueuePhase.OPEN or self.is_full:
             return False
         closure.step = self.steps.issue()
         self._fresh.append(closure)
+        self._nbytes += closure.nbytes
         return True
 
     def cancel_waiting(self, cause: str | None = None) -> list[Ended]:
@@ -339,7 +348,9 @@ class Queue:
             while heap and len(taken) < limit and heap[0][0] <= now:
                 taken.append(heapq.heappop(heap)[2])
         count = 0 if self.held else min(limit - len(taken), self._reachable)
-        taken += [fresh.popleft() for _ in range(count)]
+        begun = [fresh.popleft() for _ in range(count)]
+        self._nbytes -= sum([closure.nbytes for closure in begun])
+        taken += begun
         for closure in taken:
             closure.attempt += 1
         self.running += len(taken)
@@ -434,6 +445,7 @@ class Queue:
         heaps = (*self._retries, *self._suspects, *self._returned)
         waiting = [*(item[2] for item in heaps), *self._fresh, *self._doubtful]
         self._fresh.clear()
+        self._nbytes = 0
         self._retries.clear()
         self._suspects.clear()
         self._returned.clear()

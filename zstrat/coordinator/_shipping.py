@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 CLOSURES_PER_MESSAGE: Final = 2048
 """About 60 bytes each if all are of different functions."""
+INPUTS_PER_MESSAGE: Final = 2**20
+"""Bytes. A worker begins with the closures of a message when all of it is there."""
 
 
 @final
@@ -74,8 +76,9 @@ class ClosureShipping:
         try:
             unsent = self._prepared(channel, closures)
             while unsent:
-                self._send(channel, unsent[:CLOSURES_PER_MESSAGE], low_water, left)
-                unsent = unsent[CLOSURES_PER_MESSAGE:]
+                count = _that_fit(unsent)
+                self._send(channel, unsent[:count], low_water, left)
+                unsent = unsent[count:]
         except BusyError:  # it does not read: somebody else may
             self._take_back(channel, unsent, now)
         except (PeerLostError, ClosedError) as error:
@@ -146,3 +149,13 @@ class ClosureShipping:
             self._members.ended(channel.member, 0, now)
             self._engine.waiters.notify()
         self._turn_soon()
+
+
+def _that_fit(closures: list[Closure]) -> int:
+    """How many of them, the first ones, one message takes: one at least."""
+    size = 0
+    for count, closure in enumerate(closures[:CLOSURES_PER_MESSAGE]):
+        size += len(closure.inputs)
+        if count and size > INPUTS_PER_MESSAGE:
+            return count
+    return min(len(closures), CLOSURES_PER_MESSAGE)

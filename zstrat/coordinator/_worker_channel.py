@@ -12,7 +12,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
+from zstrat.program import BESIDE
 from zstrat.wire import (
     AskIteratorState,
     Batch,
@@ -33,8 +36,6 @@ log = logging.getLogger("zstrat.coordinator")
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable
-
-    import numpy as np
 
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._members import Member
@@ -109,6 +110,7 @@ class WorkerChannel:
         """Sends closures whose calls were shipped, all in one message."""
         batches: list[Batch] = []
         inputs: list[bytes] = []
+        beside: list[np.ndarray] = []
         call: ScheduledCall | None = None
         attempt = 0
         steps: list[int] = []
@@ -121,11 +123,12 @@ class WorkerChannel:
                     Batch(call.function.digest, number, attempt, steps, size)
                 )
             steps.append(closure.step)
-            if closure.inputs:
+            if len(closure.inputs) >= BESIDE:
+                beside.append(np.frombuffer(closure.inputs, np.uint8))
+            elif closure.inputs:
                 inputs.append(closure.inputs)
-        self.task.link.notify(
-            Dispatch(self.session, low_water, batches, b"".join(inputs), *left)
-        )
+        given = b"".join(inputs), tuple(beside)
+        self.task.link.notify(Dispatch(self.session, low_water, batches, *given, *left))
 
     def forget(
         self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]

@@ -22,7 +22,7 @@ from .lookup._embedding import (
 )
 from .lookup._lookups import Wanted as Wanted
 from .lookup._lookups import WantedRows as WantedRows
-from .ship._carried import INPUT_BYTES as INPUT_BYTES
+from .ship._carried import BESIDE as BESIDE
 from .ship._carried import CarriedValues as CarriedValues
 from .ship._carried import bytes_of_inputs as bytes_of_inputs
 from .ship._carried import cut_inputs as cut_inputs

@@ -263,7 +263,11 @@ def _queue(
         )
     elif full:
         words += ", and the program may not schedule more"
-        advice = "its queue is short: leave out ClusterCoordinator(max_queued=...)"
+        advice = (
+            "its queue is short, or full of large arguments: leave out "
+            "ClusterCoordinator(max_queued=...); have workers make their batches "
+            "themselves, by a per-worker dataset"
+        )
     numbers = _numbers("wait", worker) | {
         "waiting": float(worker.get("waiting", 0)),
         "queued_closures": float(queued),

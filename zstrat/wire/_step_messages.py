@@ -65,7 +65,8 @@ class Batch(NamedTuple):
 @message
 class Dispatch:
     """Runs the closures in order. A notice, answered by `Completions` as they end.
-    ``inputs`` are the small arrays among their arguments, closure after closure;
+    ``inputs`` are the arrays among their arguments, closure after closure; those of a
+    batch of large ``size`` are ``arrays`` instead, uint8 [size] for each closure.
     ``waiting`` is how many are left in the program, and ``full`` whether it could not
     schedule more."""
 
@@ -74,6 +75,7 @@ class Dispatch:
     low_water: int
     batches: list[Batch]
     inputs: bytes
+    arrays: Arrays
     waiting: int = 0
     full: bool = False
 

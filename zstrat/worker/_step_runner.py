@@ -144,19 +144,20 @@ class StepRunner:
     # Events: called on the thread, between two pieces of work
 
     def dispatch(
-        self, batches: Iterable[tuple[Batch, memoryview]], low_water: int
+        self,
+        batches: Iterable[tuple[Batch, Sequence[memoryview]]],
+        low_water: int,
     ) -> None:
-        """Queues closures, each batch with the inputs of its steps."""
+        """Queues closures, each batch with the inputs of its steps, if it has any."""
         now = self.clock()
         for batch, inputs in batches:
             context = WorkerContext(self._index, self._count, batch.attempt)
             task = _Task(batch.function, batch.arguments, context, low_water)
             costs = self._costs.setdefault(batch.function, Costs())
-            if not (size := batch.size):
+            if not inputs:
                 self.pipeline.dispatched(task, costs, batch.steps, now)
                 continue
-            for at, step in enumerate(batch.steps):
-                mine = inputs[at * size : (at + 1) * size]
+            for step, mine in zip(batch.steps, inputs, strict=True):
                 own = _Task(batch.function, batch.arguments, context, low_water, mine)
                 self.pipeline.dispatched(own, costs, [step], now)
 

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
+import numpy as np
+
 from zstrat.errors import BusyError, ProtocolError, ZstratError
+from zstrat.program import BESIDE
 from zstrat.ps import PsClient
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
@@ -48,8 +51,6 @@ from ._reports import Reports, Results
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Awaitable, Callable, Sequence
-
-    import numpy as np
 
     from zstrat.ps import Clocks, PsUpdate
     from zstrat.telemetry import StepUnderWay
@@ -225,7 +226,7 @@ class WorkerSession:
         for batch, inputs in _with_inputs(message):
             taken = self._reports.opened(batch)
             if batch.size and taken.steps is not batch.steps:
-                inputs = _inputs_of(taken.steps, batch, inputs)
+                inputs = [inputs[batch.steps.index(step)] for step in taken.steps]
             batches.append((taken, inputs))
         refusal = self._refusal
         if refusal is None and len(self._reports) > MAX_OPEN:
@@ -359,7 +360,7 @@ class WorkerSession:
         self._executor.tell(partial(arrived, pull, values, self._clock(), error))
 
     def _send_back(
-        self, batches: Sequence[tuple[Batch, memoryview]], error: ZstratError
+        self, batches: Sequence[tuple[Batch, Sequence[memoryview]]], error: ZstratError
     ) -> None:
         steps = [step for batch, _ in batches for step in batch.steps]
         self._reports.now([_closure.cancelled(step, error) for step in steps])
@@ -429,26 +430,59 @@ def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
     return Done()
 
 
-def _with_inputs(message: Dispatch) -> list[tuple[Batch, memoryview]]:
-    """The batches with the inputs of their steps."""
-    inputs, start = memoryview(message.inputs), 0
-    parts = []
-    for batch in message.batches:
-        end = start + batch.size * len(batch.steps)
-        parts.append((batch, inputs[start:end]))
-        start = end
-    if start != len(inputs):
-        raise ProtocolError(
-            f"Dispatch: expected {start} bytes of inputs as its batches say, got "
-            f"{len(inputs)}"
-        )
+def _with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
+    """The batches, each with the inputs of its steps, if they have any."""
+    given = _InputsGiven(message)
+    parts = [(batch, given.of(batch)) for batch in message.batches]
+    given.require_all_taken()
     return parts
 
 
-def _inputs_of(steps: Sequence[int], batch: Batch, inputs: memoryview) -> memoryview:
-    """The inputs of some of the steps of a batch."""
-    starts = [batch.steps.index(step) * batch.size for step in steps]
-    return memoryview(b"".join([inputs[at : at + batch.size] for at in starts]))
+class _InputsGiven:
+    """The inputs of a message that no batch has taken yet."""
+
+    def __init__(self, message: Dispatch) -> None:
+        self._joint, self._start = memoryview(message.inputs), 0
+        self._beside, self._next = message.arrays, 0
+
+    def of(self, batch: Batch) -> list[memoryview]:
+        """Takes those of the next batch, one for each of its steps.
+
+        Raises:
+            ProtocolError: An array is not as large as the batch says.
+        """
+        size, count = batch.size, len(batch.steps)
+        if size <= 0:
+            return []
+        if size < BESIDE:
+            starts = range(self._start, self._start + size * count, size)
+            self._start += size * count
+            return [self._joint[at : at + size] for at in starts]
+        arrays = self._beside[self._next : self._next + count]
+        self._next += count
+        for array in arrays:
+            if array.dtype != np.uint8 or array.shape != (size,):
+                raise ProtocolError(
+                    f"Dispatch.arrays: expected uint8 [{size}] as its batch says, got "
+                    f"{array.dtype} {list(array.shape)}"
+                )
+        return [array.data for array in arrays]
+
+    def require_all_taken(self) -> None:
+        """
+        Raises:
+            ProtocolError: There are more, or fewer, than the batches say.
+        """
+        if self._start != len(self._joint):
+            raise ProtocolError(
+                f"Dispatch: expected {self._start} bytes of inputs as its batches say, "
+                f"got {len(self._joint)}"
+            )
+        if self._next != len(self._beside):
+            raise ProtocolError(
+                f"Dispatch: expected {self._next} arrays as its batches say, got "
+                f"{len(self._beside)}"
+            )
 
 
 def _state(resources: Resources, number: int) -> Message:

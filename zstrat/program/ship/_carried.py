@@ -1,4 +1,4 @@
-"""What travels with a step beside its code: a scope, settings, values, small arrays.
+"""What travels with a step beside its code: a scope, settings, values, arrays.
 
 The coordinator traces a step in its strategy's scope, and a worker must trace the same
 body with the same answer of ``get_strategy()``. A worker has entered no scope, so the
@@ -6,18 +6,18 @@ body brings its own: wherever it is traced or run, at the cost of that alone. It
 what jax is told in the program, too, of how to compute: which random numbers a key
 gives, and how exact a product of matrices is.
 
-Small arrays among the arguments of a call travel beside it at each schedule. A call
-with other numbers is the same call: it is traced, pickled and shipped once, with an
-`Input` where each such array stood, and each closure brings the bytes of its own. A
-step that is given another learning rate each time costs what one without arguments
-does, but for these bytes. That is so inside of tuples, lists and dicts alone: what
-other containers do with what they hold is not known here, and a call with such an
-argument is pickled whole.
+Arrays among the arguments of a call travel beside it at each schedule. A call with
+other numbers is the same call: it is traced, pickled and shipped once, with an `Input`
+where each array stood, and each closure brings the bytes of its own. A step that is
+given another batch each time costs what one without arguments does, but for these
+bytes. That is so inside of tuples, lists and dicts alone: what other containers do with
+what they hold is not known here, and a call with such an argument is pickled whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from dataclasses import dataclass
 from typing import (
@@ -31,10 +31,13 @@ from typing import (
 )
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from zstrat.variables import recorder, what_is_lost
+from zstrat.variables import is_weak, recorder, what_is_lost
+
+from ._pickler import WIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -139,38 +142,58 @@ class ScopedBody:
         return ScopedBody, (self.step, self.strategy, self.settings)
 
 
-INPUT_BYTES: Final = 1024
-"""Bytes of the inputs of one closure: what is copied into each dispatch, and kept until
-the closure has ended. Larger arguments are shipped once and named by number."""
+BESIDE: Final = 64 * 1024
+"""Bytes from which on an array, or the inputs of a closure, travel in a frame of their
+own: that costs more than to copy what is smaller."""
 
 _NUMBERS: Final = frozenset("biufc")
 
 
 @final
 class Input(NamedTuple):
-    """Where an array stood, and where its bytes are; ``shape`` None: a numpy scalar."""
+    """Where an array stood, and where its bytes are. ``kind`` is what it was:
+    `numpy.ndarray`, `jax.Array`, or `numpy.generic` for a scalar of numpy."""
 
     start: int
     dtype: np.dtype[Any]
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    kind: type
 
     def taken(self, inputs: Buffer) -> Any:
-        """A copy of the array, which a step may keep or write to."""
-        count = 1 if self.shape is None else int(np.prod(self.shape))
+        """The array: a copy, which a step may keep or write to; one of `BESIDE` bytes
+        or more is a view of the inputs, read-only."""
+        count = math.prod(self.shape)
         array = np.frombuffer(inputs, self.dtype, count, self.start)
-        return array[0] if self.shape is None else array.reshape(self.shape).copy()
+        if self.kind is np.generic:
+            return array[0]
+        array = array.reshape(self.shape)
+        if array.nbytes < BESIDE or not array.flags.aligned:
+            array = array.copy()
+        return jnp.asarray(array) if self.kind is jax.Array else array
 
 
 def input_key(value: Any) -> Hashable | None:
     """What all arrays have in common that may take the place of this one; None if it is
-    no small array of plain numbers."""
-    kind = type(value)
-    if kind is not np.ndarray and not isinstance(value, np.generic):
+    no array of plain numbers."""
+    if type(value) is not np.ndarray and not isinstance(value, np.generic):
+        return _key_of_jax_array(value) if isinstance(value, jax.Array) else None
+    dtype = value.dtype
+    if dtype.kind not in _NUMBERS or not dtype.isnative or not value.nbytes:
+        return None
+    return type(value), dtype, value.shape
+
+
+def _key_of_jax_array(value: jax.Array) -> Hashable | None:
+    """None for tracers, keys, weak types, 64 bits, and an array of which a part is
+    elsewhere, or that was donated: of these the trace and the pickler tell."""
+    if isinstance(value, jax.core.Tracer) or is_weak(value):
         return None
     dtype = value.dtype
-    if dtype.kind not in _NUMBERS or not dtype.isnative:
+    if not isinstance(dtype, np.dtype) or dtype.kind not in _NUMBERS or not value.size:
         return None
-    return (kind, dtype, value.shape) if 0 < value.nbytes <= INPUT_BYTES else None
+    if dtype.name in WIDE or value.is_deleted() or not value.is_fully_addressable:
+        return None
+    return jax.Array, dtype, value.shape
 
 
 def loses_bits(array: Any) -> bool:
@@ -182,11 +205,17 @@ def loses_bits(array: Any) -> bool:
 
 def bytes_of_inputs(inputs: list[Any]) -> bytes:
     """The bytes of arrays one behind the other, in C order, as they are now."""
-    return b"".join([array.tobytes() for array in inputs])
+    return b"".join([_bytes_of(array) for array in inputs])
+
+
+def _bytes_of(array: Any) -> Buffer:
+    if array.nbytes < BESIDE:  # which the call costs more than its copies
+        return np.asarray(array).tobytes()
+    return np.ascontiguousarray(array).data
 
 
 def cut_inputs(value: Any, count: list[int]) -> Any:
-    """The argument with an `Input` in the place of each small array.
+    """The argument with an `Input` in the place of each array.
 
     Args:
         count: One number: the bytes of the inputs before this argument; it is advanced.
@@ -200,7 +229,9 @@ def cut_inputs(value: Any, count: list[int]) -> Any:
         return value
     start = count[0]
     count[0] += value.nbytes
-    return Input(start, value.dtype, value.shape if kind is np.ndarray else None)
+    kinds = np.ndarray, np.generic, jax.Array
+    kind = next(kind for kind in kinds if isinstance(value, kind))
+    return Input(start, value.dtype, value.shape, kind)
 
 
 def fill_inputs(value: Any, inputs: Buffer) -> Any:

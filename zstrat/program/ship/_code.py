@@ -11,7 +11,7 @@ What travels how:
 - what cannot go by value, and is an attribute of a file of the user's, by its name in
   that file and the digest of the file (`_references`);
 - jax arrays as numpy arrays, made jax arrays again where they arrive; weakly typed
-  scalars as Python's, which are weak too;
+  ones as jax pickles them;
 - a `Resource` as its number, which the receiver resolves to its own object;
 - large numpy arrays of *data* beside the pickle, without a copy (protocol 5). *Code*
   (`dump_code`, and any callable) travels in one piece.
@@ -39,6 +39,7 @@ import numpy as np
 from zstrat.errors import ProtocolError, VersionMismatchError
 
 from ._bodies import runs_code
+from ._carried import BESIDE
 from ._pickler import (
     CircularBody,
     NotLoaded,
@@ -59,9 +60,6 @@ from ._trial import find_value, tried, try_out, unpicklable
 if TYPE_CHECKING:
     import pickle
     from collections.abc import Callable, Sequence
-
-BESIDE: Final = 64 * 1024
-"""Smaller arrays stay in the pickle: a frame of its own costs more than the copy."""
 
 _MAGIC: Final = b"zs1"
 # Functions travel as their instructions, which each minor version has of its own.

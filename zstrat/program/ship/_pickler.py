@@ -71,7 +71,7 @@ class Resource:
     resource: int
 
 
-_WIDE: Final = frozenset({"float64", "int64", "uint64", "complex128"})
+WIDE: Final = frozenset({"float64", "int64", "uint64", "complex128"})
 
 _NAMED: Final = (type, jax.custom_jvp, jax.custom_vjp, type(jax.jit(len)))
 
@@ -251,10 +251,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             return _key, (data, str(jax.random.key_impl(array)))
         if array.nbytes > WARN_FROM_BYTES:
             self.large.append(array)
+        if is_weak(array):
+            return _weak, array.__reduce__()
         plain = np.asarray(array)
-        weak = plain.ndim == 0 and is_weak(array)
-        made = _wide if plain.dtype.name in _WIDE else jnp.asarray
-        return made, (plain.item() if weak else plain,)
+        return _wide if plain.dtype.name in WIDE else jnp.asarray, (plain,)
 
     def _by_value(self, module: types.ModuleType | None) -> None:
         if module is None or module.__name__ in self._known:
@@ -377,6 +377,12 @@ def _wide(value: Any) -> jax.Array:
     optimizers of programs that compute with 64."""
     with jax.enable_x64(True):
         return jnp.asarray(value)
+
+
+def _weak(make: Callable[..., jax.Array], args: tuple[Any, ...]) -> jax.Array:
+    """As jax's own pickle does, which alone keeps that an array is weakly typed."""
+    with jax.enable_x64(True):
+        return make(*args)
 
 
 def _key(data: np.ndarray, impl: str) -> jax.Array:
