@@ -117,14 +117,18 @@ KEYS: Final = Path("keys")
 )
 @click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
 @click.option("--namespace", default="", help="default: that of kubectl")
-@click.option("--ps-resources", metavar=_AMOUNTS, default="")
+@click.option(
+    "--ps-resources", metavar=_AMOUNTS, default="", help="of each parameter server"
+)
 @click.option(
     "--worker-resources",
     metavar=_AMOUNTS,
     default="",
-    help="as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
+    help="of each worker, as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
 )
-@click.option("--program-resources", metavar=_AMOUNTS, default="")
+@click.option(
+    "--program-resources", metavar=_AMOUNTS, default="", help="of the program"
+)
 @click.option(
     "--port", type=int, default=2222, show_default=True, help="port of the daemons"
 )
@@ -172,8 +176,7 @@ def write_manifests(
 
     As in: zstrat manifests kubernetes --image IMAGE -- python train.py --steps 100
 
-    ENGINE is kubernetes, jobset or tfjob. What is written is YAML, for kubectl apply
-    -f; secret keys are in it only if they are asked for.
+    It is YAML, for kubectl apply -f. Secret keys are in it only with --with-secrets.
     """
     if with_secrets and insecure:
         raise click.UsageError("--with-secrets and --insecure exclude each other")
