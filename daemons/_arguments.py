@@ -33,13 +33,14 @@ RESOLVERS = ("auto", "slurm", "tf_config")
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
     """The arguments that every daemon takes; fewer of one that binds no address."""
     sources = (
-        "TF_CONFIG, or by --cluster and --index, or by --bind and --index alone, or "
-        "by what started it: --resolver and --jobs."
+        "TF_CONFIG, or --cluster and --index, or --bind and --index alone, or what "
+        "started it: --resolver and --jobs."
         if binds
-        else "TF_CONFIG, or by --index; the first one otherwise."
+        else "TF_CONFIG or --index; otherwise it is the first one."
     )
     made = argparse.ArgumentParser(
-        prog=f"zstrat-{job}", description=f"{what} Told which task it is by {sources}"
+        prog=f"zstrat-{job}",
+        description=f"{what} It learns which task it is from {sources}",
     )
     add = made.add_argument
     add("--index", type=int, metavar="N", help="task index within the job")
@@ -47,43 +48,47 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     add(
         "--http",
         metavar="HOST:PORT",
-        help="answer /healthz, /readyz and /metrics there, and for people / (or "
+        help="answer /healthz, /readyz and /metrics there, and show a page at / (or "
         "ZSTRAT_HTTP); a port alone is one of loopback",
     )
     add("--version", action="version", version=f"zstrat {__version__}")
     if not binds:
         return made
     add("--cluster", metavar="FILE.toml", help="cluster file; TF_CONFIG is not read")
-    add("--job", default=job, help=f"default: {job}")
+    add("--job", default=job, help=f"job of this task in the cluster; default: {job}")
     add(
         "--resolver",
         choices=RESOLVERS,
-        help="what says who is in the cluster; auto: TF_CONFIG, Slurm, MPI, an indexed "
-        "Job, whichever started this process",
+        help="what says where all tasks are; auto: whichever started this process, of "
+        "TF_CONFIG, Slurm, MPI or an indexed Job",
     )
     add(
         "--jobs",
         metavar="JOB=N,...",
-        help="for --resolver: how many tasks of which job were started, as in "
-        "chief=1,ps=2,worker=4; they get ranks in the order of their names",
+        help="with --resolver: how many tasks of each job were started, as in "
+        "chief=1,ps=2,worker=4; jobs get ranks in the order of their names",
     )
-    add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
+    add(
+        "--bind",
+        metavar="HOST:PORT",
+        help="bind this instead of the task's address in the cluster",
+    )
     add("--keys", metavar="DIR", type=folder, help="key folder (or ZSTRAT_KEYS)")
     if job == "worker":
         add(
             "--join",
             metavar="HOST:PORT,...",
-            help="parameter servers of a cluster that does not know this worker, which "
-            "reports itself at the first that answers; with --bind, and --index N if "
-            "it has a number",
+            help="join a cluster that does not know this worker: report it at the "
+            "first of these parameter servers that answers; needs --bind, and takes "
+            "--index N to ask for a number",
         )
     if job == "ps":
         add(
             "--state-dir",
             metavar="DIR",
             type=folder,
-            help="where what is here is left for the next process of the same task, "
-            "when this one is told to stop (or ZSTRAT_STATE, or systemd's "
+            help="folder where this server, when it is told to stop, leaves what it "
+            "holds for the next process of its task (or ZSTRAT_STATE, or systemd's "
             "STATE_DIRECTORY)",
         )
     add("--insecure", action="store_true", help="serve other machines without keys")

@@ -32,11 +32,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process with the exit codes of `_main`."""
     arguments = parser("evaluator", "The evaluator of zstrat.", binds=False)
     add = arguments.add_argument
-    add("program", metavar="MODULE:FUNCTION", help="returns (checkpoint, evaluate)")
-    add("checkpoints", metavar="DIR", type=folder, help="the training's checkpoints")
-    add("--metrics", metavar="FILE.jsonl", type=Path, help="append one line each")
+    add(
+        "program",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns (checkpoint, evaluate)",
+    )
+    add(
+        "checkpoints",
+        metavar="DIR",
+        type=folder,
+        help="folder of the training's checkpoints",
+    )
+    add(
+        "--metrics",
+        metavar="FILE.jsonl",
+        type=Path,
+        help="append a line for each evaluation",
+    )
     add("--tensorboard", metavar="DIR", type=folder, help="write TensorBoard events")
-    add("--max-evaluations", metavar="N", type=int, help="end with checkpoint N")
+    add(
+        "--max-evaluations",
+        metavar="N",
+        type=int,
+        help="end with checkpoint N or a later one",
+    )
     add("--platform", metavar="NAME", help="cpu, cuda, rocm or tpu (JAX_PLATFORMS)")
     parsed = arguments.parse_args(argv)
     env = environment()

@@ -33,10 +33,10 @@ _ELSEWHERE: Final = "jax: "
 _HEAD: Final = """# Where tf.distribute's names live
 
 For those who come from TensorFlow: the names of its four pages on parameter servers,
-TPUs, towers and the first version of tf.distribute, where each of them lives here
-(`import zstrat as zs`), and a test that shows what its page promises. A name with
-`(x=)` is an argument that has a behaviour of its own. Under each table stands what has
-no name here because JAX has one.
+TPUs, towers and the first version of tf.distribute. The tables say where each name
+lives here (`import zstrat as zs`), and name a test that shows what TensorFlow's page
+promises. A name with `(x=)` is an argument with a behaviour of its own. Under each
+table stands what has no name here because JAX has one.
 
 Made by `make api` of docs/names.toml, the code and the marks of the tests; do not edit.
 """

@@ -1,9 +1,9 @@
 """A character-level transformer, trained synchronously by several processes.
 
-About a million parameters, the licences and documentation that lie on this machine.
+It has about a million parameters, and reads licences and documentation of this machine.
 Every process computes gradients of its share of the batch; they are summed over all
-before each update. By default this program starts four of itself on this machine; as
-one task of a cluster it runs if TF_CONFIG says which one.
+before each update. By default this program starts four of itself on this machine; if
+TF_CONFIG is set it is that one task of a cluster.
 
     python examples/char_transformer.py
     python examples/char_transformer.py --workers 2 --steps 2000

@@ -1,7 +1,7 @@
 """A model of equinox, trained asynchronously on parameter servers.
 
 The model is a class of this script, which the workers do not have: it travels to them
-with the step. Its arrays become variables on two parameter servers, and what is no
+with the step. Its arrays become variables on two parameter servers, and what is not an
 array (sizes, the activation) stays in the step. It learns the sum of the squares of its
 four inputs from random ones.
 

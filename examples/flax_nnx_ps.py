@@ -2,13 +2,13 @@
 
 The recipe:
 
-- ``nnx.split`` parts a model into its graph, its parameters and the rest of its state
+- ``nnx.split`` splits a model into its graph, its parameters and the rest of its state
   (here: the averages of a BatchNorm). Graph and layers travel with the step; parameters
   and state become variables of the strategy, trees of the same structure.
 - In the step ``nnx.merge`` makes a model of the values that the step works with, with
-  ``copy=True``, as flax lets no gradient write to what was made outside of it. It is as
-  stateful as flax says, and its averages are taken out again with ``nnx.state``.
-- After the training a model is merged of the values on the servers.
+  ``copy=True``, because flax lets no function that is differentiated write to what was
+  made outside of it. ``nnx.state`` takes the new averages out again.
+- After the training the model is merged from the values on the servers.
 
 Two ps and two workers on this machine, the digits of scikit-learn.
 

@@ -1,6 +1,6 @@
 """One layer split over the logical devices of a replica, and the same numbers.
 
-A two-layer network of which no device computes the hidden layer whole: its weights and
+No device computes the whole hidden layer of this two-layer network: its weights and
 activations are cut along the hidden axis. Eight devices are two replicas of four
 logical devices; the losses of a few steps are compared with those of one device. With
 no TPU the devices are parts of the CPU.

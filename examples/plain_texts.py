@@ -1,8 +1,8 @@
 """Licences and documentation that lie on this machine, as characters to learn from.
 
 Where Debian, the Python standard library and installed packages keep them. Files that
-are copies of each other count once, what is no plain text is left out, and of every
-twenty pieces one is kept for the test.
+are copies of each other count once, what is not plain text is left out, and one of
+every twenty pieces is kept for the test.
 """
 
 from __future__ import annotations

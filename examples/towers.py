@@ -1,11 +1,11 @@
 """Handwritten digits in the manner of TF 1.12: programs of towers, and no coordinator.
 
 The model and the images of `digits`. Every worker runs this whole program. Its towers
-take a batch each, meet in a ``merge_call``, and the mean of their gradients is taken
-off the variables, which live on parameter servers. Workers do not wait for each other:
-they share the variables, and a count of steps that tells them when to end. By default
-this program starts two parameter servers, and two of itself, on this machine; where
-TF_CONFIG is set it is one worker of that cluster.
+take a batch each and meet in a ``merge_call``, where the mean of their gradients
+updates the variables, which live on parameter servers. Workers do not wait for each
+other: they share the variables, and a count of steps that tells them when to end. By
+default this program starts two parameter servers, and two of itself, on this machine;
+if TF_CONFIG is set it is one worker of that cluster.
 
     python examples/towers.py
     python examples/towers.py --workers 3 --towers 4

@@ -126,7 +126,7 @@ def one(**changes):
     ("body", "says"),
     [
         ({}, "not the manifest"),
-        ({**GOOD, "version": 2}, "version 2"),
+        ({**GOOD, "version": 2}, "it has format 2"),
         ({**GOOD, "files": {"../../etc/passwd": 1}}, "names the file"),
         ({**GOOD, "files": {"f": -1}}, "names the file"),
         (one(dtype="object"), "damaged entry"),

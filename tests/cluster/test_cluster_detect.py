@@ -119,7 +119,7 @@ def test_srun_goes_before_the_mpi_that_it_speaks() -> None:
     ("env", "host", "words"),
     [
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "", "not all ranks are on"),
-        ({**OPEN_MPI, "PMIX_NAMESPACE": ""}, "", "names the run"),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": ""}, "", "ports are derived"),
         ({**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "10.0.0.7:1"}, "", "ends in -0"),
         ({**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "run"}, "", "expected host:port"),
         ({"JOB_COMPLETION_INDEX": "0"}, POD, "set NUM_PROCESSES to its completions"),

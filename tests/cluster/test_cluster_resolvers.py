@@ -289,9 +289,9 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
         ({"cluster": {"ps": ["a:\u0662"]}}, r"expected a port of 1 to 65535"),
         ({"cluster": {"ps": ["::1:22"]}}, r"an IPv6 address goes into brackets"),
         ({"cluster": {"ps": ["http://a:1"]}}, r"the schemes are tcp:// and ipc://"),
-        ({"cluster": {"ps": ["[a:1"]}}, r"ps\[0\]: .*: '\[a' is no name and no number"),
-        ({"cluster": {"ps": ["a]:1"]}}, r"ps\[0\]: .*: 'a\]' is no name"),
-        ({"cluster": {"ps": [" a:1"]}}, r"ps\[0\]: .* got ' a:1': ' a' is no name"),
+        ({"cluster": {"ps": ["[a:1"]}}, r"ps\[0\]: .*: '\[a' is neither a host name"),
+        ({"cluster": {"ps": ["a]:1"]}}, r"ps\[0\]: .*: 'a\]' is neither"),
+        ({"cluster": {"ps": [" a:1"]}}, r"ps\[0\]: .* got ' a:1': ' a' is neither"),
         (
             {"cluster": {"ps": ["*:1"]}},
             r"ps\[0\]: .* got '\*:1': .* with --bind '\*:PORT'",

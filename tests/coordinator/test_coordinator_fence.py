@@ -38,7 +38,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(failing):
         lost.fetch()
     assert raised.value.step == 2
     words = str(raised.value)
-    assert "were applied on /job:ps/task:0; were not on /job:ps/task:1" in words
+    assert "applied on /job:ps/task:0; were not applied on /job:ps/task:1" in words
     assert f"lost with {other.link.name}" in words
     assert "to schedule it again would apply them twice" in words
     for value in waiting:
@@ -107,7 +107,7 @@ def test_a_server_that_is_lost_cannot_tell(failing):
     with pytest.raises(ResultLostError) as raised:
         lost.fetch()
     words = str(raised.value)
-    assert "may have been on /job:ps/task:1" in words
+    assert "may have been applied on /job:ps/task:1" in words
     assert "to schedule it again may apply them twice" in words
 
 

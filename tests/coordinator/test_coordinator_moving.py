@@ -115,7 +115,9 @@ def test_who_cannot_be_drained_is_named(world):
 
 def test_a_session_that_others_may_go_on_with_stays_where_they_look(world):
     servers = connected(world, resume="run", replicas=0)
-    with pytest.raises(InvalidArgumentError, match=r"ps2:1 is none.* resume="):
+    with pytest.raises(
+        InvalidArgumentError, match=r"ps2:1 is not in the cluster.* resume="
+    ):
         servers.add("ps2:1")
     servers.drain("ps0:1")
     assert served(world) == ["/job:ps/task:1"] * 2

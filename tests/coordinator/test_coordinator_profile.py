@@ -219,7 +219,7 @@ def test_one_at_a_time(make_world, place, tmp_path):
     with coordinator.profile(place) as first:
         with pytest.raises(RuntimeError, match="taken already"):
             coordinator.profile(tmp_path / "second.json").__enter__()
-        with pytest.raises(RuntimeError, match="make another one"):
+        with pytest.raises(RuntimeError, match="recorded a block already"):
             first.__enter__()
     assert place.exists()
     with coordinator.profile(tmp_path / "third.json"):

@@ -125,7 +125,7 @@ def test_who_reports_itself_and_cannot_join_is_told_why(reported):
         reported("late:1", 1)
     with pytest.raises(AlreadyExistsError, match="worker 0 of the cluster is at"):
         reported("late:1", 0)
-    with pytest.raises(ValueError, match="others reach it at"):
+    with pytest.raises(ValueError, match="others reach this task"):
         reported("0.0.0.0:1")
     for address in (
         "late",

@@ -217,7 +217,7 @@ def test_a_worker_that_no_cluster_names():
     assert numbered.place.index == 7
     for wrong, words in {
         ("--join", "h:1"): "together with --bind",
-        ("--join", "h:1", "--bind", "0.0.0.0:2"): "others reach it at",
+        ("--join", "h:1", "--bind", "0.0.0.0:2"): "others reach this task",
         ("--join", "h:1", "--bind", "late:0"): "a port above 0",
         ("--join", "h", "--bind", "late:2"): "'h'",
         ("--join", "h:1,", "--bind", "late:2"): "''",

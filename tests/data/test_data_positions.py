@@ -400,7 +400,9 @@ def test_the_place_of_another_dataset_is_refused(saved, here, words):
 )
 def test_what_is_no_place_is_refused(state):
     iterator = rest_of_two(Dataset.range(6))
-    with pytest.raises(InvalidArgumentError, match="this is no place of an iterator"):
+    with pytest.raises(
+        InvalidArgumentError, match="expected the saved place of an iterator"
+    ):
         iterator.set_state(state)
     assert drawn(iterator) == [2, 3, 4, 5]
 

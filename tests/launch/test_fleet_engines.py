@@ -350,7 +350,11 @@ def test_the_batch_script_of_a_program(tmp_path):
 def test_words_that_zstrat_slurm_does_not_take(words):
     ran = CliRunner().invoke(main, ["slurm", *words])
     assert ran.exit_code == 2
-    words = "expected a program", "is for nobody", "--gpus-per-task=1: each task is"
+    words = (
+        "expected a program",
+        "--here submits nothing, so",
+        "--gpus-per-task=1: each task is",
+    )
     assert any(each in ran.output for each in words)
 
 

@@ -241,7 +241,7 @@ def test_what_is_asked_for_is_there():
         (("--restarts", "-5"), "-5 is not in the range"),
         (("--http", "2222"), "expected two different ones below 65536"),
         (("--with-secrets", "--keys", "/none"), "`zstrat keygen /none` makes the keys"),
-        (("--with-secrets", "--insecure"), "expected one of them"),
+        (("--with-secrets", "--insecure"), "exclude each other"),
         (("--keys", "k\nkind: Pod"), "keys='k\\nkind: Pod': expected a folder"),
     ],
 )

@@ -22,10 +22,11 @@ plain optax on one model, step by step. Homes in this process (no scope, `OneDev
 all of them; the columns are about parameter servers, for variables in one piece and for
 variables that a partitioner has cut.
 
+- *whole*: runs on the whole tree, as in plain optax.
 - *leaf by leaf*: runs beside each variable.
-- *values of the step*: what depends on several gradients, as a global norm, is computed
-  in the step and travels with the gradients.
-- *refused*: an error says so when the optimizer's tree is known.
+- *values of the step*: what depends on several gradients, such as a global norm, is
+  computed in the step and travels with the gradients.
+- *refused*: raises an error as soon as the optimizer's tree is known.
 
 Made by `make optimizers`; do not edit.
 

@@ -158,7 +158,9 @@ def test_what_has_no_place_is_refused(program, tmp_path):
     assert zs.latest_checkpoint(tmp_path) is None
 
     path = zs.Checkpoint(w=program.w, it=program.iterator()).save(tmp_path / "c")
-    with pytest.raises(InvalidArgumentError, match="no place of an iterator"):
+    with pytest.raises(
+        InvalidArgumentError, match="expected the saved place of an iterator"
+    ):
         zs.Checkpoint(w=program.w, it=iter(part(0))).restore(path)
     other = program.iterator(lambda: part(0).take(3))
     zs.Checkpoint(w=program.w, it=other).restore(path)

@@ -56,7 +56,7 @@ def test_a_checkpoint_says_that_the_other_programs_went_on(spec, tmp_path, caplo
         assert a.numpy() == 1.0
     manifest = json.loads((tmp_path / "c-1" / "manifest.json").read_bytes())
     assert manifest["manifest"]["metadata"]["steps"] == [None]
-    assert "is no cut: other programs update" in caplog.text
+    assert "is not one moment of the training: other programs update" in caplog.text
 
 
 def test_a_session_that_a_coordinator_has_for_itself_is_not_joined(tmp_path):

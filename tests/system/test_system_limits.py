@@ -235,7 +235,7 @@ def test_the_way_to_one_of_two_parameter_servers_is_named(daemons):
         found = looked_at(daemons)
     assert found.limits[0].what == "pull of ps:1"
     assert found.limits[0].task.startswith("worker:")
-    assert "so it is the way that takes" in found.limits[0].words
+    assert "so the way takes the time" in found.limits[0].words
 
 
 def test_eager_steps_that_wait_for_their_pushes_are_named(daemons):

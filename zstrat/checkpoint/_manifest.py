@@ -137,7 +137,7 @@ class Manifest:
         # Byte by byte, before any of it is parsed: what is damaged may be JSON all the
         # same.
         if data != _HEAD % digest_of([body]).encode() + body + _TAIL:
-            raise DataLossError(file, "", "damaged or cut short: its digest is another")
+            raise DataLossError(file, "", "damaged or cut short: its digest differs")
         try:
             plain = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -147,7 +147,9 @@ class Manifest:
                 version != VERSION
             ):
                 raise DataLossError(
-                    file, "", f"version {version}, and this zstrat reads {VERSION}"
+                    file,
+                    "",
+                    f"it has format {version}, and this zstrat reads format {VERSION}",
                 )
             case {
                 "format": "zstrat.checkpoint",

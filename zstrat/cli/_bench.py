@@ -53,31 +53,38 @@ def bench() -> None:
     help=f"largest group [default: {_PROCESSES}, or all tasks of the cluster]",
 )
 @click.option(
-    "--sizes", default=",".join(map(str, SIZES)), show_default=True, help="bytes"
+    "--sizes",
+    default=",".join(map(str, SIZES)),
+    show_default=True,
+    help="of arrays, in bytes",
 )
 @click.option(
-    "--lane", type=click.Choice(["ipc", "tcp"]), default="tcp", show_default=True
+    "--lane",
+    type=click.Choice(["ipc", "tcp"]),
+    default="tcp",
+    show_default=True,
+    help="how processes of this machine exchange messages",
 )
 @click.option(
     "--cluster",
     metavar="FILE.toml",
-    help="whose tasks are measured, and which this is; default: TF_CONFIG",
+    help="names the tasks to measure, and which one this is; default: TF_CONFIG",
 )
 @click.option(
     "--calibrate",
     "file",
     type=Path,
     metavar="FILE.toml",
-    help="write the table for ZSTRAT_CHOICES",
+    help="write what is found to a file for ZSTRAT_CHOICES",
 )
 def collectives(
     ranks: int | None, sizes: str, lane: str, cluster: str | None, file: Path | None
 ) -> None:
     """Compare the algorithms of collectives.
 
-    Among the tasks of a cluster, each of which runs this command with its TF_CONFIG:
-    the first one tells what was found. Without a task in TF_CONFIG, among processes of
-    this machine.
+    To measure between the tasks of a cluster, run this command as each of them, with
+    its TF_CONFIG; the first task prints the results. Without a task in TF_CONFIG it
+    measures between processes of this machine.
     """
     with failures():
         resolver = _resolver(cluster)

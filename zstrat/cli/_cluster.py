@@ -47,10 +47,16 @@ OPEN_PORTS: Final = (
     "--ps", type=_COUNT, default=1, show_default=True, help="parameter servers"
 )
 @click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
-@click.option("--lane", type=click.Choice(LANES), default="tcp", show_default=True)
+@click.option(
+    "--lane",
+    type=click.Choice(LANES),
+    default="tcp",
+    show_default=True,
+    help="how tasks exchange messages",
+)
 @click.option("--worker-devices", type=_COUNT, help="virtual CPU devices per worker")
 @click.option(
-    "--dir", "directory", type=folder, help="for logs and the cluster file, kept"
+    "--dir", "directory", type=folder, help="keep logs and the cluster file there"
 )
 def cluster(
     ps: int, workers: int, lane: str, worker_devices: int | None, directory: Path | None

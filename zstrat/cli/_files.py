@@ -31,8 +31,8 @@ _COUNT = click.IntRange(min=1)
 @click.command()
 @click.argument("directory", type=folder)
 @click.option("--per-task", is_flag=True, help="A pair for each ps and each worker.")
-@click.option("--ps", type=_COUNT, help="With --per-task: parameter servers.")
-@click.option("--workers", type=_COUNT, help="With --per-task: workers.")
+@click.option("--ps", type=_COUNT, help="With --per-task: how many parameter servers.")
+@click.option("--workers", type=_COUNT, help="With --per-task: how many workers.")
 @click.option("--rotate", is_flag=True, help="Change the keys that are there.")
 def keygen(
     directory: Path, per_task: bool, ps: int | None, workers: int | None, rotate: bool
@@ -49,8 +49,8 @@ def keygen(
     if rotate:
         if per_task or ps or workers:
             raise click.UsageError(
-                "--rotate makes keys for whoever has some now: leave out --per-task, "
-                "--ps and --workers"
+                "--rotate changes the keys that are there: leave out --per-task, --ps "
+                "and --workers"
             )
         _rotate(directory)
         return
@@ -58,7 +58,8 @@ def keygen(
     tasks = {job: count for job, count in counts.items() if count is not None}
     if per_task != (len(tasks) == len(counts)) or (tasks and not per_task):
         raise click.UsageError(
-            "say how many tasks get keys: --per-task --ps 2 --workers 4"
+            "--per-task, --ps and --workers go together, as in: --per-task --ps 2 "
+            "--workers 4"
         )
     with failures():
         made = generate_keys(directory, tasks)
@@ -77,8 +78,8 @@ _STEPS: Final = {
     "all have it call this again: then those keys are used.",
     PREVIOUS: "2 of 3: the next keys are in use, the previous ones still valid. Copy "
     "{0} to all machines, and when all have it call this again: then the previous ones "
-    "are valid no more.",
-    "": "3 of 3: the previous keys are valid no more. Copy {0} to all machines, and "
+    "are no longer valid.",
+    "": "3 of 3: the previous keys are no longer valid. Copy {0} to all machines, and "
     "remove {0}/next and {0}/previous there (rsync --delete).",
 }
 
@@ -92,7 +93,10 @@ _STEPS: Final = {
 )
 @click.option("--config", type=folder, default=Path("/etc/zstrat"), show_default=True)
 def units(bindir: Path, to: Path, config: Path) -> None:
-    """Write the systemd units. For programs in BINDIR, a cluster file in CONFIG."""
+    """Write the systemd units of daemons.
+
+    The programs are in --bindir; cluster.toml and keys/ are in --config.
+    """
     with failures():
         for path in write_units(bindir, to, config):
             click.echo(path)
@@ -104,35 +108,49 @@ KEYS: Final = Path("keys")
 
 @click.command("manifests")
 @click.argument("engine", type=click.Choice(list(KINDS)))
-@click.option("--name", default="zstrat", show_default=True, help="of all objects")
-@click.option("--image", required=True, help="with zstrat and the program")
-@click.option("--ps", type=_COUNT, default=1, show_default=True)
-@click.option("--workers", type=_COUNT, default=1, show_default=True)
+@click.option(
+    "--name", default="zstrat", show_default=True, help="prefix of all objects' names"
+)
+@click.option("--image", required=True, help="image with zstrat and the program")
+@click.option(
+    "--ps", type=_COUNT, default=1, show_default=True, help="parameter servers"
+)
+@click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
 @click.option("--namespace", default="", help="default: that of kubectl")
-@click.option("--ps-resources", metavar=_AMOUNTS, default="")
+@click.option(
+    "--ps-resources", metavar=_AMOUNTS, default="", help="of each parameter server"
+)
 @click.option(
     "--worker-resources",
     metavar=_AMOUNTS,
     default="",
-    help="as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
+    help="of each worker, as in cpu=4,memory=8Gi,nvidia.com/gpu=1",
 )
-@click.option("--program-resources", metavar=_AMOUNTS, default="")
-@click.option("--port", type=int, default=2222, show_default=True, help="of daemons")
-@click.option("--http", type=int, default=9100, show_default=True, help="for probes")
+@click.option(
+    "--program-resources", metavar=_AMOUNTS, default="", help="of the program"
+)
+@click.option(
+    "--port", type=int, default=2222, show_default=True, help="port of the daemons"
+)
+@click.option(
+    "--http", type=int, default=9100, show_default=True, help="port of their probes"
+)
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
     default=20,
     show_default=True,
-    help="of each job",
+    help="how often each job restarts failed pods",
 )
-@click.option("--keys", type=folder, metavar="DIR", help="default: keys")
+@click.option("--keys", type=folder, metavar="DIR", help="key folder; default: keys")
 @click.option(
     "--with-secrets",
     is_flag=True,
-    help="Write the keys, too, as Secrets; new ones, where there is no DIR.",
+    help="Write the keys as Secrets, too; new keys if there is no folder DIR.",
 )
-@click.option("--insecure", is_flag=True, help="No keys: a network of your own.")
+@click.option(
+    "--insecure", is_flag=True, help="Use no keys: only on a network of your own."
+)
 @click.option("--to", type=Path, metavar="FILE", help="default: standard output")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED)
 def write_manifests(
@@ -158,11 +176,10 @@ def write_manifests(
 
     As in: zstrat manifests kubernetes --image IMAGE -- python train.py --steps 100
 
-    ENGINE is kubernetes, jobset or tfjob. What is written is YAML, for kubectl apply
-    -f; secret keys are in it only if they are asked for.
+    It is YAML, for kubectl apply -f. Secret keys are in it only with --with-secrets.
     """
     if with_secrets and insecure:
-        raise click.UsageError("--with-secrets and --insecure: expected one of them")
+        raise click.UsageError("--with-secrets and --insecure exclude each other")
     try:
         cluster = PodCluster(
             name,

@@ -50,4 +50,7 @@ class Commands(click.Group):
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="zstrat")
 def main() -> None:
-    """Parameter-server training for JAX."""
+    """Parameter-server training for JAX.
+
+    The daemons are programs of their own: zstrat-ps, zstrat-worker, zstrat-evaluator.
+    """

@@ -28,15 +28,24 @@ _OURS: Final = ("--signal=B:USR1@60", "--requeue", "--open-mode=append")
 
 @click.command(
     "slurm",
+    short_help="Run a program with its cluster as one job of Slurm.",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
-@click.option("--ps", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--workers", type=click.IntRange(0), default=1, show_default=True)
-@click.option("--print", "only_print", is_flag=True, help="write the batch script out")
 @click.option(
-    "--here", is_flag=True, help="in the allocation that this is, submit nothing"
+    "--ps",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="parameter servers",
 )
-@click.option("--dir", "directory", type=folder, help="for logs, kept")
+@click.option(
+    "--workers", type=click.IntRange(0), default=1, show_default=True, help="workers"
+)
+@click.option(
+    "--print", "only_print", is_flag=True, help="print the batch script, submit nothing"
+)
+@click.option("--here", is_flag=True, help="run in this allocation, submit nothing")
+@click.option("--dir", "directory", type=folder, help="keep logs there")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
 def slurm_command(
     ps: int,
@@ -68,8 +77,8 @@ def slurm_command(
         if here:
             if options:
                 raise ValueError(
-                    f"--here submits nothing: {options[0]} is for nobody; options of "
-                    "sbatch go with a call without --here"
+                    f"--here submits nothing, so {options[0]}, an option of sbatch, "
+                    "has no effect: leave it out, or leave out --here"
                 )
             sys.exit(_run_here(ps, workers, directory, program))
         place = [] if directory is None else [f"--dir={directory.absolute()}"]

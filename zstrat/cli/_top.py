@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     "The cells of a task, by column."
 
 
-@click.command()
+@click.command(short_help="Show live what a run does, and who holds it up.")
 @cluster_options
 @click.option(
     "--every",
@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     show_default=True,
     help="seconds between two looks",
 )
-@click.option("--count", type=click.IntRange(1), help="looks; default: until Ctrl-C")
+@click.option(
+    "--count", type=click.IntRange(1), help="how many looks; default: until Ctrl-C"
+)
 @click.option("--json", "as_json", is_flag=True, help="a line of JSON for each look")
 def top(
     cluster: str | None,

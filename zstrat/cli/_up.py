@@ -41,8 +41,12 @@ _HOSTS: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(cls=QueueingCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--ps", type=click.IntRange(1), help="default: as the file says")
-@click.option("--workers", type=click.IntRange(0), help="default: as the file says")
+@click.option(
+    "--ps", type=click.IntRange(1), help="parameter servers; default: as HOSTS says"
+)
+@click.option(
+    "--workers", type=click.IntRange(0), help="workers; default: as HOSTS says"
+)
 @click.option(
     "-d", "--detach", is_flag=True, help="return when all serve; `zstrat down` ends it"
 )
@@ -334,7 +338,9 @@ def _holder(folder: Path, lock: IO[str]) -> int:
     said = lock.read()
     if said.isdecimal() and (not Path("/proc/self/fd").exists() or _has(said, lock)):
         return int(said)
-    raise ValueError(f"{folder} is held by one that has just begun: try again")
+    raise ValueError(
+        f"{folder} is held by a `zstrat up` that has just begun: try again"
+    )
 
 
 def _holder_words(folder: Path) -> str:

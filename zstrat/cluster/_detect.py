@@ -175,7 +175,7 @@ def _of_mpi(
         )
     run = next((env[name] for name in runs if env.get(name)), None)
     if run is None:
-        return None, f"none of {', '.join(runs)} names the run, to derive ports from"
+        return None, f"none of {', '.join(runs)} is set, from which ports are derived"
     port = agreed_port(run, size)
     return tuple(f"127.0.0.1:{port + rank}" for rank in range(size)), ""
 
@@ -197,8 +197,8 @@ def _beside(
     hosts = _numbered(host, 0, size)
     if hosts is None:
         return None, (
-            f"{name}={address}: the first label of a host of Kubeflow ends in -0, so "
-            "that the hosts of the others are known; this one does not"
+            f"{name}={address}: expected a host of Kubeflow whose first label ends in "
+            "-0, from which the hosts of the others follow"
         )
     return tuple(f"{each}:{port}" for each in hosts), ""
 

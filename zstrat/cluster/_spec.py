@@ -354,13 +354,13 @@ def _address(address: object, where: str) -> str:
         raise ValueError(f"{words}: the host is missing")
     if host == "*":
         raise ValueError(
-            f"{words}: the others need the name or address of one machine; all "
-            "interfaces of its own a daemon binds with --bind '*:PORT'"
+            f"{words}: other tasks need the name or address of one machine here; a "
+            "daemon binds all of its interfaces with --bind '*:PORT'"
         )
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{words}: expected a port of 1 to 65535")
     if ":" in host and not (host[0] == "[" and host[-1] == "]"):
         raise ValueError(f'{words}: an IPv6 address goes into brackets, "[::1]:2222"')
     if _HOST.fullmatch(host) is None:
-        raise ValueError(f"{words}: {host!r} is no name and no number of a host")
+        raise ValueError(f"{words}: {host!r} is neither a host name nor an IP address")
     return address

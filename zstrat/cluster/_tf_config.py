@@ -66,7 +66,9 @@ class TFConfigClusterResolver(SourceResolver):
         job, index = self._asked(task_type, task_id)
         if job is None or index is None:
             missing = "task.type" if job is None else "task.index"
-            raise ValueError(f"{VARIABLE}: {missing} is missing: who is this process?")
+            raise ValueError(
+                f"{VARIABLE}: {missing} is missing: it says which task this process is"
+            )
         return self._with_layer(spec.task_address(job, index), rpc_layer)
 
     @property

@@ -158,7 +158,7 @@ class PerWorkerIterator(PerWorker):
         Cancellation: it may begin anew all the same.
         """
         if why := self.misfit(state):
-            raise InvalidArgumentError(f"{self} cannot go to these places: {why}")
+            raise InvalidArgumentError(f"{self} cannot go on where it was saved: {why}")
         states = ["" if each is None else json.dumps(each) for each in _places(state)]
         going = self._core.dispatcher.builder.go_to(self._record, states)
         await self.session.run_async(going, f"building {self} anew")
@@ -170,8 +170,8 @@ class PerWorkerIterator(PerWorker):
         if count == found:
             return ""
         return (
-            f"they were saved of {found} input pipelines, and this one has {count}, "
-            "the workers that there were when it was made"
+            f"it was saved with {found} input pipelines, and this one has {count}, as "
+            "many as there were workers when it was made"
         )
 
     def __repr__(self) -> str:
@@ -257,7 +257,8 @@ def _places(state: Mapping[str, Any]) -> list[Any]:
         case {"pipelines": [*places]}:
             return places
     raise InvalidArgumentError(
-        f"these are no places of the iterator of a per-worker dataset: {state!r:.200}"
+        f"expected the saved state of the iterator of a per-worker dataset, got "
+        f"{state!r:.200}"
     )
 
 

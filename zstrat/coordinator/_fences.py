@@ -145,9 +145,11 @@ class Fences:
         if applied:
             words.append(f"were applied on {', '.join(applied)}")
             if others:
-                words.append(f"were not on {', '.join(others)} (if there were any)")
+                words.append(f"were not applied on {', '.join(others)}")
         if silent:
-            words.append(f"may have been on {', '.join(silent)}, not there to say so")
+            words.append(
+                f"may have been applied on {', '.join(silent)}, which cannot be asked"
+            )
         return "; ".join(words)
 
     async def _one(

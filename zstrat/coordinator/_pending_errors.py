@@ -27,7 +27,7 @@ def line_of(site: CallSite) -> str:
 
 
 _SIGNED: Final = "It is the error of"
-_SHARED: Final = "Other steps failed of it, too."
+_SHARED: Final = "Other steps failed with the same error."
 
 
 @dataclass(frozen=True, slots=True)

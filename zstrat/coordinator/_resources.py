@@ -49,8 +49,8 @@ _LOG: Final = logging.getLogger("zstrat.coordinator")
 
 _AWAY: Final = (
     "%s: the worker of input pipeline %d is away while its iterator is saved, so the "
-    "place of the last save, or the beginning, stays: what it has drawn since is drawn "
-    "again when it returns"
+    "place of the last save (or the beginning) stays: when it returns, it draws again "
+    "what it has drawn since"
 )
 
 _numbers: Final = itertools.count(1)

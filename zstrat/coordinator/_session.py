@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
-_CLOSED: Final = "the strategy was closed: make a new one, and what is of its scope"
+_CLOSED: Final = (
+    "the strategy was closed: make a new one, and create anew what was in its scope"
+)
 
 T = TypeVar("T")
 

@@ -117,7 +117,9 @@ class Position:
                 listed = tuple((seed, tuple(order)) for seed, order in orders)
                 made_by = None if operations is None else tuple(operations)
                 return cls(drawn, listed, tuple(sizes), made_by)
-        raise InvalidArgumentError(f"this is no place of an iterator: {plain!r:.200}")
+        raise InvalidArgumentError(
+            f"expected the saved place of an iterator, got {plain!r:.200}"
+        )
 
     def of_all(self, *, are_alike: bool) -> Position:
         """The place for all processes, each of which reads a part.
@@ -153,15 +155,15 @@ class Position:
         sizes = _sizes(recipe)
         if self.sizes and sizes != self.sizes:
             return (
-                f"it was saved where the dataset has {_listed(self.sizes)} elements, "
-                f"from its end to its source, and this one has {_listed(sizes)} (-1: "
-                "without end, -2: not known)"
+                f"it was saved of a dataset with {_listed(self.sizes)} elements, and "
+                f"this one has {_listed(sizes)} (of each transformation, the last one "
+                "first; -1: without end, -2: not known)"
             )
         operations = _operations(recipe)
         if self.operations is not None and operations != self.operations:
             return (
-                f"it was saved of a dataset made by {_listed(self.operations)}, from "
-                f"its end to its source, and this one is made by {_listed(operations)}"
+                f"it was saved of a dataset made by {_listed(self.operations)}, and "
+                f"this one is made by {_listed(operations)} (the last one first)"
             )
         count = sum(1 for _ in shuffles(recipe))
         if count != len(self.orders):
@@ -234,8 +236,8 @@ class DatasetIterator(Elements["Element"], CheckpointableIterator):
 
 def _unsaved(why: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        "the place of this iterator cannot be saved, as nobody could find it again in "
-        f"another pass: {why}"
+        "the place of this iterator cannot be saved, because another pass may give "
+        f"other elements: {why}"
     )
 
 
@@ -247,8 +249,8 @@ def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> N
     """
     if why := iterator.misfit(state):
         raise InvalidArgumentError(
-            f"this iterator cannot go to that place: {why}. Make the dataset as it "
-            "was, or leave the iterator out and begin a new pass"
+            f"this iterator cannot go on where it was saved: {why}. Make the dataset "
+            "as it was, or leave the iterator out and begin a new pass"
         )
 
 

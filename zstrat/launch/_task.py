@@ -49,7 +49,7 @@ log = logging.getLogger("zstrat.task")
 SERVED = (Job.PS, Job.WORKER)
 """The jobs that are served by a daemon; the others are programs of the user."""
 
-_RESTART: Final = "it is started again, and goes on with all it holds"
+_RESTART: Final = "its next process goes on with all it holds"
 
 
 class Service(Protocol):

@@ -57,16 +57,16 @@ class Checkpoint(Tracked):
         for name, value in trackables.items():
             if name in _OWN:
                 raise ValueError(
-                    f"Checkpoint({name}=...): this name is its own; expected any name "
-                    f"but {', '.join(sorted(_OWN))}"
+                    f"Checkpoint({name}=...): Checkpoint has an attribute of that "
+                    f"name; expected any name but {', '.join(sorted(_OWN))}"
                 )
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             raise AttributeError(
-                f"Checkpoint.{name} cannot be set: it is the checkpoint's own; give "
-                "the object another name"
+                f"Checkpoint.{name} cannot be set: Checkpoint has an attribute of that "
+                "name; give the object another one"
             )
         _check(name, value)
         object.__setattr__(self, name, value)

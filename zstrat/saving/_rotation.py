@@ -141,7 +141,9 @@ class CheckpointManager:
             )
         name = name_given(checkpoint_name)
         if not name or "/" in name:
-            raise ValueError(f"checkpoint_name={checkpoint_name!r}: a name, not a path")
+            raise ValueError(
+                f"checkpoint_name={checkpoint_name!r}: expected a name without '/'"
+            )
         self._checkpoint = checkpoint
         self._directory = absolute(directory)
         # None are kept for good every 0 hours, as in TF.

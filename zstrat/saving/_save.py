@@ -48,8 +48,8 @@ DIGEST: Final = 64
 
 
 _NO_CUT: Final = (
-    "%s is no cut: other programs update the variables, and each parameter server is "
-    "saved at a moment of its own; pause them before you save"
+    "%s is not one moment of the training: other programs update the variables, and "
+    "each parameter server is saved at a moment of its own; pause them before you save"
 )
 
 

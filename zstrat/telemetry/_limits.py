@@ -203,7 +203,7 @@ def _pull(
             "large ones"
         )
     elif pulls and out < SMALL * pulls:
-        words += f"; an answer has {_size(out / pulls)}, so it is the way that takes"
+        words += f"; an answer has {_size(out / pulls)}, so the way takes the time"
         advice = (
             "fetch ahead (ZSTRAT_PREFETCH), read more in one step, or bring workers "
             "and parameter servers closer together"

@@ -84,7 +84,10 @@ def check_told(text: str) -> None:
     """
     check_address(text)
     if _is_any(parse(text).host):
-        raise ValueError(f"address {text!r}: expected the one that others reach it at")
+        raise ValueError(
+            f"address {text!r}: expected the address at which others reach this task, "
+            "and that one stands for all interfaces"
+        )
 
 
 def reached_as(bound: str, known: str) -> str:

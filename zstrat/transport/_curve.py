@@ -94,7 +94,7 @@ class Security:
         if missing := [f"{job}.public" for job in _TALKING if job not in known]:
             raise ValueError(
                 f"key folder {path} lacks {', '.join(missing)}: copy all *.public that "
-                "`zstrat keygen` has made; who has a key that is not there is refused"
+                "`zstrat keygen` has made; tasks whose key is missing are refused"
             )
         return cls(folder, keys, clock)
 

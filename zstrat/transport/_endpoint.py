@@ -300,7 +300,9 @@ class Endpoint:
             descriptor = int(frames[1].get("__fd"))
             user = str(frames[1].get("User-Id")) if self._security is not None else None
         except zmq.ZMQError:  # it speaks no ZMTP 3, and so is none of us
-            self._complaints.add("it is no ZeroMQ of this age")
+            self._complaints.add(
+                "it speaks another version of ZeroMQ's protocol than 3"
+            )
             return None
         peer.incoming = self._brief
         outlet = Outlet(peer, self._pump, (routing,), on_waited=self._on_waited)
@@ -316,7 +318,9 @@ class Endpoint:
                 line = self._sockets.accepted(event.value)
                 crowded = self._newcomers.came(event.value, line, line.address, now)
                 if crowded is not None:
-                    self._complaints.add("too many that wait did not greet")
+                    self._complaints.add(
+                        "too many connections wait, and this one did not greet"
+                    )
                     crowded.hang_up()
             case Happening.UNBOUND:
                 if self._binding is not None:
@@ -439,10 +443,10 @@ _BINDING: Final = {
 }
 
 _WITH: Final = (
-    "its handshake failed: it has no keys or those of another cluster, or is no zstrat"
+    "its handshake failed: it has no keys or those of another cluster, or is not zstrat"
 )
 _WITHOUT: Final = (
-    "its handshake failed: it has keys and this task has none, or it is no zstrat"
+    "its handshake failed: it has keys and this task has none, or it is not zstrat"
 )
 
 _WATCHED: Final = (

@@ -88,7 +88,7 @@ class KeyFolder:
             if self.folder.is_file():
                 raise ValueError(
                     f"key folder {self.folder} is a file: give the folder that "
-                    "`zstrat keygen` has made, which all key files are in"
+                    "`zstrat keygen` has made"
                 )
             raise ValueError(
                 f"key folder {self.folder} {there}: give the folder that `zstrat "
@@ -295,8 +295,8 @@ def _read(file: Path) -> str:
         key = file.read_text("ascii").strip()
     except OSError as error:
         raise ValueError(
-            f"cannot read the key {file}: {error.strerror}; copy the folder that "
-            "`zstrat keygen` has made, or of its secrets this one"
+            f"cannot read the key {file}: {error.strerror}; copy it from the folder "
+            "that `zstrat keygen` has made"
         ) from error
     except UnicodeDecodeError:
         key = ""

@@ -44,7 +44,7 @@ PART_OF_PATIENCE: Final = 0.9
 before its server says that nobody has answered."""
 
 NOT_WISHED: Final = (
-    "the program takes no workers that report themselves: it does so behind "
+    "the program takes no workers that report themselves: it does after "
     "strategy.workers.accept_joining()"
 )
 

@@ -261,9 +261,10 @@ class StoreMoves:
                 )
         if self._cluster.name and address not in self._home:
             raise InvalidArgumentError(
-                f"the session is called {self._cluster.name!r} (resume=), and who goes "
-                f"on with it looks at {', '.join(sorted(self._home))} alone, of which "
-                f"{address} is none: leave out resume= to add others"
+                f"{address} is not in the cluster, and the session has a name "
+                f"(resume={self._cluster.name!r}): the next program that goes on with "
+                f"it looks for stores only at {', '.join(sorted(self._home))}. Name "
+                "the new ps in the cluster, or leave out resume="
             )
         if number is None:
             after = max(self._numbers.values()) + 1
@@ -272,7 +273,7 @@ class StoreMoves:
             if known == number and other != address:
                 raise AlreadyExistsError(
                     f"ps {number} is the one at {other}: start the new one with "
-                    "another --index, and give it here"
+                    "another --index, and pass that as index="
                 )
         return number
 

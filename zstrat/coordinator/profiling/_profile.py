@@ -132,7 +132,9 @@ class Profile:
         if worker_context.get() is not None or recorder.get() is not None:
             raise RuntimeError(in_step("zs.profile"))
         if self._run is not None:
-            raise RuntimeError("a block was profiled by this already: make another one")
+            raise RuntimeError(
+                "this zs.profile has recorded a block already: call zs.profile() again"
+            )
         core = self._find()
         self._place = check_place(self._path)
         return core

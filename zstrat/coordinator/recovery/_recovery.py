@@ -270,7 +270,7 @@ class Recovery:
                 while away := [task for task in tasks if not _is_back(task)]:
                     names = ", ".join(task.name for task in away)
                     log.warning(
-                        "%s is away: all waits up to %g s for it "
+                        "%s is away: the program waits up to %g s for it "
                         "(on_ps_loss='restore')",
                         names,
                         self.patience,

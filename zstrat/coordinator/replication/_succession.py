@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _AGAIN = (
     "What is left stays until a program takes the cluster without resume=, or with "
-    "another name: do so and restore the last checkpoint, or give "
-    "on_ps_loss='restore', which then begins anew"
+    "another name. To begin anew, do that and restore the last checkpoint, or give "
+    "on_ps_loss='restore'"
 )
 
 
@@ -119,16 +119,17 @@ def _successor(
         raise session_lost(
             name,
             store,
-            "no parameter server of the cluster has a copy of it that has all "
-            f"(others that are still there: {there})",
+            "no parameter server of the cluster has a complete copy of this store "
+            f"(other stores are still there: {there})",
         )
     chosen = fit[0]
     if not chosen.copy.is_sure and len(newest) < 2:
         raise session_lost(
             name,
             store,
-            "of its two copies only one is left, which may lack what the other one had "
-            "acknowledged: that was lost while the program lived, or with it",
+            "of its two copies only one is left, and it may lack updates that the "
+            "other one had acknowledged: that one was lost before the servers had "
+            "missed the program",
         )
     partners = [each for each in newest if each is not chosen]
     useless = [each.process for each in found if each not in newest]

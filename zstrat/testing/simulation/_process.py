@@ -53,7 +53,7 @@ _COMPILATIONS: Final = Compilations()
 """One for all simulated workers: each would listen to jax for ever."""
 
 
-_RETURNS: Final = "it is started again, and goes on with all it holds"
+_RETURNS: Final = "its next process goes on with all it holds"
 
 
 def settings_with(chunk: int, state: Path | None) -> Settings:
