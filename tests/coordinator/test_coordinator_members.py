@@ -1,5 +1,7 @@
 """Workers as a state machine: a closure is at one of them at most, and only if open."""
 
+from collections import deque
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -160,6 +162,27 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
     members.lost(0, "killed", now)
     members.connected(0)
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
+
+
+@pytest.mark.parametrize("round_trip", [0.0, 0.002, 0.04, 0.2])
+def test_a_worker_that_is_far_away_always_has_something_to_do(round_trip):
+    members = opened(1)
+    (member,) = members.members
+    step, first, idle, free_at, said = 0.002, 1, 0.0, 0.0, deque()
+    now = 0.0
+    while now < 10.0:
+        count = sum(give(members, member.free, first=first, now=now).values())
+        for number in range(first, first + count):
+            begins = max(free_at, now + round_trip / 2)
+            idle += begins - free_at if now > 5.0 else 0.0  # its rate is known
+            free_at = begins + step
+            said.append((free_at + round_trip / 2, number))
+        first += count
+        now, number = said.popleft()
+        del member.in_flight[number]
+        members.ended(member, 1, now)
+    assert idle < 0.05 * 5.0
+    assert member.depth <= MIN_DEPTH + max(20e-3, 2 * (round_trip + 3 * step)) / step
 
 
 def goes_on(members, member, now):

@@ -105,7 +105,8 @@ class ClusterCoordinator(CoordinatorFace):
         max_queued: Closures that may wait for a worker; `schedule` blocks beyond, and
             while their arguments take 1 GiB. 262,144 if left out.
         closures_in_flight: Closures that a worker holds at a time; left out, it follows
-            the worker's speed: those it works on and about 20 ms of work. 1 to 16384.
+            the worker's speed: those it works on and about 20 ms of work, or two round
+            trips to it if that is more. 1 to 16384.
         max_attempts: So many workers may be lost while they run one closure, before
             that closure is reported as the cause. 5 if left out.
         worker_wait_timeout: Seconds that work waits while there is no worker at all.

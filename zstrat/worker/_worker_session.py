@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from ._step_runner import StepRunner
 
 MAX_OPEN: Final = 16384
-"""Closures that may wait here. A coordinator keeps 20 ms of work on a worker, at most
-hundreds of closures; more is a mistake, and they are not begun but sent back."""
+"""Closures that may wait here. A coordinator keeps some 20 ms of work on a worker,
+at most hundreds; more is a mistake, and they are not begun but sent back."""
 
 
 Owned = (
