@@ -205,6 +205,17 @@ class AskIteratorState:
 
 
 @message
+class AskIteratorFit:
+    """Asks whether an iterator can go to the ``state`` of an `IteratorState`. Answered
+    by `Done`, or by the `Failure` that says why it cannot."""
+
+    kind: ClassVar = 117
+    session: int
+    resource: int
+    state: str
+
+
+@message
 class IteratorState:
     """``state`` is JSON; "" where the iterator had no element when it was built."""
 
@@ -235,6 +246,7 @@ StepMessage = (
     | BuildResource
     | ResourceBuilt
     | AskIteratorState
+    | AskIteratorFit
     | IteratorState
     | DropResources
 )

@@ -28,6 +28,7 @@ from zstrat.data import (
     is_huggingface,
     is_steady,
     parse_no_flags,
+    require_fit,
 )
 from zstrat.errors import (
     ClosureInputError,
@@ -286,6 +287,18 @@ class Resources:
             return ""
         self._resource(number)
         return json.dumps(_checkpointable(self._open.get(number)).get_state())
+
+    def require_fit(self, number: int, state: str) -> None:
+        """Refuses the place of another dataset. Of an iterator that could not be built
+        nobody knows where it can go.
+
+        Raises:
+            NotFoundError: There is none of this number.
+            InvalidArgumentError: It is a place in other data; says why.
+        """
+        if not isinstance(self._made.get(number), Broken):
+            self._resource(number)
+            require_fit(_checkpointable(self._open.get(number)), json.loads(state))
 
     def _iterate(self, number: int, made: object, state: str) -> LayoutMessage:
         name = f"the dataset of {self._task}"
