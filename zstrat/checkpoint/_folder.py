@@ -168,8 +168,8 @@ class CheckpointFolder:
     def __init__(self, path: str) -> None:
         if is_foreign(path):
             raise AlreadyExistsError(
-                f"{os.path.join(path, MANIFEST)} is another program's, and a checkpoint "
-                "would replace it: save to another folder"
+                f"{os.path.join(path, MANIFEST)} is another program's, and a "
+                "checkpoint would replace it: save to another folder"
             )
         self.path = path
         self.mark = secrets.token_hex(4)

@@ -182,14 +182,17 @@ class ShapePromise(enum.IntEnum):
 
 
 def promise_of(recipe: Recipe) -> ShapePromise:
-    """What the recipe promises of the shapes of its elements."""
+    """What the recipe promises of the shapes of its elements. What functions make of
+    which datasets is known when a pass has made an element."""
     spec = recipe.spec(unknown)
     if spec is not None:
         is_static = all(None not in leaf.shape for _, leaf in leaves(spec))
         return ShapePromise.SAME if is_static else ShapePromise.ROWS
     match recipe:
         case Interleaved():
-            return ShapePromise.ROWS
+            made = recipe.made.last  # by a function, so of any number of rows
+            found = ShapePromise.ROWS if made is None else promise_of(made)
+            return max(ShapePromise.AS_MADE, found)
         case PaddedBatches():
             is_static = recipe.drop_remainder and recipe.pads_to_one_shape
             return ShapePromise.SAME if is_static else ShapePromise.ROWS

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -109,7 +110,7 @@ class ProcessInputs:
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
                 found = shares_of_elements(
-                    batches, 1, ShapePromise.NONE, is_fresh=is_fresh
+                    batches, 1, lambda: ShapePromise.NONE, is_fresh=is_fresh
                 )
             else:
                 batches = dense(batches, _CUT)
@@ -141,7 +142,7 @@ class ProcessInputs:
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
         made = allotted(_made(dataset_fn, self.context), Worker())
-        promise = self._promise([made])
+        promise = partial(self._promise, [made])
 
         def shares(place: FeedPosition | None) -> BegunPass:
             (begun,), steps = _begun((made,), place)
@@ -158,7 +159,7 @@ class ProcessInputs:
         size = made.recipe.size()
         steps = None
         if size >= 0:  # others ask for it, which give or leave out such a step as here
-            is_kept = promise is not ShapePromise.SAME
+            is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
         split = (self.context.num_input_pipelines, self.local)
@@ -183,7 +184,7 @@ class ProcessInputs:
         # To each function it looks like a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
-        promise = self._promise(made)
+        promise = partial(self._promise, made)
 
         def shares(place: FeedPosition | None) -> BegunPass:
             begun, steps = _begun(made, place)

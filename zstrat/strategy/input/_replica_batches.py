@@ -120,7 +120,7 @@ def shares_of_batches(
 def shares_of_elements(
     elements: Iterator[Any],
     replicas: int,
-    promise: ShapePromise,
+    promise: Callable[[], ShapePromise],
     *,
     is_fresh: bool = False,
     before: Callable[[], Iterable[Any]] = tuple,
@@ -128,17 +128,17 @@ def shares_of_elements(
     """One element for each replica in turn, as they are.
 
     Args:
-        promise: As in TF, a last step that has too few is one, and the other replicas
-            get empty elements, unless all elements are promised the same shapes.
+        promise: Asked behind the first elements. As in TF, a last step that has too few
+            is one, and the other replicas get empty elements, unless all elements are
+            promised the same shapes.
         is_fresh: Nobody else has their memory.
         before: Makes the elements of the pass that come before these.
     """
     shapes = _Shapes(before)
     while several := tuple(itertools.islice(elements, replicas)):
-        if promise is ShapePromise.AS_MADE:
-            shapes.see(several)
+        shapes.see(several, promise())
         if missing := replicas - len(several):
-            if not _is_step(promise, several, shapes):
+            if not _is_step(promise(), several, shapes):
                 return
             several += tuple(empty_like(several[0]) for _ in range(missing))
         yield Share((), apart=several, is_fresh=is_fresh)
@@ -146,7 +146,7 @@ def shares_of_elements(
 
 def shares_of_pipelines(
     pipelines: Sequence[Iterator[Any]],
-    promise: ShapePromise,
+    promise: Callable[[], ShapePromise],
     before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
     """One element of each pipeline in each step, until none has any more; ``promise``,
@@ -155,9 +155,8 @@ def shares_of_pipelines(
     shapes = _Shapes(before)
     for several in itertools.zip_longest(*pipelines, fillvalue=nothing):
         found = [element for element in several if element is not nothing]
-        if promise is ShapePromise.AS_MADE:
-            shapes.see(found)
-        if len(found) < len(several) and not _is_step(promise, found, shapes):
+        shapes.see(found, promise())
+        if len(found) < len(several) and not _is_step(promise(), found, shapes):
             return
         yield Share(
             (),
@@ -180,10 +179,13 @@ class _Shapes:
 
     def differ(self) -> bool:
         if not self._differ:
-            self.see(self._before())
+            self.see(self._before(), ShapePromise.AS_MADE)
         return self._differ
 
-    def see(self, elements: Iterable[Any]) -> None:
+    def see(self, elements: Iterable[Any], promise: ShapePromise) -> None:
+        """Looks at elements, where their shapes may decide."""
+        if promise in (ShapePromise.SAME, ShapePromise.NONE):
+            return
         for element in elements:
             shapes = _shapes_of(element)
             if self._first is None:
