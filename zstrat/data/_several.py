@@ -111,9 +111,9 @@ class Concatenated(Several):
         fewer: list[Recipe] = []
         for source in self.sources:
             size = source.size()
-            if size == UNKNOWN:
+            if size < 0:  # also what is repeated for ever may have no element
                 break
-            missing = count if size == INFINITE else min(count, size)
+            missing = min(count, size)
             fewer.append(source.without_first(missing))
             count -= missing
         # As many as before: items have their numbers.
