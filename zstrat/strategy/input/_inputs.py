@@ -173,7 +173,7 @@ class ProcessInputs:
             return ShapePromise.SAME
         if self.accord is not None or self.local == 1:
             return ShapePromise.NONE
-        return max(each.promise for each in made)
+        return max(each.shapes.promise for each in made)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
