@@ -277,9 +277,9 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     Raises:
         ValueError: There is no hint, and several workers.
     """
+    if workers == 1:
+        return _unhinted(recipe)
     if not any(isinstance(each, Hinted) for each in _line(recipe)):
-        if workers == 1:
-            return recipe
         raise ValueError(
             "AutoShardPolicy.HINT: the dataset does not say where to shard it: call "
             "dataset.shard(zs.data.SHARD_HINT, zs.data.SHARD_HINT) at that place "
@@ -370,6 +370,12 @@ def _rewritten(
     changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
     # Workers have different data there: no cache may serve two of them.
     return changed.shared(*place) if isinstance(changed, Cached) else changed
+
+
+def _unhinted(recipe: Recipe) -> Recipe:
+    if isinstance(recipe, Hinted):
+        return _unhinted(recipe.source)
+    return recipe.of_each(_unhinted)
 
 
 def _refuse_hint() -> NoReturn:

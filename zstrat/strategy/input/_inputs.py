@@ -38,7 +38,6 @@ from ._replica_batches import (
     per_replica,
     shares_of_batches,
     shares_of_elements,
-    shares_of_pipelines,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class ProcessInputs:
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
                 found = shares_of_elements(
-                    batches, 1, lambda: ShapePromise.NONE, is_fresh=is_fresh
+                    [batches], lambda: ShapePromise.NONE, is_fresh=is_fresh
                 )
             else:
                 batches = dense(batches, _CUT)
@@ -148,8 +147,7 @@ class ProcessInputs:
             (begun,), steps = _begun((made,), place)
             elements = self._read(begun, made, chosen, steps * self.local)
             found = shares_of_elements(
-                elements,
-                self.local,
+                [elements] * self.local,
                 promise,
                 is_fresh=made.is_fresh,
                 before=lambda: _first(begun, steps * self.local),
@@ -197,7 +195,7 @@ class ProcessInputs:
                 for one in begun:
                     yield from _first(one, steps)
 
-            found = shares_of_pipelines(pipelines, promise, before=before)
+            found = shares_of_elements(pipelines, promise, before=before)
             return BegunPass(found, begun)
 
         sources = FeedSources(shares, made, (1, self.local))
