@@ -13,7 +13,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.data import Dataset
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import ClosureInputError, InvalidArgumentError
 
 pytestmark = pytest.mark.processes
 
@@ -232,6 +232,31 @@ def test_an_iterator_that_is_being_built_is_saved_at_its_beginning(program, tmp_
     program.steps(iterator, 10)
     zs.Checkpoint(iterator=iterator).restore(path)
     counts(program.steps(iterator, 20), [0, 0])
+
+
+def test_an_iterator_that_cannot_be_built_is_saved_where_it_was_to_begin(
+    program, tmp_path
+):
+    broken = tmp_path / "broken"
+
+    def fragile(context):
+        if broken.exists():
+            raise OSError("no disk")
+        return part(context.input_pipeline_id)
+
+    iterator = program.iterator(fragile)
+    program.steps(iterator, 20)
+    checkpoint = zs.Checkpoint(iterator=iterator)
+    path = checkpoint.save(tmp_path / "c")
+    broken.touch()
+    checkpoint.restore(path)
+    with pytest.raises(ClosureInputError, match="could not be built"):
+        program.steps(iterator, 1)
+    again = checkpoint.save(tmp_path / "c")
+    assert drawn_at(again) == drawn_at(path)
+    broken.unlink()
+    checkpoint.restore(again)
+    counts(program.steps(iterator, 30), drawn_at(path))
 
 
 def test_servers_that_are_filled_again_and_data_go_on_from_one_checkpoint(tmp_path):

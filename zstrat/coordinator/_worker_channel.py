@@ -170,8 +170,8 @@ class WorkerChannel:
         return list(answer.arrays)
 
     async def iterator_state(self, number: int, deadline: float) -> str | None:
-        """Where an iterator is in its data, as JSON; "" if it has no element, None if
-        the worker is lost now.
+        """Where an iterator is in its data, as JSON; "" where it began, None if the
+        worker is lost now.
 
         Raises:
             InvalidArgumentError: It cannot be told; says why.

@@ -217,7 +217,8 @@ class AskIteratorFit:
 
 @message
 class IteratorState:
-    """``state`` is JSON; "" where the iterator had no element when it was built."""
+    """``state`` is JSON; "" where the iterator had no element when it was built, or
+    could not be built: then it is where it was to begin."""
 
     kind: ClassVar = 116
     state: str

@@ -275,15 +275,15 @@ class Resources:
             raise ClosureInputError(words, error) from error
 
     def state(self, number: int) -> str:
-        """The place of an iterator as JSON; "" where it has no element.
+        """The place of an iterator as JSON; "" where it began, as it had no element, or
+        could not be built.
 
         Raises:
             NotFoundError: There is none of this number.
             InvalidArgumentError: It is no iterator whose place can be found again; says
                 why.
         """
-        made = self._made.get(number)
-        if isinstance(made, Broken) and isinstance(made.error, OutOfRangeError):
+        if isinstance(self._made.get(number), Broken):
             return ""
         self._resource(number)
         return json.dumps(_checkpointable(self._open.get(number)).get_state())
