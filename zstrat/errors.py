@@ -152,7 +152,8 @@ class NotFoundError(ZstratError):
 
 
 class AlreadyExistsError(ZstratError):
-    """A variable, optimizer or resource of that name exists already, and differs."""
+    """What is of that name exists already, and differs: a variable, an optimizer, a
+    file of another program."""
 
     code = 14
 

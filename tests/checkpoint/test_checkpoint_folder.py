@@ -28,6 +28,7 @@ from zstrat.checkpoint import (
     verify,
 )
 from zstrat.errors import (
+    AlreadyExistsError,
     BusyError,
     DataLossError,
     NotFoundError,
@@ -216,6 +217,21 @@ def test_removal_touches_only_what_a_writer_made(tmp_path):
     (path / "notes.txt").unlink()
     assert sweep(str(path))
     assert not sweep(str(path))
+
+
+def test_a_manifest_of_another_program_is_not_replaced(tmp_path):
+    folder = tmp_path / "web"
+    folder.mkdir()
+    manifest = folder / MANIFEST
+    manifest.write_text('{"name": "a web page"}')
+    with pytest.raises(AlreadyExistsError, match="another program's"):
+        CheckpointFolder(str(folder))
+    assert not remove(str(folder))
+    assert [each.name for each in folder.iterdir()] == [MANIFEST]
+    assert manifest.read_text() == '{"name": "a web page"}'
+    manifest.write_text("")  # of a system that lost power
+    written = save(folder, b"new")
+    assert Manifest.of(str(folder)).files == written.files
 
 
 def test_the_second_writer_hears_who_is_first(tmp_path):

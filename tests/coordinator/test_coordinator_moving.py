@@ -356,6 +356,7 @@ class Checkpoint:
     """What stores are filled from, when the test lets it."""
 
     path, variables, optimizers, lacks = "ckpt-1", frozenset(), frozenset(), []
+    places = {}  # noqa: RUF012
 
     def __init__(self):
         self.may_fill = asyncio.Event()

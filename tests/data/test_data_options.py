@@ -15,7 +15,7 @@ from zstrat.data import (
     allotted,
     experimental,
 )
-from zstrat.data._lineage import batch_size_of, ranks_of
+from zstrat.data._lineage import shapes_of
 
 
 def test_the_values_are_those_of_tensorflow():
@@ -114,7 +114,7 @@ def never():
     ],
 )
 def test_batch_sizes(dataset, size):
-    assert batch_size_of(dataset.recipe) == size
+    assert shapes_of(dataset.recipe).batch_size == size
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_batch_sizes(dataset, size):
     ],
 )
 def test_ranks(dataset, ranks):
-    assert ranks_of(dataset.recipe) == ranks
+    assert shapes_of(dataset.recipe).ranks == ranks
 
 
 def test_what_is_not_batched_is_refused_before_it_is_read():

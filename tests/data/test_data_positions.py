@@ -392,6 +392,7 @@ def test_the_place_of_another_dataset_is_refused(saved, here, words):
         "drawn",
         {"drawn": -1, "orders": [], "sizes": [6], "operations": []},
         {"drawn": 1.5, "orders": [], "sizes": [6], "operations": []},
+        {"drawn": 10**30, "orders": [], "sizes": [], "operations": []},
         {"drawn": 1, "orders": [[None, []]], "sizes": [6], "operations": []},
         {"drawn": 1, "orders": [[None, ["1"]]], "sizes": [6], "operations": []},
         {"drawn": 1, "orders": [3], "sizes": [6], "operations": []},
@@ -405,6 +406,23 @@ def test_what_is_no_place_is_refused(state):
     ):
         iterator.set_state(state)
     assert drawn(iterator) == [2, 3, 4, 5]
+
+
+def test_nothing_repeated_for_ever_is_nothing_before_a_place_too():
+    nothing = Dataset.range(3).filter(lambda _: False).repeat()
+    iterator = iter(nothing.concatenate(Dataset.range(4)))
+    assert drawn(iterator, 1) == [0]
+    iterator.set_state(state_of(iterator))
+    assert drawn(iterator) == [1, 2, 3]
+
+
+def test_a_place_behind_the_end_is_refused():
+    iterator = rest_of_two(Dataset.range(6))
+    state = {**state_of(iterator), "drawn": 7}
+    with pytest.raises(InvalidArgumentError, match="7 elements come before it, of 6"):
+        iterator.set_state(state)
+    iterator.set_state({**state, "drawn": 6})
+    assert drawn(iterator) == []
 
 
 def test_a_closed_iterator_goes_nowhere():

@@ -116,6 +116,13 @@ def test_a_hint_behind_a_zip_is_found_and_one_in_it_is_not():
         drawn(Dataset.zip(inner, inner).batch(2), policy=AutoShardPolicy.HINT)
 
 
+def test_one_worker_alone_reads_all_wherever_a_hint_is():
+    inner = Dataset.range(3).shard(SHARD_HINT, SHARD_HINT)
+    for dataset in (inner.concatenate(inner), inner.concatenate(Dataset.range(3))):
+        rows = drawn(dataset.batch(2), 1, AutoShardPolicy.HINT)[1]
+        assert rows == [[0, 1, 2, 0, 1, 2]]
+
+
 def test_each_worker_caches_its_own_files(tmp_path):
     lines = lines_of(write(tmp_path, "ab"))
     for path in ("", str(tmp_path / "kept")):

@@ -446,6 +446,22 @@ def test_the_newest_of_all_is_what_was_saved_last_though_the_list_is_behind(
     assert (names(one), names(two)) == (["one-1", "one-9"], ["two-3"])
 
 
+def test_a_save_of_a_lower_number_that_was_killed_before_the_list_is_the_newest(
+    checkpoint, tmp_path
+):
+    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    manager.save(checkpoint_number=9)
+    killed = checkpoint.write(tmp_path / "ckpt-4")
+    other = CheckpointManager(checkpoint, tmp_path, 3, checkpoint_name="other")
+    assert names(manager) == ["ckpt-9", "ckpt-4"]
+    assert latest_checkpoint(tmp_path) == manager.latest_checkpoint == killed
+    other.save(7)
+    manager.save(checkpoint_number=2)
+    manager.save(checkpoint_number=1)
+    assert names(manager) == ["ckpt-4", "ckpt-2", "ckpt-1"]
+    assert folders(tmp_path) == ["ckpt-1", "ckpt-2", "ckpt-4", "other-7"]
+
+
 def test_a_full_disk_leaves_what_was_there(checkpoint, value, tmp_path, monkeypatch):
     manager = CheckpointManager(checkpoint, tmp_path, 2)
     manager.save()

@@ -4,6 +4,7 @@ What each worker has to draw is said by a pass over the same dataset in this pro
 """
 
 import json
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -31,25 +32,37 @@ def dataset_fn(context):
 STREAMS = [[tuple(batch.tolist()) for batch in part(n)] for n in range(WORKERS)]
 
 
-@zs.function
-def draw(iterator):
-    return next(iterator)
-
-
 class Program:
     """A model and data on workers, and what was drawn of them."""
 
-    def __init__(self, cluster):
-        self.strategy = zs.ParameterServerStrategy(cluster.resolver)
+    def __init__(self, cluster, **options):
+        self.strategy = zs.ParameterServerStrategy(cluster.resolver, **options)
         with self.strategy.scope():
             self.w = zs.Variable(jnp.zeros(3))
+            self.trained = zs.Variable(jnp.zeros(800, jnp.int32))
         self.coordinator = zs.ClusterCoordinator(self.strategy)
+
+        @zs.function
+        def draw(iterator):
+            return next(iterator)
+
+        @zs.function
+        def train(iterator):
+            drawn = jnp.zeros_like(self.trained).at[next(iterator)].set(1)
+            self.trained.assign_add(drawn)
+
+        self.draw, self.trains = draw, train
 
     def iterator(self, function=dataset_fn):
         return iter(self.coordinator.create_per_worker_dataset(function))
 
     def begin(self, iterator, steps):
-        return [self.coordinator.schedule(draw, (iterator,)) for _ in range(steps)]
+        return [self.coordinator.schedule(self.draw, (iterator,)) for _ in range(steps)]
+
+    def train(self, iterator, steps):
+        """Begins steps that count what they have drawn."""
+        for _ in range(steps):
+            self.coordinator.schedule(self.trains, (iterator,))
 
     def drawn(self, values):
         self.coordinator.join()
@@ -84,6 +97,15 @@ def counts(drawn, starts):
     return ends
 
 
+def require_trained_in_order(program):
+    """The model has seen of each worker's data all to some place, each once."""
+    counts = program.trained.numpy()
+    for stream in STREAMS:
+        seen = [counts[list(batch)].tolist() for batch in stream]
+        to = seen.count([1, 1])
+        assert seen == [[1, 1]] * to + [[0, 0]] * (len(seen) - to)
+
+
 def manifest_of(path):
     return json.loads(Path(path, "manifest.json").read_text())["manifest"]
 
@@ -92,7 +114,7 @@ def drawn_at(path):
     """How many draws of each worker a checkpoint has."""
     nodes = manifest_of(path)["objects"]["nodes"]
     (state,) = [x["state"] for x in nodes if x["kind"] == "iterator"]
-    return [each["drawn"] for each in state["pipelines"]]
+    return [0 if each is None else each["drawn"] for each in state["pipelines"]]
 
 
 def saved(path):
@@ -162,7 +184,102 @@ def test_what_has_no_place_is_refused(program, tmp_path):
         InvalidArgumentError, match="expected the saved place of an iterator"
     ):
         zs.Checkpoint(w=program.w, it=iter(part(0))).restore(path)
+    program.w.assign(jnp.ones(3))
     other = program.iterator(lambda: part(0).take(3))
-    zs.Checkpoint(w=program.w, it=other).restore(path)
-    with pytest.raises(ClosureInputError, match="3, 100, 200, 400"):
-        program.steps(other, 1)
+    with pytest.raises(InvalidArgumentError, match=r"cannot go .*3, 100, 200, 400"):
+        zs.Checkpoint(w=program.w, it=other).restore(path)
+    assert program.w.numpy().tolist() == [1, 1, 1]
+    assert len(program.steps(other, 6)) == 6  # nothing was built anew
+
+
+def test_a_restore_amid_steps_takes_values_and_data_back_together(program, tmp_path):
+    iterator = program.iterator()
+    program.train(iterator, 20)
+    checkpoint = zs.Checkpoint(trained=program.trained, iterator=iterator)
+    path = checkpoint.save(tmp_path / "c")
+    for _ in range(10):
+        program.train(iterator, 35)
+        checkpoint.restore(path)
+        program.coordinator.join()
+        require_trained_in_order(program)
+
+
+def test_a_save_that_fails_takes_no_place_along(program, cluster, tmp_path):
+    iterator = program.iterator()
+    program.steps(iterator, 20)
+    path = zs.Checkpoint(iterator=iterator).save(tmp_path / "c")
+    at = drawn_at(path)
+    program.steps(iterator, 20)
+    listed = program.iterator(lambda: [np.arange(2)] * 5)
+    with pytest.raises(InvalidArgumentError, match="at listed"):
+        zs.Checkpoint(iterator=iterator, listed=listed).save(tmp_path / "d")
+    cluster.kill("worker:0")
+    cluster.kill("worker:1")
+    cluster.restart("worker:0")
+    cluster.restart("worker:1")
+    counts(program.steps(iterator, 30), at)
+
+
+def test_an_iterator_that_is_being_built_is_saved_at_its_beginning(program, tmp_path):
+    built = tmp_path / "built"
+
+    def slow(context):
+        while not built.exists():
+            time.sleep(0.01)
+        return part(context.input_pipeline_id)
+
+    iterator = program.iterator(slow)
+    path = zs.Checkpoint(iterator=iterator).save(tmp_path / "c")
+    built.touch()
+    program.steps(iterator, 10)
+    zs.Checkpoint(iterator=iterator).restore(path)
+    counts(program.steps(iterator, 20), [0, 0])
+
+
+def test_an_iterator_that_cannot_be_built_is_saved_where_it_was_to_begin(
+    program, tmp_path
+):
+    broken = tmp_path / "broken"
+
+    def fragile(context):
+        if broken.exists():
+            raise OSError("no disk")
+        return part(context.input_pipeline_id)
+
+    iterator = program.iterator(fragile)
+    program.steps(iterator, 20)
+    checkpoint = zs.Checkpoint(iterator=iterator)
+    path = checkpoint.save(tmp_path / "c")
+    broken.touch()
+    checkpoint.restore(path)
+    with pytest.raises(ClosureInputError, match="could not be built"):
+        program.steps(iterator, 1)
+    again = checkpoint.save(tmp_path / "c")
+    assert drawn_at(again) == drawn_at(path)
+    broken.unlink()
+    checkpoint.restore(again)
+    counts(program.steps(iterator, 30), drawn_at(path))
+
+
+def test_servers_that_are_filled_again_and_data_go_on_from_one_checkpoint(tmp_path):
+    with zs.LocalCluster(num_ps=1, num_workers=WORKERS) as cluster:
+        program = Program(cluster, on_ps_loss="restore")
+        iterator = program.iterator()
+        checkpoint = zs.Checkpoint(
+            w=program.w, trained=program.trained, iterator=iterator
+        )
+        for _ in range(2):
+            program.train(iterator, 20)
+            program.coordinator.join()
+            path = checkpoint.save(tmp_path / "c")
+        for part_of_it in Path(path).glob("*.safetensors"):
+            part_of_it.write_bytes(b"damaged")
+        program.train(iterator, 20)
+        program.coordinator.join()
+        cluster.kill("ps:0")
+        cluster.restart("ps:0")
+        program.train(iterator, 30)
+        program.coordinator.join()
+        assert program.coordinator.metrics()["steps_lost"] == 40
+        require_trained_in_order(program)
+        program.strategy.close()

@@ -122,3 +122,28 @@ def test_what_functions_make_shows_whether_a_last_step_is_one(make, expected):
     ]
     shapes = [[shape and shape[0] for shape in step] for step in found]
     assert shapes == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "last"),
+    [
+        (lambda rows: rows.batch(4, True), []),
+        (lambda rows: rows.map(abs).batch(4, True).prefetch(1), []),
+        (lambda rows: rows.take(1).flat_map(lambda _: rows.batch(4, True)), []),
+        (lambda rows: rows.batch(4), [4, 0]),
+        (lambda rows: rows.batch(4, True).map(lambda x: x[x > 0]), [4, 0]),
+        (lambda rows: rows.take(3).map(np.float32), []),
+        (lambda rows: rows.skip(1).take(3).map(np.arange), [3, 0]),
+    ],
+)
+def test_what_datasets_in_turn_promise_is_what_was_promised_of_those_that_were_made(
+    make, last
+):
+    """The last steps are those of MirroredStrategy of TensorFlow 2.21."""
+    rows = Dataset.range(12)
+    for count, cycle in ((1, 1), (3, 2)):  # each of three batches or numbers
+        made = Dataset.range(count).interleave(lambda _: make(rows), cycle)
+        steps = [*inputs(2).of_function(lambda _, made=made: made)]
+        assert len(steps) == 3 * count // 2 + bool(last)
+        if last:
+            assert [len(part) for part in parts_of(steps[-1])] == last

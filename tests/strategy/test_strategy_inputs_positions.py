@@ -311,6 +311,8 @@ def test_a_closed_iterator_goes_nowhere():
         iterator.set_state(state)
     with pytest.raises(InvalidArgumentError, match="no place of the iterator"):
         iter(inputs(2).of_dataset(batches(4))).set_state({"drawn": 1})
+    with pytest.raises(InvalidArgumentError, match="no place of the iterator"):
+        iter(inputs(2).of_dataset(batches(4))).set_state({**state, "steps": 10**30})
 
 
 # several workers

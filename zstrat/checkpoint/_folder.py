@@ -30,10 +30,10 @@ import weakref
 from datetime import UTC, datetime
 from typing import Final
 
-from zstrat.errors import BusyError, DataLossError, NotFoundError
+from zstrat.errors import AlreadyExistsError, BusyError, DataLossError, NotFoundError
 
 from ._disk import blamed, create, sync_folder, write_all
-from ._manifest import MANIFEST, Manifest
+from ._manifest import MANIFEST, Manifest, is_foreign
 
 log = logging.getLogger("zstrat.checkpoint")
 
@@ -160,11 +160,17 @@ class CheckpointFolder:
 
     Raises:
         BusyError: Another writer is at work in it; says which.
+        AlreadyExistsError: It has a manifest of another program.
         NotFoundError: The folder above it does not exist.
         OSError: As the system says.
     """
 
     def __init__(self, path: str) -> None:
+        if is_foreign(path):
+            raise AlreadyExistsError(
+                f"{os.path.join(path, MANIFEST)} is another program's, and a "
+                "checkpoint would replace it: save to another folder"
+            )
         self.path = path
         self.mark = secrets.token_hex(4)
         self._is_new = False
@@ -234,7 +240,10 @@ def sweep(path: str) -> bool:
 
 
 def remove(path: str) -> bool:
-    """Removes a checkpoint, its manifest first: it is never half of one. As `sweep`."""
+    """Removes a checkpoint, its manifest first: it is never half of one. As `sweep`;
+    what another program has made stays."""
+    if is_foreign(path):
+        return False
     try:
         with FolderLock(os.path.join(path, LOCK)):
             with contextlib.suppress(FileNotFoundError):

@@ -12,6 +12,7 @@ each once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -31,7 +32,8 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = "zstrat.checkpoint"
 VERSION: Final = 1
 
-_HEAD: Final = b'{"digest":"%s","manifest":'
+_BEGINNING: Final = b'{"digest":"'
+_HEAD: Final = _BEGINNING + b'%s","manifest":'
 _TAIL: Final = b"}\n"
 
 
@@ -219,6 +221,17 @@ class Manifest:
             if found != size:
                 what = "cut short" if found < size else "too long"
                 raise DataLossError(path, "", f"{what}: {found} bytes, not {size}")
+
+
+def is_foreign(folder: str) -> bool:
+    """Whether the manifest in a folder is another program's; a damaged one is ours, as
+    far as its beginning says."""
+    path = os.path.join(folder, MANIFEST)
+    with blamed(path, "reading"), contextlib.suppress(FileNotFoundError):
+        with open(path, "rb") as file:
+            found = file.read(len(_BEGINNING))
+        return not _BEGINNING.startswith(found)
+    return False
 
 
 def _plain(tensor: StoredTensor) -> dict[str, Any]:

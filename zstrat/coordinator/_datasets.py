@@ -131,19 +131,35 @@ class PerWorkerIterator(PerWorker):
         return self._core.session
 
     async def get_state_async(self) -> dict[str, Any]:
-        """Where it is on each worker, of what JSON has, for `set_state_async`; asked
-        while no step runs. A worker that returns from a loss begins there from now on.
-        That of a worker that is away now is as it was when it was asked last.
+        """Where it is on each worker, of what JSON has, for `set_state_async`: behind
+        what the steps have drawn that have ended. A worker that returns from a loss
+        begins there from now on. That of a worker that is away is where it will begin.
 
         Raises:
             InvalidArgumentError: That of a worker cannot be told: its dataset is none
                 of `zs.data`, or has no order.
 
-        Cancellation: workers may have told, and begin there when they return.
+        Cancellation: nothing has changed.
         """
+        async with self.session.at_rest():
+            state = await self.place_async()
+        await self.begin_at_async(state)
+        return state
+
+    async def place_async(self) -> dict[str, Any]:
+        """`get_state_async` while the session is at rest; a worker that returns begins
+        where it would have begun."""
         asking = self._core.dispatcher.builder.states(self._record)
         found = await self.session.run_async(asking, f"asking where {self} is")
         return {"pipelines": [json.loads(state) if state else None for state in found]}
+
+    async def begin_at_async(self, state: Mapping[str, Any]) -> None:
+        """A worker that returns from a loss begins there from now on."""
+
+        async def begin() -> None:
+            self._record.begin_at(self.states_of(state))
+
+        await self.session.run_async(begin(), f"noting where {self} begins")
 
     async def set_state_async(self, state: Mapping[str, Any]) -> None:
         """Begins anew on all workers, at the places that `get_state_async` gave, of
@@ -151,17 +167,38 @@ class PerWorkerIterator(PerWorker):
         wait until it is there.
 
         Raises:
-            InvalidArgumentError: They are those of other workers; nothing changed. What
-                a worker refuses, as places in other data, is an error of the closures
-                that use the iterator there.
+            InvalidArgumentError: They are those of other workers, or in other data;
+                nothing changed. What a worker refuses that is away now is an error of
+                the closures that use the iterator there.
 
         Cancellation: it may begin anew all the same.
         """
-        if why := self.misfit(state):
-            raise InvalidArgumentError(f"{self} cannot go on where it was saved: {why}")
-        states = ["" if each is None else json.dumps(each) for each in _places(state)]
-        going = self._core.dispatcher.builder.go_to(self._record, states)
+        await self.require_fit_async(state)
+        going = self._core.dispatcher.builder.go_to(self._record, self.states_of(state))
         await self.session.run_async(going, f"building {self} anew")
+
+    async def require_fit_async(self, state: Mapping[str, Any]) -> None:
+        """Refuses places to which it cannot go, as far as workers are there to say so.
+
+        Raises:
+            InvalidArgumentError: As `set_state_async`.
+        """
+        why = self.misfit(state)
+        if not why:
+            builder, states = self._core.dispatcher.builder, self.states_of(state)
+            asking = builder.require_fit(self._record, states)
+            try:
+                await self.session.run_async(asking, f"asking the workers of {self}")
+            except InvalidArgumentError as error:
+                why = str(error)
+        if why:
+            raise InvalidArgumentError(f"{self} cannot go on where it was saved: {why}")
+
+    @staticmethod
+    def states_of(state: Mapping[str, Any]) -> list[str]:
+        """The places of all input pipelines, as workers take them; "": the
+        beginning."""
+        return ["" if each is None else json.dumps(each) for each in _places(state)]
 
     def misfit(self, state: Mapping[str, Any]) -> str:
         """Why it cannot go to these places; "" if it can, as far as that is known

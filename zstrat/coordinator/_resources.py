@@ -95,8 +95,9 @@ class Record:
         """Of an element (or of the value), once a worker has told."""
         self.pipelines = InputPipelines(workers)
         self.states: dict[int, str] = {}
-        """Where an iterator begins when it is built, by input pipeline: the place that
-        was told for a checkpoint last, or restored; at the beginning where none was."""
+        """Where an iterator begins when it is built, by input pipeline: its place in
+        the checkpoint that was saved or restored last; at the beginning where none
+        was. Replaced as a whole."""
         self._made = partial(kind, engine, Result(name, None))
         self._values = {place: self._made() for place in workers}
 
@@ -144,6 +145,13 @@ class Record:
     def begin(self, worker: int) -> None:
         """The worker starts to build it."""
         self._values[worker]._begin_again()
+
+    def is_building(self, worker: int) -> bool:
+        return self._values[worker].state is NOT_READY
+
+    def begin_at(self, states: Sequence[str]) -> None:
+        """From now on iterators begin there, when they are built."""
+        self.states = {n: state for n, state in enumerate(states) if state}
 
     def built(self, worker: int, layout: LayoutMessage) -> None:
         self.layout = self.layout or layout
@@ -281,40 +289,65 @@ class Builder:
 
     async def states(self, record: Record) -> list[str]:
         """Where the iterators of all input pipelines are in their data, as JSON; of one
-        whose worker is away, where it will begin: "" is the beginning. They begin there
-        from now on when they are built.
+        whose worker is away, or builds it, where it will begin: "" is the beginning.
 
         Raises:
             InvalidArgumentError: That of a worker cannot be told; says why.
-
-        Cancellation: nothing has changed, or all of it.
         """
+        found: dict[int, str | None] = {}
         asked: dict[int, WorkerChannel] = {}
-        for place, channel in sorted(self._channels.items()):
-            if channel.task.is_ready and record.number in channel.resources:
-                # Of several that read one share the one that reads it longest.
-                asked.setdefault(record.pipelines[place], channel)
-        found = await asyncio.gather(
-            *(each.iterator_state(record.number) for each in asked.values())
+        for place, channel in self._having(record).items():
+            pipeline = record.pipelines[place]
+            if record.is_building(place):  # nobody has drawn from it
+                found[pipeline] = ""
+            else:  # of several that read one share the one that reads it longest
+                asked.setdefault(pipeline, channel)
+        deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
+        told = await asyncio.gather(
+            *(each.iterator_state(record.number, deadline) for each in asked.values())
         )
-        told = dict(zip(asked, found, strict=True))
+        found |= zip(asked, told, strict=True)
         for n in range(record.pipelines.count):
-            if state := told.get(n):
-                record.states[n] = state
-            elif state is None:
+            if found.get(n) is None:
                 _LOG.warning(_AWAY, record.name, n)
-        return [record.states.get(n, "") for n in range(record.pipelines.count)]
+        count = record.pipelines.count
+        return [found.get(n) or record.states.get(n, "") for n in range(count)]
+
+    async def require_fit(self, record: Record, states: Sequence[str]) -> None:
+        """Asks the workers that are there whether their iterators can go to places that
+        `states` gave.
+
+        Raises:
+            InvalidArgumentError: One cannot; says why.
+        """
+        deadline = asyncio.get_running_loop().time() + BUILD_DEADLINE
+        pairs = (
+            (channel, states[record.pipelines[place]])
+            for place, channel in self._having(record).items()
+        )
+        await asyncio.gather(
+            *(
+                channel.require_fit(record.number, state, deadline)
+                for channel, state in pairs
+                if state
+            )
+        )
+
+    def begin_at(self, states: Mapping[int, Sequence[str]]) -> None:
+        """From now on the iterators of these numbers begin there, when they are
+        built."""
+        for number in states.keys() & self._records.keys():
+            self._records[number].begin_at(states[number])
 
     async def go_to(self, record: Record, states: Sequence[str]) -> None:
         """Builds the iterators anew, where `states` said that they were. Closures that
         were put later wait for them."""
-        record.states = {n: state for n, state in enumerate(states) if state}
+        record.begin_at(states)
         for channel in self._channels.values():
             place = channel.member.place
             if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
                 with self._engine.lock:
                     record.begin(place)
-                channel.failed.pop(record.number, None)
                 self._members.build(place)
                 self._build(channel, record)
 
@@ -332,6 +365,14 @@ class Builder:
         """The cluster has it no more. Lock held."""
         for record in self._records.values():
             record.leave(channel.member.place)
+
+    def _having(self, record: Record) -> dict[int, WorkerChannel]:
+        """The workers that are there and have it, or build it, by their places."""
+        return {
+            place: channel
+            for place, channel in sorted(self._channels.items())
+            if channel.task.is_ready and record.number in channel.resources
+        }
 
     @staticmethod
     def _joined(record: Record, channel: WorkerChannel) -> None:
@@ -383,6 +424,7 @@ class Builder:
             return
         worker, name = channel.member.place, channel.member.name
         with self._engine.lock:
+            channel.failed.pop(record.number, None)
             if error is None:
                 message = answer.result()
                 assert isinstance(message, ResourceBuilt), message

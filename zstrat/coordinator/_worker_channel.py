@@ -17,6 +17,7 @@ import numpy as np
 from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
 from zstrat.program import BESIDE
 from zstrat.wire import (
+    AskIteratorFit,
     AskIteratorState,
     Batch,
     Dispatch,
@@ -171,20 +172,37 @@ class WorkerChannel:
         assert isinstance(answer, Fetched), answer
         return list(answer.arrays)
 
-    async def iterator_state(self, number: int) -> str | None:
-        """Where an iterator is in its data, as JSON; "" if it has no element, None if
-        the worker is lost now.
+    async def iterator_state(self, number: int, deadline: float) -> str | None:
+        """Where an iterator is in its data, as JSON; "" where it began, None if the
+        worker is lost now.
 
         Raises:
             InvalidArgumentError: It cannot be told; says why.
+            DeadlineExceededError: It did not answer until ``deadline`` (loop time).
         """
-        ask = AskIteratorState(self.session, number)
-        try:
-            answer = await self.task.link.submit(ask)
-        except PeerLostError:
+        answer = await self._asked(AskIteratorState(self.session, number), deadline)
+        if answer is None:
             return None
         assert isinstance(answer, IteratorState), answer
         return answer.state
+
+    async def require_fit(self, number: int, state: str, deadline: float) -> None:
+        """Asks whether an iterator can go to a place. A worker that is lost does not
+        say, nor one that could not build it.
+
+        Raises:
+            InvalidArgumentError: It cannot; says why.
+            DeadlineExceededError: As `iterator_state`.
+        """
+        await self._asked(AskIteratorFit(self.session, number, state), deadline)
+
+    async def _asked(
+        self, ask: AskIteratorState | AskIteratorFit, deadline: float
+    ) -> Message | None:
+        try:
+            return await self.task.link.submit(ask, deadline=deadline)
+        except PeerLostError:
+            return None
 
     def _log_refusal(self, answer: asyncio.Future[Message]) -> None:
         """Code that cannot be loaded fails each closure that needs it, with the reason

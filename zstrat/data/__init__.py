@@ -24,6 +24,7 @@ from ._options import DistributeOptions as DistributeOptions
 from ._options import InputContext as InputContext
 from ._options import Options as Options
 from ._passes import Recipe as Recipe
+from ._position import MOST_DRAWN as MOST_DRAWN
 from ._position import CheckpointableIterator as CheckpointableIterator
 from ._position import DatasetIterator as DatasetIterator
 from ._position import Position as Position

@@ -72,9 +72,9 @@ class Allotment:
         return lineage.is_fresh(self.recipe)
 
     @property
-    def promise(self) -> lineage.ShapePromise:
-        """What is known of the shapes of its elements."""
-        return lineage.promise_of(self.recipe)
+    def shapes(self) -> lineage.KnownShapes:
+        """What is known of the shapes of its elements, by now."""
+        return lineage.shapes_of(self.recipe)
 
     @property
     def is_infinite(self) -> bool:
@@ -107,7 +107,7 @@ class Allotment:
         if self.policy is AutoShardPolicy.DATA:
             return steps, 0  # a step is a batch, whatever its rows
         replicas = self.worker.count * self.worker.replicas
-        if size >= replicas and lineage.is_even(self.recipe):
+        if size >= replicas and self.shapes.is_even:
             return divmod(steps, self.worker.count)
         return 0, steps
 
@@ -118,7 +118,7 @@ class Allotment:
 
     def cutter(self) -> Cutter:
         """A fresh cutter, for one pass."""
-        promised = lineage.promised_rows(self.recipe)
+        promised = self.shapes.promised_rows
         return cutter(self.batch_size, self.policy, self.worker, promised)
 
 
@@ -163,13 +163,12 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     """
     dataset = as_dataset(source)
     recipe = dataset.recipe
-    ranks = lineage.ranks_of(recipe)
-    if worker.count * worker.replicas > 1 and ranks is not None and 0 in ranks:
+    shapes = lineage.shapes_of(recipe)
+    if worker.count * worker.replicas > 1 and 0 in (shapes.ranks or ()):
         raise not_batched()
     files = lineage.file_count(recipe)
     wanted = dataset.options().auto_shard_policy
     policy = sharing_policy(wanted, worker.count, files)
-    size = lineage.batch_size_of(recipe)
     dealt = lineage.dealt_before(recipe, policy) if worker.count > 1 else None
     if dealt is not None and lineage.order_differs(recipe, dealt):
         warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
@@ -180,7 +179,7 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
     # Apart: one worker may look into the dataset before, and the others not.
-    return Allotment(recipe.apart(), worker, policy, size, dealt)
+    return Allotment(recipe.apart(), worker, policy, shapes.batch_size, dealt)
 
 
 def not_batched() -> ValueError:

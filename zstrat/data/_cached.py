@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from ._elements import ending
-from ._passes import Derived, Recipe
+from ._passes import Kept, Recipe
 from ._tree import mapped, own
 from .files import read_elements, write_element, write_end, write_start
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ._leaves import Element
-    from ._spec import Look, Spec
 
 
 @final
@@ -44,7 +43,7 @@ class WholePass:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Cached(Derived):
+class Cached(Kept):
     """The elements of its source, made once.
 
     Args:
@@ -71,9 +70,6 @@ class Cached(Derived):
     def again(self, number: int) -> Recipe:
         del number
         return self
-
-    def spec(self, look: Look) -> Spec:
-        return self.source.spec(look)
 
     def shared(self, parts: int, index: int) -> Cached:
         """The cache of one worker among several, which has a file of its own."""

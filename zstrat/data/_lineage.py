@@ -27,6 +27,7 @@ from ._passes import (
     Derived,
     Enumerated,
     Filtered,
+    Kept,
     MappedPass,
     Prefetched,
     Recipe,
@@ -41,7 +42,7 @@ from ._tree import leaves
 from .files import Files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @final
@@ -83,88 +84,6 @@ def options_of(recipe: Recipe) -> Options:
     return found
 
 
-def batch_size_of(recipe: Recipe) -> int | None:
-    """The rows of a whole batch, None if that is not known without a pass."""
-    match recipe:
-        case Batching():
-            return recipe.batch_size
-        case Rebatched():
-            # As TF counts them: unless it is promised, not even of whole batches.
-            promised = first_axis(recipe.spec(unknown))
-            return recipe.rows if recipe.drop_remainder else promised
-        case Several():
-            found = {batch_size_of(source) for source in recipe.sources}
-            return found.pop() if len(found) == 1 else None
-        case Rows():
-            return common_first_axis(
-                np.shape(leaf)[1:] for _, leaf in leaves(recipe.arrays)
-            )
-        case Foreign():
-            return recipe.batch_size
-        case Reordered() | Prefetched() | Cached():
-            return batch_size_of(recipe.source)
-        case _:
-            return None
-
-
-def is_even(recipe: Recipe, *, to_the_end: bool = False) -> bool:
-    """Whether it is known that all batches have the rows that `batch_size_of` says.
-
-    Args:
-        to_the_end: The last one, too.
-    """
-    match recipe:
-        case Batching():
-            rows = recipe.source.size()
-            whole = rows == INFINITE or (rows >= 0 and not rows % recipe.batch_size)
-            return not to_the_end or recipe.drop_remainder or whole
-        case Repeated() | Shuffled():
-            return is_even(recipe.source, to_the_end=True)
-        case Several():
-            return all(is_even(each, to_the_end=True) for each in recipe.sources)
-        case Reordered() | Prefetched() | Cached():
-            return is_even(recipe.source, to_the_end=to_the_end)
-        case Rebatched() | Rows():
-            return True
-        case _:
-            return False
-
-
-def promised_rows(recipe: Recipe) -> int | None:
-    """The rows that all batches are promised to have; a function of ``map`` is taken to
-    keep them."""
-    spec = recipe.spec(unknown)
-    if spec is not None:
-        return first_axis(spec)
-    match recipe:
-        case Batching() | Rebatched():
-            return recipe.rows if recipe.drop_remainder else None
-        case Reordered() | Prefetched() | Cached() | MappedPass():
-            return promised_rows(recipe.source)
-        case _:
-            return None
-
-
-def ranks_of(recipe: Recipe) -> tuple[int, ...] | None:
-    """The ranks of the leaves of an element, None if not known without a pass."""
-    match recipe:
-        case Foreign():
-            return recipe.ranks
-        case Batching():
-            ranks = ranks_of(recipe.source)
-            return None if ranks is None else tuple(rank + 1 for rank in ranks)
-        case Enumerated():
-            ranks = ranks_of(recipe.source)
-            return None if ranks is None else (0, *ranks)
-        case Concatenated():
-            return ranks_of(recipe.sources[0])
-        case Reordered() | Prefetched() | Cached() | Rebatched():
-            return ranks_of(recipe.source)
-        case _:
-            spec = recipe.spec(unknown)
-            return None if spec is None else tuple(x.ndim for _, x in leaves(spec))
-
-
 class ShapePromise(enum.IntEnum):
     """What is known of the shapes of all elements before a pass.
 
@@ -181,31 +100,114 @@ class ShapePromise(enum.IntEnum):
     NONE = 3
 
 
-def promise_of(recipe: Recipe) -> ShapePromise:
-    """What the recipe promises of the shapes of its elements."""
-    spec = recipe.spec(unknown)
-    if spec is not None:
-        is_static = all(None not in leaf.shape for _, leaf in leaves(spec))
-        return ShapePromise.SAME if is_static else ShapePromise.ROWS
+@final
+@dataclass(frozen=True, slots=True)
+class KnownShapes:
+    """What a recipe says of the shapes of its elements without a pass. What functions
+    make of which datasets is known when a pass has made an element.
+
+    Args:
+        batch_size: The rows of a whole batch, None if that is not known.
+        is_even: All batches have so many but for the last one.
+        is_whole: The last one has them, too.
+        promised_rows: What all batches are promised to have; a function of ``map`` is
+            taken to keep them.
+        promise: Of all elements.
+        ranks: Of the leaves of an element, None if not known.
+    """
+
+    batch_size: int | None = None
+    is_even: bool = False
+    is_whole: bool = False
+    promised_rows: int | None = None
+    promise: ShapePromise = ShapePromise.NONE
+    ranks: tuple[int, ...] | None = None
+
+
+def shapes_of(recipe: Recipe) -> KnownShapes:
+    """What is known of them: its own spec says more than the operation."""
     match recipe:
-        case Interleaved():
-            return ShapePromise.ROWS
-        case PaddedBatches():
-            is_static = recipe.drop_remainder and recipe.pads_to_one_shape
-            return ShapePromise.SAME if is_static else ShapePromise.ROWS
-        case Batching() | Rebatched():
-            is_even = recipe.rows is not None and recipe.drop_remainder
-            return ShapePromise.AS_MADE if is_even else ShapePromise.ROWS
-        case Unbatched():
-            return ShapePromise.AS_MADE
+        case Foreign():
+            return KnownShapes(recipe.batch_size, ranks=recipe.ranks)
         case Several():
-            return max(map(promise_of, recipe.sources))
-        case Reordered() | Prefetched() | Cached() | Enumerated():
-            return promise_of(recipe.source)
-        case MappedPass():
-            return max(ShapePromise.AS_MADE, promise_of(recipe.source))
+            found = _of_several(recipe, [shapes_of(each) for each in recipe.sources])
+        case Derived():
+            found = _of_one(recipe, shapes_of(recipe.source))
+        case Rows():
+            rows = [np.shape(leaf)[1:] for _, leaf in leaves(recipe.arrays)]
+            found = KnownShapes(common_first_axis(rows), True, True)
         case _:
-            return ShapePromise.NONE
+            found = KnownShapes()
+    spec = recipe.spec(unknown)
+    if spec is None:
+        return found
+    known = [leaf.shape for _, leaf in leaves(spec)]
+    is_static = all(None not in shape for shape in known)
+    return replace(
+        found,
+        promised_rows=common_first_axis(known),
+        promise=ShapePromise.SAME if is_static else ShapePromise.ROWS,
+        ranks=tuple(map(len, known)),
+    )
+
+
+def _of_several(recipe: Several, sources: Sequence[KnownShapes]) -> KnownShapes:
+    sizes = {each.batch_size for each in sources}
+    are_whole = all(each.is_whole for each in sources)
+    return KnownShapes(
+        sizes.pop() if len(sizes) == 1 else None,
+        are_whole,
+        are_whole,
+        promise=max(each.promise for each in sources),
+        ranks=sources[0].ranks if isinstance(recipe, Concatenated) else None,
+    )
+
+
+def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
+    by_function = max(ShapePromise.AS_MADE, source.promise)
+    match recipe:
+        case Repeated() | Shuffled():
+            return replace(source, is_even=source.is_whole)
+        case Kept():
+            return source
+        case Enumerated():
+            ranks = None if source.ranks is None else (0, *source.ranks)
+            return KnownShapes(promise=source.promise, ranks=ranks)
+        case MappedPass():
+            rows = source.promised_rows
+            return KnownShapes(promised_rows=rows, promise=by_function)
+        case Unbatched():
+            return KnownShapes(promise=ShapePromise.AS_MADE)
+        case Interleaved():
+            made = recipe.made.last
+            found = ShapePromise.ROWS if made is None else shapes_of(made).promise
+            return KnownShapes(promise=max(ShapePromise.AS_MADE, found))
+        case Batching():
+            size = recipe.source.size()
+            divides = size == INFINITE or (size >= 0 and not size % recipe.batch_size)
+            ranks = source.ranks
+            return KnownShapes(
+                recipe.batch_size,
+                True,
+                recipe.drop_remainder or divides,
+                recipe.rows,
+                _promise_of_batches(recipe, recipe.rows),
+                None if ranks is None else tuple(rank + 1 for rank in ranks),
+            )
+        case Rebatched():
+            # As TF counts them: unless it is promised, not even of whole batches.
+            rows = recipe.rows if recipe.drop_remainder else None
+            counted = rows or first_axis(recipe.spec(unknown))
+            promise = _promise_of_batches(recipe, rows)
+            return KnownShapes(counted, True, True, rows, promise, source.ranks)
+    return KnownShapes()
+
+
+def _promise_of_batches(recipe: Recipe, rows: int | None) -> ShapePromise:
+    if isinstance(recipe, PaddedBatches):
+        is_static = rows is not None and recipe.pads_to_one_shape
+        return ShapePromise.SAME if is_static else ShapePromise.ROWS
+    return ShapePromise.ROWS if rows is None else ShapePromise.AS_MADE
 
 
 def is_steady(recipe: Recipe) -> bool:
@@ -275,9 +277,9 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     Raises:
         ValueError: There is no hint, and several workers.
     """
+    if workers == 1:
+        return _unhinted(recipe)
     if not any(isinstance(each, Hinted) for each in _line(recipe)):
-        if workers == 1:
-            return recipe
         raise ValueError(
             "AutoShardPolicy.HINT: the dataset does not say where to shard it: call "
             "dataset.shard(zs.data.SHARD_HINT, zs.data.SHARD_HINT) at that place "
@@ -368,6 +370,12 @@ def _rewritten(
     changed = recipe.of(_rewritten(recipe.source, is_wanted, change, place))
     # Workers have different data there: no cache may serve two of them.
     return changed.shared(*place) if isinstance(changed, Cached) else changed
+
+
+def _unhinted(recipe: Recipe) -> Recipe:
+    if isinstance(recipe, Hinted):
+        return _unhinted(recipe.source)
+    return recipe.of_each(_unhinted)
 
 
 def _refuse_hint() -> NoReturn:

@@ -131,13 +131,19 @@ class Derived(Recipe):
         return self.of(change(self.source))
 
 
-class Reordered(Derived):
-    """Chooses among the items of its source and leaves their meaning to it."""
+class Kept(Derived):
+    """Gives elements of its source, as they are."""
 
     __slots__ = ()
 
     def spec(self, look: Look) -> Spec:
         return self.source.spec(look)
+
+
+class Reordered(Kept):
+    """Chooses among the items of its source and leaves their meaning to it."""
+
+    __slots__ = ()
 
     def one(self, item: Any) -> Element:
         return self.source.one(item)
@@ -466,7 +472,7 @@ class SlicedPass(Reordered):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Prefetched(Derived):
+class Prefetched(Kept):
     """Makes elements (not items) ahead: making them is the work to be hidden."""
 
     source: Recipe
@@ -477,9 +483,6 @@ class Prefetched(Derived):
 
     def without_first(self, count: int) -> Recipe:
         return self.of(self.source.without_first(count))
-
-    def spec(self, look: Look) -> Spec:
-        return self.source.spec(look)
 
 
 def arguments(element: Element) -> tuple[Any, ...]:

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from ._passes import Recipe
 
 
+MOST_DRAWN: Final = 2**53
+"""Elements, or steps, that a place may be behind: nobody draws more, and times so many
+replicas it is a number of C."""
+
+
 class CheckpointableIterator(abc.ABC):
     """An iterator whose place in its data can be saved and found again.
 
@@ -113,7 +118,7 @@ class Position:
                 "orders": [*orders],
                 "sizes": [*sizes],
                 "operations": [*_] | None as operations,
-            } if drawn >= 0 and all(map(_is_order, orders)):
+            } if 0 <= drawn <= MOST_DRAWN and all(map(_is_order, orders)):
                 listed = tuple((seed, tuple(order)) for seed, order in orders)
                 made_by = None if operations is None else tuple(operations)
                 return cls(drawn, listed, tuple(sizes), made_by)
@@ -159,6 +164,8 @@ class Position:
                 f"this one has {_listed(sizes)} (of each transformation, the last one "
                 "first; -1: without end, -2: not known)"
             )
+        if 0 <= recipe.size() < self.drawn:
+            return f"{self.drawn} elements come before it, of {recipe.size()}"
         operations = _operations(recipe)
         if self.operations is not None and operations != self.operations:
             return (

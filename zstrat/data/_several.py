@@ -111,9 +111,9 @@ class Concatenated(Several):
         fewer: list[Recipe] = []
         for source in self.sources:
             size = source.size()
-            if size == UNKNOWN:
+            if size < 0:  # also what is repeated for ever may have no element
                 break
-            missing = count if size == INFINITE else min(count, size)
+            missing = min(count, size)
             fewer.append(source.without_first(missing))
             count -= missing
         # As many as before: items have their numbers.
@@ -176,20 +176,21 @@ class HasRecipe(Protocol):
 class MadeRecipes:
     """What is known of the datasets that a function has made. A copy knows nothing."""
 
-    __slots__ = ("_found", "_last")
+    __slots__ = ("_found", "last")
 
     def __init__(self) -> None:
         self._found = ""
-        self._last: Recipe | None = None
+        self.last: Recipe | None = None
+        """In TF, which traces the function, all are like it."""
 
     def note(self, recipe: Recipe) -> None:
         """The function has made it."""
         # What it has made in its turn is known when all has been drawn from it.
-        self._found, self._last = self.chance(), recipe
+        self._found, self.last = self.chance(), recipe
 
     def chance(self) -> str:
         """See `Recipe.chance`; of one of them."""
-        return self._found or ("" if self._last is None else self._last.chance())
+        return self._found or ("" if self.last is None else self.last.chance())
 
     def __reduce__(self) -> tuple[type[MadeRecipes], tuple[()]]:
         return MadeRecipes, ()

@@ -110,6 +110,7 @@ class Checkpoint(Tracked):
                 waits, and saves when all are there again.
             UnavailableError: No worker is there to end a step whose worker was lost.
             BusyError: Another program saves to the same folder; says which.
+            AlreadyExistsError: That folder has a ``manifest.json`` of another program.
             ResourceExhaustedError: A disk is full.
             NotFoundError: The folder above could not be made, as where a file has its
                 name; says which.

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from zstrat.checkpoint import CheckpointFiles, Manifest, verify
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
 from zstrat.transport import to_its_end
@@ -34,7 +35,7 @@ from ._servers import at_rest, cluster_of
 from ._tensors import stored_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 
     from zstrat.checkpoint import StoredTensor, TensorReader
     from zstrat.coordinator import ClusterSession
@@ -73,11 +74,9 @@ async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
         await disk(verify, folder, manifest, on_bytes=progress.add)
 
 
-async def load(
-    folder: str, loads: Sequence[Load], disk: FileThread
-) -> list[ClusterMoment]:
+async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMoment]:
     """Carries out what a matching found, between two steps of each cluster: a step is
-    over before, or begins behind it.
+    over before, or begins behind it, with the values and the data of the checkpoint.
 
     Returns:
         When that was, of each cluster.
@@ -89,15 +88,25 @@ async def load(
 
     Cancellation, and all errors: some of the variables may have been restored.
     """
-    local, servers = sorted_loads(folder, loads)
+    local, servers = sorted_loads(folder, found.loads)
     files = CheckpointFiles(folder)
-    clusters = {id(cluster): cluster for cluster, _ in servers}.values()
+    resting = [cluster for cluster, _ in servers] + [
+        iterator.session
+        for iterator, _, _ in found.places
+        if isinstance(iterator, PerWorkerIterator)
+    ]
+    clusters = {id(cluster): cluster for cluster in resting}.values()
     try:
         # Each rests until all is loaded: no step meets some values of before, and some
         # of the checkpoint.
         async with at_rest(clusters) as moments:
             await disk(_load_local, local, files)
             await _all(load_server(*each, files, disk) for each in servers)
+            for iterator, _, state in found.places:
+                if isinstance(iterator, PerWorkerIterator):
+                    await iterator.set_state_async(state)
+                else:
+                    iterator.set_state(state)
             for moment in moments:
                 # A server that was lost meanwhile and filled again has values of
                 # before.
@@ -313,6 +322,7 @@ class SavedServers:
     optimizers: frozenset[int]
     lacks: Sequence[str]
     servers: Sequence[LoadingServer] = field(repr=False)
+    places: Mapping[int, Sequence[str]] = field(repr=False)
 
     async def check(self) -> None:
         async with FileThread() as disk:
@@ -390,6 +400,7 @@ def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
         frozenset(optimizers),
         lacks,
         [server for _, server in servers],
+        found.worker_places,
     )
 
 

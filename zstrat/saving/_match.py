@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
@@ -53,6 +54,8 @@ class Found:
         default_factory=list
     )
     """Iterators, each with its stored node and its place in its data."""
+    worker_places: dict[int, list[str]] = field(default_factory=dict)
+    """Of per-worker iterators: by number, for each input pipeline."""
 
     @property
     def is_new(self) -> bool:
@@ -65,12 +68,13 @@ class Found:
         return [part for each in self.loads for part in each.variable.components]
 
     def add(self, other: Found) -> None:
-        """Adds what was found later, but for iterators: they are the program's alone,
-        which drops them at the end of a pass."""
+        """Adds what was found later; of iterators the numbers alone, as the program
+        drops them at the end of a pass."""
         self.pairs += other.pairs
         self.missing += other.missing
         self.wrong += other.wrong
         self.loads += other.loads
+        self.worker_places |= other.worker_places
 
     def require_right(self, path: str) -> None:
         """Raises:
@@ -227,6 +231,8 @@ class Matching:
             found.wrong.append(f"  iterator at {path}: {why}")
         else:
             found.places.append((iterator, place, state))
+            if isinstance(iterator, PerWorkerIterator):
+                found.worker_places[iterator.resource] = iterator.states_of(state)
 
     def _find_twice(self, found: Found) -> None:
         """Variables that are at two places of the program and were two in the

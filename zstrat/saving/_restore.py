@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstrat.checkpoint import MANIFEST, Manifest
 from zstrat.coordinator import PerWorkerIterator
+from zstrat.errors import InvalidArgumentError
 from zstrat.variables import Module, unwatch, watch
 
 from ._blocking import FileThread, run_blocking
@@ -115,16 +116,25 @@ class Restore:
             found.require_complete(self.path)
 
     async def _load(self, found: Found) -> None:
+        await self._require_places(found)
         async with FileThread() as disk:
-            moments = await load(self.path, found.loads, disk)
-        for iterator, _, state in found.places:
-            if isinstance(iterator, PerWorkerIterator):
-                await iterator.set_state_async(state)
-            else:
-                iterator.set_state(state)
+            moments = await load(self.path, found, disk)
         self._moments = self._moments or moments
         self._taken.add(found)
         await remember(self.path, self._taken, self._moments)
+
+    async def _require_places(self, found: Found) -> None:
+        """Raises:
+        InvalidArgumentError: A worker says that a place is one in other data.
+        """
+        told = Found()
+        for iterator, _, state in found.places:
+            if isinstance(iterator, PerWorkerIterator):
+                try:
+                    await iterator.require_fit_async(state)
+                except InvalidArgumentError as error:
+                    told.wrong.append(f"  {error}")
+        told.require_right(self.path)
 
     def _accept(self, found: Found) -> None:
         if self._matching is not None:

@@ -112,6 +112,9 @@ async def _save(
             for moment in snapshot.moments:
                 moment.cluster.require_unrestored(moment.restores)
             await disk(folder.commit, manifest)
+            for node in graph.iterators:
+                if isinstance(node.value, PerWorkerIterator):
+                    await node.value.begin_at_async(states[node.path])
             root = graph.nodes[0].value
             await remember_saved(root, path, manifest, snapshot.moments)
         finally:
@@ -126,7 +129,7 @@ async def _state_of(node: ObjectNode) -> Mapping[str, Any]:
     """
     try:
         if isinstance(node.value, PerWorkerIterator):
-            return await node.value.get_state_async()
+            return await node.value.place_async()
         state: Mapping[str, Any] = node.value.get_state()
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"the iterator at {node.path}: {error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -110,12 +111,14 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
         for each in state.saved
         if each[0] in found and prefix_of(each[0]) in prefixes
     ]
-    # A save that was killed before it was listed has a higher number than all that are.
-    # What has a lower one was kept for good, and left the list on purpose; so did what
-    # is noted as such, whatever number the user gave it.
+    # A save that was killed before it was listed has a higher number than all that are,
+    # or is newer, where the user gave the numbers. Another one was kept for good, and
+    # left the list on purpose; so did what is noted as such, whatever its number.
     newest: dict[str | None, int] = {}
-    for name, _ in listed:
+    last: dict[str | None, float] = {}
+    for name, at in listed:
         newest[prefix_of(name)] = max(newest.get(prefix_of(name), -1), found[name][0])
+        last[prefix_of(name)] = max(last.get(prefix_of(name), at), at)
     known = {*state.names, *state.doomed}
     more = [
         (number, name, at)
@@ -123,7 +126,10 @@ def read_state(directory: str, prefix: str | None = None) -> SavedList:
         if name not in known
         and (name not in state.left or prefix_of(name) not in newest)
         and prefix_of(name) in prefixes
-        and number > newest.get(prefix_of(name), -1)
+        and (
+            number > newest.get(prefix_of(name), -1)
+            or at > last.get(prefix_of(name), math.inf)
+        )
     ]
     for _, name, at in sorted(more):
         listed.insert(_place(listed, name, at), (name, at))

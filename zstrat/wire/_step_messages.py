@@ -207,8 +207,20 @@ class AskIteratorState:
 
 
 @message
+class AskIteratorFit:
+    """Asks whether an iterator can go to the ``state`` of an `IteratorState`. Answered
+    by `Done`, or by the `Failure` that says why it cannot."""
+
+    kind: ClassVar = 117
+    session: int
+    resource: int
+    state: str
+
+
+@message
 class IteratorState:
-    """``state`` is JSON; "" where the iterator had no element when it was built."""
+    """``state`` is JSON; "" where the iterator had no element when it was built, or
+    could not be built: then it is where it was to begin."""
 
     kind: ClassVar = 116
     state: str
@@ -237,6 +249,7 @@ StepMessage = (
     | BuildResource
     | ResourceBuilt
     | AskIteratorState
+    | AskIteratorFit
     | IteratorState
     | DropResources
 )

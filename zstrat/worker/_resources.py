@@ -28,6 +28,7 @@ from zstrat.data import (
     is_huggingface,
     is_steady,
     parse_no_flags,
+    require_fit,
 )
 from zstrat.errors import (
     ClosureInputError,
@@ -274,18 +275,30 @@ class Resources:
             raise ClosureInputError(words, error) from error
 
     def state(self, number: int) -> str:
-        """The place of an iterator as JSON; "" where it has no element.
+        """The place of an iterator as JSON; "" where it began, as it had no element, or
+        could not be built.
 
         Raises:
             NotFoundError: There is none of this number.
             InvalidArgumentError: It is no iterator whose place can be found again; says
                 why.
         """
-        made = self._made.get(number)
-        if isinstance(made, Broken) and isinstance(made.error, OutOfRangeError):
+        if isinstance(self._made.get(number), Broken):
             return ""
         self._resource(number)
         return json.dumps(_checkpointable(self._open.get(number)).get_state())
+
+    def require_fit(self, number: int, state: str) -> None:
+        """Refuses the place of another dataset. Of an iterator that could not be built
+        nobody knows where it can go.
+
+        Raises:
+            NotFoundError: There is none of this number.
+            InvalidArgumentError: It is a place in other data; says why.
+        """
+        if not isinstance(self._made.get(number), Broken):
+            self._resource(number)
+            require_fit(_checkpointable(self._open.get(number)), json.loads(state))
 
     def _iterate(self, number: int, made: object, state: str) -> LayoutMessage:
         name = f"the dataset of {self._task}"

@@ -23,6 +23,7 @@ from zstrat.ps import PsClient
 from zstrat.telemetry import WORKER_PHASES, Phase, Recorder
 from zstrat.wire import (
     AskClock,
+    AskIteratorFit,
     AskIteratorState,
     BeginCapture,
     BuildResource,
@@ -80,6 +81,7 @@ Owned = (
     | DropResults
     | BuildResource
     | AskIteratorState
+    | AskIteratorFit
     | DropResources
     | MoveServer
     | AskClock
@@ -213,6 +215,8 @@ class WorkerSession:
                 return executor.submit(partial(_build, self.runner, message))
             case AskIteratorState(resource=number):
                 return executor.submit(partial(_state, resources, number))
+            case AskIteratorFit(resource=number, state=state):
+                return executor.submit(partial(_fit, resources, number, state))
             case AskClock() | BeginCapture() | EndCapture():
                 return self._capture.serve(message)
             case _:
@@ -490,6 +494,14 @@ def _state(resources: Resources, number: int) -> Message:
         return IteratorState(resources.state(number))
     except Exception as error:  # goes to the coordinator
         return Failure(_closure.plain(error))
+
+
+def _fit(resources: Resources, number: int, state: str) -> Message:
+    try:
+        resources.require_fit(number, state)
+    except Exception as error:  # goes to the coordinator
+        return Failure(_closure.plain(error))
+    return Done()
 
 
 def _build(runner: StepRunner, message: BuildResource) -> Message:

@@ -14,7 +14,7 @@ from zstrat.program import dump_code
 from zstrat.wire import InitialEntry, VariableEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
 
@@ -41,6 +41,12 @@ class RestorePoint(Protocol):
     @property
     def lacks(self) -> Sequence[str]:
         """What else it misses, in words."""
+        ...
+
+    @property
+    def places(self) -> Mapping[int, Sequence[str]]:
+        """Where per-worker iterators are, by their numbers, in the data of each input
+        pipeline."""
         ...
 
     async def check(self) -> None:

@@ -344,13 +344,13 @@ class Recovery:
         self.steps_lost += lost
         self.restores += 1
         self._is_torn = False
-        self._renewal.renew_workers()
+        self._renewal.renew_workers(chosen.point.places)
         log.warning(
             "a parameter server came back empty: all of them were filled from %s. %d "
             "steps that had ended after it are lost (those that failed or were "
             "cancelled count among them), and so is what the program itself assigned "
             "since then; steps that were under way run again, and the datasets of the "
-            "workers begin anew",
+            "workers begin anew, or where a checkpoint has their iterators",
             chosen.point.path,
             lost,
         )

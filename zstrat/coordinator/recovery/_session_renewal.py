@@ -21,7 +21,7 @@ from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator._fences import Fences
@@ -129,7 +129,7 @@ class SessionRenewal:
             self._keep_origin()
             self.renew_servers()
             self.resumed, self.origin = False, self.session
-            self.renew_workers()
+            self.renew_workers({})
             await arrive(cluster.ps, cluster.workers, deadline)
             await all_joined(cluster.workers, deadline)
 
@@ -180,9 +180,9 @@ class SessionRenewal:
         cut = self.ended_steps
         await self._cluster.fences.up_to(cut.end, cut.besides)
 
-    def renew_workers(self) -> None:
+    def renew_workers(self, places: Mapping[int, Sequence[str]]) -> None:
         """Has the workers enter the session of the servers; what they work on runs
-        again."""
+        again, and their iterators begin at these places."""
         cluster = self._cluster
         self.worker_session = self.session
         if cluster.replication is not None:
@@ -190,5 +190,6 @@ class SessionRenewal:
         # Before the workers: what they still report of the session before is not taken.
         if cluster.dispatcher is not None:
             cluster.dispatcher.enter(self.session)
+            cluster.dispatcher.builder.begin_at(places)
         for task in cluster.workers:
             task.renew(self.session, self.farewells)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from zstrat.data import Elements, Position, Prefetcher, ending
+from zstrat.data import MOST_DRAWN, Elements, Position, Prefetcher, ending
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
@@ -80,7 +80,7 @@ class FeedPosition:
                 "steps": int(steps),
                 "passes": [*passes],
                 "split": [*split],
-            } if steps >= 0:
+            } if 0 <= steps <= MOST_DRAWN:
                 listed = tuple(map(Position.from_plain, passes))
                 return cls(steps, listed, tuple(split))
         raise InvalidArgumentError(

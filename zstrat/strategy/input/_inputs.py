@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -37,7 +38,6 @@ from ._replica_batches import (
     per_replica,
     shares_of_batches,
     shares_of_elements,
-    shares_of_pipelines,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ProcessInputs:
             batches = self._read(begun, allotment, chosen, whole)
             if alone:
                 found = shares_of_elements(
-                    batches, 1, ShapePromise.NONE, is_fresh=is_fresh
+                    [batches], lambda: ShapePromise.NONE, is_fresh=is_fresh
                 )
             else:
                 batches = dense(batches, _CUT)
@@ -141,14 +141,13 @@ class ProcessInputs:
         if chosen.is_per_replica:
             return self._of_functions(dataset_fn, chosen)
         made = allotted(_made(dataset_fn, self.context), Worker())
-        promise = self._promise([made])
+        promise = partial(self._promise, [made])
 
         def shares(place: FeedPosition | None) -> BegunPass:
             (begun,), steps = _begun((made,), place)
             elements = self._read(begun, made, chosen, steps * self.local)
             found = shares_of_elements(
-                elements,
-                self.local,
+                [elements] * self.local,
                 promise,
                 is_fresh=made.is_fresh,
                 before=lambda: _first(begun, steps * self.local),
@@ -158,7 +157,7 @@ class ProcessInputs:
         size = made.recipe.size()
         steps = None
         if size >= 0:  # others ask for it, which give or leave out such a step as here
-            is_kept = promise is not ShapePromise.SAME
+            is_kept = promise() is not ShapePromise.SAME
             steps = math.ceil(size / self.local) if is_kept else size // self.local
         length = PassLength(steps, is_infinite=made.is_infinite)
         split = (self.context.num_input_pipelines, self.local)
@@ -172,7 +171,7 @@ class ProcessInputs:
             return ShapePromise.SAME
         if self.accord is not None or self.local == 1:
             return ShapePromise.NONE
-        return max(each.promise for each in made)
+        return max(each.shapes.promise for each in made)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
@@ -183,7 +182,7 @@ class ProcessInputs:
         # To each function it looks like a worker of its own, as in TF.
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = tuple(allotted(_made(dataset_fn, each), Worker()) for each in contexts)
-        promise = self._promise(made)
+        promise = partial(self._promise, made)
 
         def shares(place: FeedPosition | None) -> BegunPass:
             begun, steps = _begun(made, place)
@@ -196,7 +195,7 @@ class ProcessInputs:
                 for one in begun:
                     yield from _first(one, steps)
 
-            found = shares_of_pipelines(pipelines, promise, before=before)
+            found = shares_of_elements(pipelines, promise, before=before)
             return BegunPass(found, begun)
 
         sources = FeedSources(shares, made, (1, self.local))

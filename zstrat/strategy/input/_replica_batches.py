@@ -118,88 +118,71 @@ def shares_of_batches(
 
 
 def shares_of_elements(
-    elements: Iterator[Any],
-    replicas: int,
-    promise: ShapePromise,
+    pipelines: Sequence[Iterator[Any]],
+    promise: Callable[[], ShapePromise],
     *,
     is_fresh: bool = False,
     before: Callable[[], Iterable[Any]] = tuple,
 ) -> Iterator[Share]:
-    """One element for each replica in turn, as they are.
+    """One element for each replica, as they are, until no pipeline has any more.
 
     Args:
-        promise: As in TF, a last step that has too few is one, and the other replicas
-            get empty elements, unless all elements are promised the same shapes.
+        pipelines: One for each replica; the same one for several gives them its
+            elements in turn.
+        promise: Asked behind the first elements. As in TF, a last step that has too few
+            is one, and the other replicas get empty elements, unless all elements are
+            promised the same shapes.
         is_fresh: Nobody else has their memory.
         before: Makes the elements of the pass that come before these.
     """
-    shapes = _Shapes(before)
-    while several := tuple(itertools.islice(elements, replicas)):
-        if promise is ShapePromise.AS_MADE:
-            shapes.see(several)
-        if missing := replicas - len(several):
-            if not _is_step(promise, several, shapes):
-                return
-            several += tuple(empty_like(several[0]) for _ in range(missing))
-        yield Share((), apart=several, is_fresh=is_fresh)
-
-
-def shares_of_pipelines(
-    pipelines: Sequence[Iterator[Any]],
-    promise: ShapePromise,
-    before: Callable[[], Iterable[Any]] = tuple,
-) -> Iterator[Share]:
-    """One element of each pipeline in each step, until none has any more; ``promise``,
-    ``before``: see `shares_of_elements`."""
     nothing = object()
-    shapes = _Shapes(before)
+    shapes = _Shapes(promise, before)
     for several in itertools.zip_longest(*pipelines, fillvalue=nothing):
         found = [element for element in several if element is not nothing]
-        if promise is ShapePromise.AS_MADE:
-            shapes.see(found)
-        if len(found) < len(several) and not _is_step(promise, found, shapes):
+        shapes.see(found)
+        if len(found) < len(several) and not shapes.make_step(found[0]):
             return
-        yield Share(
-            (),
-            apart=tuple(empty_like(found[0]) if x is nothing else x for x in several),
-        )
+        parts = tuple(empty_like(found[0]) if x is nothing else x for x in several)
+        yield Share((), apart=parts, is_fresh=is_fresh)
 
 
 @final
 class _Shapes:
-    """Whether all elements of a pass had one shape, so far.
+    """The shapes of the elements of a pass, where they may decide of its last step."""
 
-    Args:
-        before: Makes those that were left out; only who asks needs them.
-    """
-
-    def __init__(self, before: Callable[[], Iterable[Any]]) -> None:
-        self._first: list[tuple[int, ...]] | None = None
-        self._differ = False
+    def __init__(
+        self, promise: Callable[[], ShapePromise], before: Callable[[], Iterable[Any]]
+    ) -> None:
+        self._promise: Final = promise
         self._before: Final = before
-
-    def differ(self) -> bool:
-        if not self._differ:
-            self.see(self._before())
-        return self._differ
+        self._first: list[tuple[int, ...]] | None = None
+        self._may_decide: bool | None = None
+        self._differ = False
 
     def see(self, elements: Iterable[Any]) -> None:
+        if self._may_decide is None:
+            # What is not known yet may.
+            fixed = (ShapePromise.SAME, ShapePromise.NONE)
+            self._may_decide = self._promise() not in fixed
+        if not self._may_decide:
+            return
         for element in elements:
             shapes = _shapes_of(element)
             if self._first is None:
                 self._first = shapes
             self._differ |= shapes != self._first
 
-
-def _is_step(promise: ShapePromise, found: Sequence[Any], shapes: _Shapes) -> bool:
-    """Whether one with these elements alone is a step."""
-    match promise:
-        case ShapePromise.AS_MADE:
-            return shapes.differ()
-        case ShapePromise.ROWS:
-            return any(_shapes_of(found[0]))
-        case _:
-            return promise is ShapePromise.NONE
+    def make_step(self, element: Any) -> bool:
+        """Whether this one, and others that are missing, are a step."""
+        match self._promise():
+            case ShapePromise.AS_MADE:
+                if not self._differ:
+                    self.see(self._before())
+                return self._differ
+            case ShapePromise.ROWS:
+                return any(_shapes_of(element))
+            case promise:
+                return promise is ShapePromise.NONE
 
 
 def _shapes_of(element: Any) -> list[tuple[int, ...]]:

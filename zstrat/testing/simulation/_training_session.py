@@ -30,7 +30,7 @@ from ._contract import Saved, Scheduled, Training
 from ._script import DENSE, ScriptedFunction, one_hot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.ps import PsClient
 
@@ -88,6 +88,7 @@ class MemoryPoint:
         self.variables = frozenset(spec.key for spec in specs)
         self.optimizers: frozenset[int] = frozenset()
         self.lacks: Sequence[str] = ()
+        self.places: Mapping[int, Sequence[str]] = {}
         self.values: list[np.ndarray] = []
 
     async def check(self) -> None:
