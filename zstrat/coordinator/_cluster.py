@@ -31,6 +31,7 @@ from ._fences import Fences
 from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
+    HailedTask,
     MakeTaskLink,
     SessionMaker,
     SessionOptions,
@@ -44,7 +45,7 @@ from .connecting import (
 from .membership import Membership, Turnover, WorkerSessions
 from .moving import StoreMoves
 from .recovery import Recovery, SessionRenewal
-from .replication import BackupTask, Replication
+from .replication import Replication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -330,7 +331,7 @@ class Cluster:
         """Task number to address."""
         return self.membership.addresses
 
-    def backups(self) -> list[BackupTask]:
+    def backups(self) -> list[HailedTask]:
         """A way to each second copy that has all, to ask it what it does."""
         return [] if self.replication is None else self.replication.backups()
 

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.coordinator._engine import ClosureEngine
-    from zstrat.coordinator.connecting import TaskLink, TaskSession
-    from zstrat.coordinator.replication import BackupTask
-    from zstrat.wire import Hello
+    from zstrat.coordinator.connecting import AnyTask, HailedTask, TaskSession
 
 
 CLOCK_TRIPS: Final = 8
@@ -44,36 +42,15 @@ CLOCK_TRIPS: Final = 8
 somewhere, and one that did not says all there is to know."""
 
 
-class AskedTask(Protocol):
-    """A task of the session (`TaskSession`), or a second copy (`BackupTask`)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def hello(self) -> Hello | None: ...
-
-    @property
-    def link(self) -> TaskLink: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def state(self) -> str: ...
-
-    async def wait_ready(self, deadline: float) -> object: ...
-
-
 @final
 class CapturedTask:
-    """One task of the session, on the loop.
+    """One task of the session, or a second copy, on the loop.
 
     Args:
         session: The number that the task knows its session by.
     """
 
-    def __init__(self, task: AskedTask, session: int) -> None:
+    def __init__(self, task: AnyTask, session: int) -> None:
         self.task: Final = task
         self.name: Final = short(task.name)
         self.session: Final = session
@@ -162,7 +139,7 @@ class TimedCluster(Protocol):
         """The number that parameter servers know the session by."""
         ...
 
-    def backups(self) -> Sequence[BackupTask]:
+    def backups(self) -> Sequence[HailedTask]:
         """A way to each second copy that has all."""
         ...
 
@@ -209,7 +186,7 @@ class TimelineRun:
         self._over = asyncio.Event()
         """Set when another one may begin."""
         self._tasks: list[CapturedTask] = []
-        self._backups: Sequence[BackupTask] = ()
+        self._backups: Sequence[HailedTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
         self._patience = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
@@ -285,6 +262,8 @@ class TimelineRun:
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
         self._tasks = [CapturedTask(task, task.session) for task in ready]
         self._backups = cluster.backups()
+        for backup in self._backups:
+            backup.start()
         self._tasks += [CapturedTask(task, cluster.session) for task in self._backups]
         deadline = self._deadline()
         async with asyncio.TaskGroup() as group:
@@ -341,7 +320,7 @@ class TimelineRun:
         """Another one may begin. There is no session with the backups."""
         self._cluster.timeline = None
         self._over.set()
-        await asyncio.gather(*(each.close() for each in self._backups))
+        await asyncio.gather(*(each.link.close() for each in self._backups))
 
     def _newcomers(self) -> list[TaskNotes]:
         known = {id(task.task) for task in self._tasks}

@@ -11,11 +11,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, Protocol, final
 
-from zstrat.errors import (
-    ClosedError,
-    DeadlineExceededError,
-    PeerLostError,
-)
+from zstrat.coordinator.connecting import HailedTask
+from zstrat.errors import ClosedError, DeadlineExceededError, PeerLostError
 from zstrat.transport import reached_as
 from zstrat.wire import (
     AttachBackup,
@@ -26,7 +23,6 @@ from zstrat.wire import (
     StoreHosted,
 )
 
-from ._backup_task import BackupTask
 from ._orders import Attach, Detach, Establish, Host, Promote
 
 if TYPE_CHECKING:
@@ -171,14 +167,17 @@ class OrderAsking:
     async def _promote(self, order: Promote) -> Message:
         """Over a link of its own: the program's line goes there when it is done."""
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.patience
-        name = self._owner.servers[order.store].name
-        backup = BackupTask(name, order.store, order.backup, self._make_link)
+        name, copy = self._owner.servers[order.store].name, order.backup
+        backup = HailedTask(
+            "ps", order.store, copy.address, self._make_link, name, copy.incarnation
+        )
+        backup.start()
         try:
             await backup.wait_ready(deadline)
             promote = PromoteBackup(self.session, order.view)
             return await backup.link.submit(promote, deadline=deadline)
         finally:
-            await backup.close()
+            await backup.link.close()
 
     def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
         placement = self._owner.placement

@@ -13,7 +13,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
-from zstrat.coordinator.connecting import TaskSession, arrive
+from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
     PSUnavailableError,
@@ -30,7 +30,6 @@ from zstrat.wire import (
     WorkerReported,
 )
 
-from ._backup_task import BackupTask
 from ._left_stores import LeftStores
 from ._order_asking import OrderAsking
 from ._orders import (
@@ -363,12 +362,16 @@ class Replication:
                 await self._cluster.client.statistics()
         return waited or self.takeovers != since
 
-    def backups(self) -> list[BackupTask]:
+    def backups(self) -> list[HailedTask]:
         """A way to each backup that has all, not used yet."""
-        servers, make_link = self._cluster.ps, self._make_link
         return [
-            BackupTask(
-                f"{servers[store.number].name} backup", store.number, copy, make_link
+            HailedTask(
+                "ps",
+                store.number,
+                copy.address,
+                self._make_link,
+                f"{self._cluster.ps[store.number].name} backup",
+                copy.incarnation,
             )
             for store in self.placement.stores
             if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
