@@ -32,7 +32,6 @@ from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
     HailedTask,
-    MakeTaskLink,
     SessionMaker,
     SessionOptions,
     StoreDirectory,
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
+    from zstrat.transport import MakeTaskLink
 
     from ._dispatch import Dispatcher
     from .profiling._timeline_run import TimelineRun

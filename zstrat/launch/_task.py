@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.config import Settings
-    from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
     from zstrat.worker import Listen, WorkerService
@@ -340,7 +339,9 @@ class Task:
         service = WorkerService(
             self._settings,
             self.hello,
-            self._link_to_ps,
+            partial(
+                Link, me=self.hello, settings=self._settings, security=self._security
+            ),
             on_exit=self._shut_down,
             on_crash=self._crashed,
             is_alone=self._is_alone,
@@ -349,26 +350,6 @@ class Task:
         )
         self.worker = service
         return service, service.close, None
-
-    def _link_to_ps(
-        self,
-        address: str,
-        name: str,
-        *,
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> Link:
-        index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"
-        return Link(
-            address,
-            self.hello,
-            name=name,
-            settings=self._settings,
-            on_open=on_open,
-            on_lost=on_lost,
-            security=self._security,
-            expect=(Job.PS, index),
-        )
 
     def _load_code(self, code: bytes) -> object:
         """Loads what a coordinator shipped; brings jax with it."""

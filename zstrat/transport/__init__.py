@@ -18,6 +18,8 @@ from ._keys import generate_keys as generate_keys
 from ._keys import key_names as key_names
 from ._keys import rotate_keys as rotate_keys
 from ._link import Link as Link
+from ._link import MakeTaskLink as MakeTaskLink
+from ._link import TaskLink as TaskLink
 from ._loop import Bell as Bell
 from ._loop import LoopBell as LoopBell
 from ._loop import LoopCall as LoopCall

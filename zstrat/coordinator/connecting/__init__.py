@@ -13,7 +13,5 @@ from ._open_sessions import open_sessions as open_sessions
 from ._session_maker import SessionMaker as SessionMaker
 from ._session_maker import SessionOptions as SessionOptions
 from ._store_directory import StoreDirectory as StoreDirectory
-from ._task_links import MakeTaskLink as MakeTaskLink
-from ._task_links import TaskLink as TaskLink
 from ._task_session import TaskSession as TaskSession
 from ._task_session import TaskSessionEvents as TaskSessionEvents

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from zstrat.errors import PeerLostError
+    from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, SessionOpened
 
-    from ._task_links import MakeTaskLink, TaskLink
     from ._task_session import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")

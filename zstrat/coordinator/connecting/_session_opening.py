@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
+    from zstrat.transport import MakeTaskLink
 
     from ._open_sessions import ClaimedTask
-    from ._task_links import MakeTaskLink
 
 
 def connect_session(

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.ps import ServerLine
+    from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, JoinSession, LayoutMessage, Message, OpenSession
-
-    from ._task_links import MakeTaskLink, TaskLink
 
 log = logging.getLogger("zstrat.coordinator")
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink, TaskSession
+    from zstrat.coordinator.connecting import TaskSession
+    from zstrat.transport import MakeTaskLink
 
     from ._orders import Asked, PlacementOrder
     from ._placement import StorePlacement

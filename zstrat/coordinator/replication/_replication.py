@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
+    from zstrat.coordinator.connecting import StoreDirectory
     from zstrat.ps import PsClient
+    from zstrat.transport import MakeTaskLink
 
     from ._orders import PlacementOrder
     from ._store_places import StorePlace

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink, TaskSessionEvents
+    from zstrat.coordinator.connecting import TaskSessionEvents
+    from zstrat.transport import MakeTaskLink
     from zstrat.wire import Hello, SessionOpened
 
 log = logging.getLogger("zstrat.coordinator")

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.config import Settings
-    from zstrat.errors import PeerLostError
     from zstrat.ps.handover import LeftStore
     from zstrat.transport import Handler, Remote, Security, Sockets
     from zstrat.wire import Hello, Owner, PlainTree
@@ -365,28 +364,15 @@ def backup_links(
     sockets: Sockets = ZEROMQ,
 ) -> Connect:
     """How the task ``me`` reaches a backup of its store, which has the same name."""
-
-    def connect(
-        address: str,
-        *,
-        on_notice: Callable[[Message], None],
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> Link:
-        return Link(
-            address,
-            me,
-            name=f"the backup of /job:{me.job}/task:{me.index}",
-            settings=settings,
-            on_notice=on_notice,
-            on_open=on_open,
-            on_lost=on_lost,
-            security=security,
-            sockets=sockets,
-            expect=(me.job, me.index),
-        )
-
-    return connect
+    return partial(
+        Link,
+        me=me,
+        name=f"the backup of /job:{me.job}/task:{me.index}",
+        settings=settings,
+        security=security,
+        sockets=sockets,
+        expect=(me.job, me.index),
+    )
 
 
 def _beside(bind: str, store: int, incarnation: int) -> str:

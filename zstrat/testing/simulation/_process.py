@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from zstrat.errors import PeerLostError
-
     from ._script import Scripts
     from ._sockets import Network
     from ._world import World
@@ -305,28 +303,10 @@ class WorkerProcess(Daemon):
         loop, around = self.loop, self.around
         assert loop is not None
 
-        def link(
-            address: str,
-            name: str,
-            *,
-            on_open: Callable[[Hello], None],
-            on_lost: Callable[[PeerLostError], None],
-        ) -> Link:
-            return Link(
-                address,
-                me,
-                name=name,
-                settings=around.settings,
-                on_open=on_open,
-                on_lost=on_lost,
-                sockets=sockets,
-                expect=(Job.PS, int(name.rpartition(":")[2])),
-            )
-
         service = WorkerService(
             around.settings,
             me,
-            link,
+            partial(Link, me=me, settings=around.settings, sockets=sockets),
             on_crash=self._crashed,
             load=partial(self._scripts.load, self.name),
             prepare=cast("Any", self._scripts.prepare),  # what it makes is duck-typed
