@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator.connecting import TaskSession
 from zstrat.errors import AlreadyExistsError, ZstratError
-from zstrat.wire import CloseSession, OpenSession
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.coordinator.connecting import TaskSessionEvents
     from zstrat.transport import MakeTaskLink
-    from zstrat.wire import Hello, SessionOpened
+    from zstrat.wire import CloseSession, Hello, OpenSession, SessionOpened
 
     from ._placement import StorePlacement
 
