@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import abc
 import traceback
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat.config import Limits, Settings, Timeouts
 from zstrat.program import load
-from zstrat.ps import Handover, HostedStores, Inherited, PsService, backup_links
+from zstrat.ps import RESTART, PsProcess, PsService
 from zstrat.transport import Endpoint, Link
-from zstrat.wire import PROTOCOL, AskCopies, DropStore, Hello, HostStore, Job
+from zstrat.wire import PROTOCOL, Hello, Job
 from zstrat.worker import Compilations, WorkerService
 
 from ._threads import VirtualExecutor, VirtualThread
@@ -49,9 +48,6 @@ TIMES: Final = Timeouts(
 
 _COMPILATIONS: Final = Compilations()
 """One for all simulated workers: each would listen to jax for ever."""
-
-
-_RETURNS: Final = "it is started again, and goes on with all it holds"
 
 
 def settings_with(chunk: int, state: Path | None) -> Settings:
@@ -204,62 +200,33 @@ class ServerProcess(Daemon):
     def begin(self, me: Hello, sockets: Any) -> None:
         loop, around = self.loop, self.around
         assert loop is not None
-        task, folder = f"/job:ps/task:{self.index}", around.settings.state
 
         def make_thread(_: str) -> VirtualThread:
             return VirtualThread(loop, around.quick)
 
-        self._handover, left = None, None
-        if folder is not None:
-            self._handover = Handover(folder, self.index, task, make_thread)
-            left = self._handover.take(load, largest=around.settings.limits.body)
-        if left is not None:
-            me = replace(me, incarnation=left.incarnation)
-        make_service = partial(PsService, clock=loop.time, make_thread=make_thread)
-        hosted: HostedStores
-        service = make_service(
-            load_code=load,
-            settings=around.settings,
-            task=task,
-            incarnation=me.incarnation,
-            connect=backup_links(me, around.settings, None, sockets),
-            on_cleared=lambda: hosted.look(),
-            on_new_owner=lambda owner: hosted.follow_new_owner(owner),
-            keeps_state=folder is not None,
-            inherited=None if left is None else left.own,
-        )
-        hosted = HostedStores(
-            service,
+        self._ps = ps = PsProcess(
             me,
             self.address,
             load_code=load,
             settings=around.settings,
-            security=None,
-            make_service=make_service,
+            make_service=partial(PsService, clock=loop.time, make_thread=make_thread),
+            make_thread=make_thread,
             draw=around.draw,
             sockets=sockets,
-            keeps_state=folder is not None,
         )
-
-        def handle(remote: Any, message: Any) -> Any:
-            if isinstance(message, AskCopies | HostStore | DropStore):
-                return hosted.handle(remote, message)
-            return service.handle(remote, message)
-
-        self._me, self._service, self._hosted = me, service, hosted
         self._is_leaving = False
-        self._endpoint = self.endpoint(me, service, service.absorb, sockets, handle)
-        self.work_on(self._serve(left), f"bind {self.name}")
+        service = ps.service
+        self._endpoint = self.endpoint(
+            ps.me, service, service.absorb, sockets, ps.handle
+        )
+        self.work_on(self._serve(), f"bind {self.name}")
 
-    async def _serve(self, left: Inherited | None) -> None:
+    async def _serve(self) -> None:
         """Begins to serve, as `zstrat.launch.Task.start` does."""
-        if left is not None:
-            await self._hosted.inherit(left.owner, left.copies)
+        kept = await self._ps.inherit()
+        assert kept, "no address is taken in a simulation"
         await self._endpoint.bind(self.address)
-        if left is not None and self._handover is not None:
-            self._handover.took()
-            self._service.take_over(left.owner)
-            self._hosted.take_over()
+        self._ps.take_over()
 
     def retire(self, until: float) -> None:
         if self.loop is not None and not self._is_leaving:
@@ -268,19 +235,9 @@ class ServerProcess(Daemon):
 
     async def _leave(self, until: float) -> None:
         """Hands over and ends, as `zstrat.launch.Task.stop` does."""
-        returns, patience = 0.0, self.around.settings.timeouts.handover
-        drained = await self._service.drain()
-        owner, endpoint = self._service.owner, self._endpoint
-        if owner is None or self._handover is None:
-            await self._hosted.close()
-        elif (copies := await self._hosted.leave(_RETURNS, patience)) is not None:
-            own = self._service.role.state_for_successor(self.index)
-            left = Inherited(self._me.incarnation, owner, own, copies)
-            if self._service.role.is_replicated:
-                await endpoint.close(_RETURNS, patience)
-            if drained and await self._handover.leave(left, patience):
-                returns = patience
-        await endpoint.close(_RETURNS, returns)
+        drained = await self._ps.service.drain()
+        returns = await self._ps.leave(self._endpoint, drained=drained)
+        await self._endpoint.close(RESTART, returns)
         self.kill()
         self.around.world.at(max(until, self.around.world.now), self.start_again)
 
