@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from zstrat.errors import BusyError
 from zstrat.variables import line_outside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Iterable
 
     from zstrat.transport import Portal
 
@@ -153,54 +153,3 @@ class OpenSessions:
 
 open_sessions: Final = OpenSessions()
 os.register_at_fork(after_in_child=open_sessions.forget)
-
-
-class Openable(Protocol):
-    """All tasks of a session (`Cluster`)."""
-
-    async def open(self) -> None: ...
-
-    async def close(self, leave: bool) -> None: ...
-
-
-C = TypeVar("C", bound=Openable)
-
-
-def connected(
-    portal: Portal,
-    make: Callable[[], Coroutine[Any, Any, C]],
-    look: Callable[[], Coroutine[Any, Any, None]],
-    slack: float,
-    claim: SessionClaim,
-) -> C:
-    """A cluster that is open. Other sessions of this program that have some of its
-    tasks are closed before, once ``look`` has found no fault. The portal is closed if
-    this fails.
-
-    Args:
-        slack: Seconds for each part. The cluster keeps deadlines of its own, and names
-            the tasks that missed them; there are two, as a program that joins a session
-            waits for it first.
-
-    Raises:
-        BusyError: One of these sessions has something unfinished.
-        ZstratError, ValueError: As of `Openable.open` and ``look``.
-    """
-
-    async def open_() -> C:
-        made = await make()
-        try:
-            await made.open()
-        except BaseException:  # to the caller, who has no session to close
-            await made.close(False)
-            raise
-        return made
-
-    try:
-        if open_sessions.has_rivals(claim):
-            portal.run(look(), slack, "looking whether the cluster answers")
-            open_sessions.take_over(claim)
-        return portal.run(open_(), slack, "connecting to the cluster")
-    except BaseException:  # to the caller, who has no session to close
-        portal.close()
-        raise
