@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import GRACE, environment
@@ -40,15 +40,6 @@ log = logging.getLogger("zstrat.task")
 
 SERVED = (Job.PS, Job.WORKER)
 """The jobs that are served by a daemon; the others are programs of the user."""
-
-
-class Service(Protocol):
-    """What stands behind an endpoint."""
-
-    def lost(self, remote: Remote, reason: str) -> None: ...
-    async def drain(self) -> bool: ...
-    def statistics(self) -> dict[str, PlainTree]: ...
-    def telemetry(self) -> dict[str, PlainTree]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +101,7 @@ class Task:
         if self._ps is not None:
             me, service = self._ps.me, self._ps.service
             absorb, on_waited = service.absorb, service.waited
-            self._service: Service = service
+            self._service: PsService | WorkerService = service
             self._answer: Handler = self._ps.handle
         elif self.worker is not None:
             self._service, self._answer = self.worker, self.worker.handle

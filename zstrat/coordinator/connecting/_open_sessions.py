@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError
 from zstrat.variables import line_outside
@@ -22,6 +22,7 @@ from zstrat.variables import line_outside
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from zstrat.coordinator._session import ClusterSession
     from zstrat.transport import Portal
 
 
@@ -30,25 +31,13 @@ ClaimedTask = tuple[str, int, str]
 as that."""
 
 
-class Replaceable(Protocol):
-    """A `ClusterSession`, as far as it is replaced."""
-
-    @property
-    def portal(self) -> Portal: ...
-
-    @property
-    def coordinators(self) -> dict[str, Any]: ...
-
-    def give_way(self, made_at: str, newer: str) -> None: ...
-
-
 class SessionClaim:
     """One session, and for which tasks. It does not keep the session alive."""
 
     def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
         self.tasks = frozenset(tasks)
         self.made_at = "{}:{}".format(*line_outside())
-        self._session: weakref.ref[Replaceable] | None = None
+        self._session: weakref.ref[ClusterSession] | None = None
         self._portal: weakref.ref[Portal] | None = None
 
     @property
@@ -60,12 +49,12 @@ class SessionClaim:
         portal = None if self._portal is None else self._portal()
         return not self.is_opening and (portal is None or portal.is_closed)
 
-    def opened(self, session: Replaceable) -> None:
+    def opened(self, session: ClusterSession) -> None:
         self._session = weakref.ref(session)
         self._portal = weakref.ref(session.portal)
 
     @property
-    def session(self) -> Replaceable | None:
+    def session(self) -> ClusterSession | None:
         """None while it is not open, and when the program has dropped it."""
         return None if self._session is None else self._session()
 
@@ -126,7 +115,7 @@ class OpenSessions:
         for rival in rivals:
             rival.give_way(claim.made_at)
 
-    def present(self) -> list[Replaceable]:
+    def present(self) -> list[ClusterSession]:
         """Those that are open."""
         with self._lock:
             found = [each.session for each in self._claims if not each.is_over]
