@@ -9,6 +9,7 @@ from ._arrival import all_joined as all_joined
 from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import objection_to as objection_to
+from ._cluster_tasks import ClusterTasks as ClusterTasks
 from ._session_maker import SessionMaker as SessionMaker
 from ._session_maker import SessionOptions as SessionOptions
 from ._store_directory import StoreDirectory as StoreDirectory

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.coordinator._run_status import short
+from zstrat.coordinator.connecting import ClusterTasks
 from zstrat.errors import ZstratError
 from zstrat.telemetry.timeline import (
     ClockLine,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.coordinator._engine import ClosureEngine
-    from zstrat.coordinator.connecting import AnyTask, HailedTask, TaskSession
+    from zstrat.coordinator.connecting import AnyTask, HailedTask
 
 
 CLOCK_TRIPS: Final = 8
@@ -122,22 +123,11 @@ BYTES_OF_SPAN: Final = 200
 """What one becomes in a file that is not compressed."""
 
 
-class TimedCluster(Protocol):
+class TimedCluster(ClusterTasks, Protocol):
     """All tasks of a session (`Cluster`)."""
 
     timeline: TimelineRun | None
     """The one that is taken now."""
-
-    @property
-    def ps(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def workers(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def session(self) -> int:
-        """The number that parameter servers know the session by."""
-        ...
 
     def backups(self) -> Sequence[HailedTask]:
         """A way to each second copy that has all."""

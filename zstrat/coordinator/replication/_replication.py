@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
-    PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
@@ -46,8 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import StoreDirectory
-    from zstrat.ps import PsClient
+    from zstrat.coordinator.connecting import ClusterTasks
     from zstrat.transport import MakeTaskLink
 
     from ._orders import PlacementOrder
@@ -60,33 +58,6 @@ T = TypeVar("T")
 
 FORGIVING: Final = 5.0
 """Seconds until a process is asked again to keep a backup that it could not."""
-
-
-class ReplicatedCluster(Protocol):
-    """What becomes of the stores is told here (`Cluster`)."""
-
-    @property
-    def ps(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def client(self) -> PsClient: ...
-
-    @property
-    def outage_error(self) -> PSUnavailableError | None:
-        """The parameter server that is not there, and no other in its place."""
-        ...
-
-    @property
-    def store_directory(self) -> StoreDirectory: ...
-
-    def store_lost(self, store: int, reason: str) -> None:
-        """No process serves the store; its task session says whether it is gone for
-        good."""
-        ...
-
-    def message_received(self, task: TaskSession, message: Message) -> None:
-        """A notice of the server of a store, or of a worker at a process."""
-        ...
 
 
 @final
@@ -103,7 +74,7 @@ class Replication:
 
     def __init__(
         self,
-        cluster: ReplicatedCluster,
+        cluster: ClusterTasks,
         session: int,
         addresses: Sequence[str],
         timeouts: Timeouts,
