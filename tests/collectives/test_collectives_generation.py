@@ -70,7 +70,7 @@ def full_lines(size):
     """A generation of so many ranks, and its lines to the others."""
     links = []
 
-    def make_link(seat, *, on_open, on_lost, on_flushed):
+    def make_link(address, *, name, expect, on_open, on_lost, on_flushed):
         links.append(SlowLink(on_flushed))
         return links[-1]
 

@@ -96,9 +96,6 @@ class DictHome:
         self.reads += 1
         return self.values[variable.spec.key]
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
-        return self.read(variable)
-
     def read_many(self, variables) -> list[np.ndarray]:
         return [self.read(variable) for variable in variables]
 

@@ -13,7 +13,7 @@ from ps_trees import binding
 
 from zstrat.config import Settings, Timeouts
 from zstrat.ps import PinnedTensor, PsClient, PsService, PsUpdate, Ref
-from zstrat.ps.snapshots import _file_thread as disk_module
+from zstrat.ps.snapshots import _snapshot_files as disk_module
 from zstrat.testing import FakeLink, FakeRemote
 from zstrat.wire import BindOptimizer, Job, OpenSession, UpdateOp, VariableEntry
 

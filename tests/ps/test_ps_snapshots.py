@@ -25,8 +25,8 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ps import PsService, Ref
-from zstrat.ps.snapshots import _file_thread as disk_module
 from zstrat.ps.snapshots import _snapshot as snapshot_module
+from zstrat.ps.snapshots import _snapshot_files as disk_module
 from zstrat.ps.snapshots import _snapshot_service as service_module
 from zstrat.ps.store import Pin
 from zstrat.wire import (

@@ -87,7 +87,7 @@ class World:
     def chief(self):
         return FakeRemote(Job.CHIEF, 77)
 
-    def make_link(self, address, name, *, on_open, on_lost):
+    def make_link(self, address, *, name, expect, on_open, on_lost):
         service, caller = self.services[int(address)], FakeRemote(Job.WORKER, 77)
         link = FakeLink(
             lambda message: service.handle(caller, message),

@@ -25,7 +25,7 @@ class Rig:
         self.servers.attach(self.client.lines)
         self.servers.start()
 
-    def make_link(self, address, name, *, on_open, on_lost):
+    def make_link(self, address, *, name, expect, on_open, on_lost):
         incarnation = ord(address)
         self.links[address] = FakeLink(
             lambda _: Pushed(True, [1]),

@@ -31,7 +31,7 @@ from ._fences import Fences
 from ._run_status import RunStatus
 from ._session_pause import SessionPause
 from .connecting import (
-    MakeTaskLink,
+    HailedTask,
     SessionMaker,
     SessionOptions,
     StoreDirectory,
@@ -44,12 +44,13 @@ from .connecting import (
 from .membership import Membership, Turnover, WorkerSessions
 from .moving import StoreMoves
 from .recovery import Recovery, SessionRenewal
-from .replication import BackupTask, Replication
+from .replication import Replication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
+    from zstrat.transport import MakeTaskLink
 
     from ._dispatch import Dispatcher
     from .profiling._timeline_run import TimelineRun
@@ -330,7 +331,7 @@ class Cluster:
         """Task number to address."""
         return self.membership.addresses
 
-    def backups(self) -> list[BackupTask]:
+    def backups(self) -> list[HailedTask]:
         """A way to each second copy that has all, to ask it what it does."""
         return [] if self.replication is None else self.replication.backups()
 

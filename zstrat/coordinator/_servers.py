@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from zstrat.ps import PsClient
+    from zstrat.transport import MakeTaskLink
     from zstrat.variables import VariableSpec
     from zstrat.wire import InitialEntry
 
     from ._cluster import Cluster
-    from .connecting import MakeTaskLink
     from .recovery import Inventory, Patient
 
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import weakref
-from typing import IO, TYPE_CHECKING, Final, Protocol, final
+from typing import IO, TYPE_CHECKING, Final, final
 
 from zstrat.cluster import GPUS_VARIABLE
 
@@ -57,20 +57,6 @@ WORD: Final = struct.Struct("!i")
 as often as that happens, and in the end its exit code, or -N for signal N."""
 STOPPED: Final = 1 << 16
 CONTINUED: Final = 1 << 17
-
-
-class DaemonProcess(Protocol):
-    """A child process, as `subprocess.Popen` has it."""
-
-    stdin: IO[bytes] | None
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
 
 
 @final
@@ -335,3 +321,6 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket, program: int) ->
     if os.getpid() == program:
         process.kill()
         process.wait()
+
+
+DaemonProcess = subprocess.Popen[bytes] | ForkedProcess

@@ -12,34 +12,26 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import GRACE, environment
-from zstrat.ps import (
-    Handover,
-    HostedStores,
-    Inherited,
-    PsService,
-    backup_links,
-)
+from zstrat.ps import RESTART, PsProcess, PsService
 from zstrat.telemetry import resident_bytes
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.transport.health import register, serve_as_told, unregister
-from zstrat.wire import AskCopies, DropStore, HostStore, Inspect, Job, Statistics
+from zstrat.wire import Inspect, Job, Statistics
 
 from ._imports import kept_for_good
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from zstrat.config import Settings
-    from zstrat.errors import PeerLostError
-    from zstrat.transport import Absorber, Remote
+    from zstrat.transport import Absorber, Handler, Remote
     from zstrat.wire import Hello, Message, PlainTree
     from zstrat.worker import Listen, WorkerService
 
@@ -48,24 +40,6 @@ log = logging.getLogger("zstrat.task")
 
 SERVED = (Job.PS, Job.WORKER)
 """The jobs that are served by a daemon; the others are programs of the user."""
-
-_RESTART: Final = "its next process goes on with all it holds"
-
-
-class Service(Protocol):
-    """What stands behind an endpoint."""
-
-    def handle(
-        self, remote: Remote, message: Message
-    ) -> Message | Awaitable[Message] | None: ...
-    def lost(self, remote: Remote, reason: str) -> None: ...
-    async def drain(self) -> bool: ...
-    def statistics(self) -> dict[str, PlainTree]: ...
-    def telemetry(self) -> dict[str, PlainTree]: ...
-
-
-Served = tuple[Service, Callable[[], Awaitable[None]], "Absorber | None"]
-"""A service, what closes it after the drain, and who works on bodies on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,40 +80,51 @@ class Task:
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
-        self._hosted: HostedStores | None = None
-        """Of a ps."""
-        self._ps: PsService | None = None
+        self._ps: PsProcess | None = None
+        """If it is a ps."""
         self.worker: WorkerService | None = None
         """If it is one."""
         self._returns = 0.0
         """Seconds in which another process goes on with what was here."""
-        self._handover, self._inherited = self._left()
-        if self._inherited is not None:
-            incarnation = self._inherited.incarnation
-        self._make(incarnation or new_incarnation())
+        me = hello(place.job, place.index, incarnation or new_incarnation())
+        if place.job == Job.WORKER:
+            self.worker = self._make_worker(me)
+        else:
+            self._ps = self._make_ps(me)
+        self._face(me)
 
-    def _make(self, incarnation: int) -> None:
-        place, settings = self.place, self._settings
-        self.hello: Hello = hello(place.job, place.index, incarnation)
-        make = self._make_worker if place.job == Job.WORKER else self._make_ps
-        self._service, self._close_service, absorb = make()
-        self._node = GroupNode(self.hello, settings, self._security)
+    def _face(self, me: Hello) -> None:
+        """How others meet the task, which greets with ``me``, or as the process before
+        did, if it goes on with what that has left."""
+        absorb: Absorber | None = None
+        on_waited: Callable[[float, float], None] | None = None
+        if self._ps is not None:
+            me, service = self._ps.me, self._ps.service
+            absorb, on_waited = service.absorb, service.waited
+            self._service: PsService | WorkerService = service
+            self._answer: Handler = self._ps.handle
+        elif self.worker is not None:
+            self._service, self._answer = self.worker, self.worker.handle
+        self.hello: Hello = me
+        self._node = GroupNode(me, self._settings, self._security)
         self._endpoint = Endpoint(
-            self.hello,
+            me,
             self._handle,
-            settings=settings,
+            settings=self._settings,
             absorb=absorb,
             on_lost=self._lost,
             security=self._security,
-            on_waited=None if self._ps is None else self._ps.waited,
+            on_waited=on_waited,
         )
 
     async def start(self) -> None:
         """Binds; from now on the task answers, over HTTP too if it is told to."""
         serve_as_told(self._settings)
-        await self._inherit_copies()
+        if self._ps is not None and not await self._ps.inherit():
+            self._face(self._ps.me)
         self.address = await self._endpoint.bind(self.place.bind)
-        self._take_over()  # nobody was heard yet: nothing was awaited since
+        if self._ps is not None:
+            self._ps.take_over()  # nobody was heard yet: nothing was awaited since
         register(self, self.place.task, self._loop)
         if self.place.job == Job.WORKER:
             announce(self._node)
@@ -170,15 +155,17 @@ class Task:
         Returns whether everything was finished in time.
         """
         patience = longest = self._settings.timeouts.drain
-        if self._handover is not None:
+        if self._ps is not None and self._settings.state is not None:
             longest += self._settings.timeouts.handover
         drained = False
         try:
             async with asyncio.timeout(longest + GRACE):
                 drained = await self._service.drain()
-                if self._ps is not None and self._hosted is not None:
-                    await self._leave(self._ps, self._hosted, drained)
-                await self._close_service()
+                if self._ps is not None:
+                    endpoint = self._endpoint
+                    self._returns = await self._ps.leave(endpoint, drained=drained)
+                if self.worker is not None:
+                    await self.worker.close()
         except TimeoutError:
             drained = False
         finally:
@@ -186,7 +173,7 @@ class Task:
             withdraw(self._node)
             await self._node.close("its task ended")
             if self._returns:
-                await self._endpoint.close(_RESTART, self._returns)
+                await self._endpoint.close(RESTART, self._returns)
             else:
                 await self._endpoint.close()
         if not drained:
@@ -215,7 +202,7 @@ class Task:
             "memory_bytes": resident_bytes(),
             "cpu_seconds": time.process_time(),
         }
-        hosted = [] if self._hosted is None else self._hosted.statistics()
+        hosted = [] if self._ps is None else self._ps.statistics_of_copies()
         return {
             "task": task,
             # Counts and names only, though its type does not say so.
@@ -238,136 +225,35 @@ class Task:
             return Statistics(self.statistics())
         if type(message) in GROUP_MESSAGES:
             return self._node.handle(remote, message)
-        hosting = AskCopies | HostStore | DropStore
-        if isinstance(message, hosting) and self._hosted is not None:
-            return self._hosted.handle(remote, message)
-        return self._service.handle(remote, message)
+        return self._answer(remote, message)
 
     def _lost(self, remote: Remote, reason: str) -> None:
         self._service.lost(remote, reason)
         self._node.lost(remote)
 
-    def _left(self) -> tuple[Handover | None, Inherited | None]:
-        """Where a parameter server leaves what it has, and what was left there. It is
-        loaded here and now: nobody is served yet who might be held up."""
-        folder, index = self._settings.state, self.place.index
-        if self.place.job != Job.PS or folder is None:
-            return None, None
-        handover = Handover(folder, index, f"/job:ps/task:{index}")
-        largest = self._settings.limits.body
-        return handover, handover.take(self._load_code, largest=largest)
-
-    async def _inherit_copies(self) -> None:
-        """Where they were, or nothing of what was left is taken: whoever knows this
-        process by its incarnation would look for them."""
-        left, hosted = self._inherited, self._hosted
-        if left is None or hosted is None or self._handover is None:
-            return
-        try:
-            await hosted.inherit(left.owner, left.copies)
-        except OSError as error:
-            log.error(
-                "what the process before has left is not used, and this one begins "
-                "empty: the address of a copy that it kept is taken: %s",
-                error,
-            )
-            self._handover.took()
-            self._inherited = None
-            self._make(new_incarnation())
-
-    def _take_over(self) -> None:
-        if self._inherited is None or self._handover is None or self._ps is None:
-            return
-        self._handover.took()
-        self._ps.take_over(self._inherited.owner)
-        if self._hosted is not None:
-            self._hosted.take_over()
-
-    async def _leave(self, ps: PsService, hosted: HostedStores, drained: bool) -> None:
-        """What a ps holds, for the next process, if that is wished and can be done."""
-        owner, patience = ps.owner, self._settings.timeouts.handover
-        if self._handover is None or owner is None:
-            await hosted.close()
-            return
-        copies = await hosted.leave(_RESTART, patience)
-        if not drained or copies is None:
-            log.error(
-                "what this process holds is lost with it: something that it had "
-                "accepted did not end within ZSTRAT_DRAIN"
-            )
-            return
-        left = Inherited(
-            self.hello.incarnation,
-            owner,
-            ps.role.state_for_successor(self.place.index),
-            copies,
-        )
-        if ps.role.is_replicated:  # others need not wait until that is written
-            await self._endpoint.close(_RESTART, patience)
-        if await self._handover.leave(left, patience):
-            self._returns = patience
-
-    def _make_ps(self) -> Served:
-        left = self._inherited
-        self._ps = service = PsService(
-            load_code=self._load_code,
-            settings=self._settings,
-            task=f"/job:ps/task:{self.place.index}",
-            incarnation=self.hello.incarnation,
-            tells=True,
-            on_exit=self._shut_down,
-            connect=backup_links(self.hello, self._settings, self._security),
-            on_cleared=lambda: hosted.look(),
-            on_new_owner=lambda owner: hosted.follow_new_owner(owner),
-            keeps_state=self._handover is not None,
-            inherited=None if left is None else left.own,
-        )
-        hosted = self._hosted = HostedStores(
-            service,
-            self.hello,
+    def _make_ps(self, me: Hello) -> PsProcess:
+        return PsProcess(
+            me,
             self.place.bind,
             load_code=self._load_code,
             settings=self._settings,
             security=self._security,
+            on_exit=self._shut_down,
             make_service=partial(PsService, tells=True),
-            keeps_state=self._handover is not None,
         )
-        return service, _nothing, service.absorb
 
-    def _make_worker(self) -> Served:
+    def _make_worker(self, me: Hello) -> WorkerService:
         from zstrat.worker import WorkerService
 
-        service = WorkerService(
+        return WorkerService(
             self._settings,
-            self.hello,
-            self._link_to_ps,
+            me,
+            partial(Link, me=me, settings=self._settings, security=self._security),
             on_exit=self._shut_down,
             on_crash=self._crashed,
             is_alone=self._is_alone,
             listen=self._listen,
             tells=True,
-        )
-        self.worker = service
-        return service, service.close, None
-
-    def _link_to_ps(
-        self,
-        address: str,
-        name: str,
-        *,
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> Link:
-        index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"
-        return Link(
-            address,
-            self.hello,
-            name=name,
-            settings=self._settings,
-            on_open=on_open,
-            on_lost=on_lost,
-            security=self._security,
-            expect=(Job.PS, index),
         )
 
     def _load_code(self, code: bytes) -> object:
@@ -414,7 +300,3 @@ async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
         yield task
     finally:
         await task.stop()
-
-
-async def _nothing() -> None:
-    pass

@@ -1,3 +1,5 @@
+from ._process import RESTART as RESTART
+from ._process import PsProcess as PsProcess
 from ._service import PsService as PsService
 from ._thread import JobThread as JobThread
 from .client._client import PsClient as PsClient
@@ -11,8 +13,6 @@ from .engine._engine import OptimizerEngine as OptimizerEngine
 from .handover._handover import Handover as Handover
 from .handover._handover import Inherited as Inherited
 from .handover._handover import StoreRole as StoreRole
-from .replication._hosting import HostedStores as HostedStores
-from .replication._hosting import backup_links as backup_links
 from .store._parts import EagerRun as EagerRun
 from .store._parts import ordinal as ordinal
 from .store._parts import require_same as require_same

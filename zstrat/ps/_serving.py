@@ -36,8 +36,7 @@ from zstrat.wire import (
     PushPart,
 )
 
-from ._exchange import Exchanges
-from ._requests import PendingRequest, Request, Stored, begin, names_of
+from ._requests import Exchanges, PendingRequest, Request, Stored, begin, names_of
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 

@@ -14,10 +14,13 @@ from ._identity import new_incarnation as new_incarnation
 from ._identity import program_name as program_name
 from ._keys import NEXT as NEXT
 from ._keys import PREVIOUS as PREVIOUS
+from ._keys import Secrecy as Secrecy
 from ._keys import generate_keys as generate_keys
 from ._keys import key_names as key_names
 from ._keys import rotate_keys as rotate_keys
 from ._link import Link as Link
+from ._link import MakeTaskLink as MakeTaskLink
+from ._link import TaskLink as TaskLink
 from ._loop import Bell as Bell
 from ._loop import LoopBell as LoopBell
 from ._loop import LoopCall as LoopCall
@@ -30,7 +33,6 @@ from ._pool import Pool as Pool
 from ._pump import Sending as Sending
 from ._remote import Handler as Handler
 from ._remote import Remote as Remote
-from ._secrecy import Secrecy as Secrecy
 from ._seldom import Seldom as Seldom
 from ._shared_memory import Arena as Arena
 from ._shared_memory import Mapping as Mapping

@@ -13,7 +13,7 @@ import itertools
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from zstrat.errors import BusyError, ClosedError, PeerLostError
 from zstrat.wire import Hello, Job, Message
@@ -60,6 +60,51 @@ Told = TypeVar("Told")
 
 def _ignore(_: object) -> None:
     pass
+
+
+class TaskLink(Protocol):
+    """What is asked of a `Link` by who is given one, or what stands for it in a test
+    (`zstrat.testing.FakeLink`)."""
+
+    address: str
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_refused(self) -> bool: ...
+
+    @property
+    def trouble(self) -> str: ...
+
+    @property
+    def peer(self) -> Hello | None: ...
+
+    def start(self) -> None: ...
+
+    async def wait_open(self, deadline: float) -> Hello: ...
+
+    def submit(self, message: Message, *, deadline: float | None = None) -> Reply: ...
+
+    def notify(self, message: Message) -> None: ...
+
+    async def close(self, reason: str = ...) -> None: ...
+
+
+class MakeTaskLink(Protocol):
+    """Makes the link to one task; it is not started yet. So does a `Link` that lacks
+    but these arguments."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        name: str,
+        expect: tuple[str, int],
+        on_notice: Callable[[Message], None] = ...,
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> TaskLink: ...
 
 
 class Link:

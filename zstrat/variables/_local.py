@@ -58,9 +58,6 @@ class HomeHere:
         for update in updates:
             self.update(*update)
 
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return self.read(variable)
-
     async def read_many_async(
         self, variables: Sequence[VariableHandle]
     ) -> list[np.ndarray]:

@@ -181,7 +181,7 @@ class Variable(AbstractVariable):
         return self._home.read(self)
 
     async def _read_now_async(self) -> np.ndarray:
-        return await self._home.read_async(self)
+        return (await self._home.read_many_async([self]))[0]
 
     def _traced_value(self, recording: TraceRecorder) -> Any:
         return recording.read(self)

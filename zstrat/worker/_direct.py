@@ -204,9 +204,6 @@ class Direct:
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         raise _not_here(*[variable for variable, _ in parts])
 
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        raise _not_here(variable)
-
     async def read_many_async(
         self, variables: Sequence[VariableHandle]
     ) -> list[np.ndarray]:

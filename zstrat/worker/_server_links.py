@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import ClosedError, ProtocolError
-from zstrat.wire import Done
+from zstrat.wire import Done, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.config import Timeouts
     from zstrat.errors import PeerLostError
     from zstrat.ps import ServerLine
-    from zstrat.transport import Link
+    from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, Message, MoveServer
 
 RESTARTED: Final = "it was started again, and what it held is gone"
-
-
-class MakeWorkerLink(Protocol):
-    """A link that is not started yet, from the address of a task and its name."""
-
-    def __call__(
-        self,
-        address: str,
-        name: str,
-        *,
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> Link: ...
 
 
 @final
@@ -125,7 +112,7 @@ class ServerLinks:
 
     def __init__(
         self,
-        make_link: MakeWorkerLink,
+        make_link: MakeTaskLink,
         addresses: Sequence[str],
         views: Sequence[int],
         timeouts: Timeouts,
@@ -210,11 +197,11 @@ class ServerLinks:
             presence.close(ClosedError(reason))
         await asyncio.gather(*[link.close(reason) for link in self.links])
 
-    def _start(self, index: int, link: Link) -> None:
+    def _start(self, index: int, link: TaskLink) -> None:
         if self.links[index] is link and not self._is_closed:
             link.start()
 
-    def _new(self, index: int, address: str) -> Link:
+    def _new(self, index: int, address: str) -> TaskLink:
         there = ServerPresence(
             self._grace, moves=bool(self._replicas), is_used=self._is_used
         )
@@ -222,5 +209,10 @@ class ServerLinks:
             self._presences[index] = there
         else:
             self._presences.append(there)
-        name = f"/job:ps/task:{index}"
-        return self._make_link(address, name, on_open=there.opened, on_lost=there.lost)
+        return self._make_link(
+            address,
+            name=f"/job:ps/task:{index}",
+            expect=(Job.PS, index),
+            on_open=there.opened,
+            on_lost=there.lost,
+        )

@@ -46,7 +46,7 @@ from zstrat.wire import (
 from ._direct import Asking, Direct, bind
 from ._executor import Executor, WorkerThread
 from ._resources import Load, Resources
-from ._server_links import MakeWorkerLink, ServerLinks
+from ._server_links import ServerLinks
 from ._step_output import Listen, StepOutput, unbegun, unheard
 from ._step_runner import Prepare, RunEager, StepRunner
 from ._worker_session import Owned, WorkerSession
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from zstrat.config import Settings
-    from zstrat.transport import Remote
+    from zstrat.transport import MakeTaskLink, Remote
 
 
 class MakeExecutor(Protocol):
@@ -95,7 +95,7 @@ class WorkerService:
         self,
         settings: Settings,
         me: Hello,
-        make_link: MakeWorkerLink,
+        make_link: MakeTaskLink,
         *,
         on_exit: Callable[[], None] | None = None,
         on_crash: Callable[[BaseException], None] | None = None,

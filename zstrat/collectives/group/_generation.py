@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import GroupFormed, Hello, PlainTree
 
-    from ._mesh import MakeMeshLink
+    from ._mesh import MakeLink
     from ._traffic import Running
 
 _LAST_WORDS: Final = 5.0
@@ -74,7 +74,7 @@ class Generation:
         group: str,
         rank: int,
         formed: GroupFormed,
-        make_link: MakeMeshLink,
+        make_link: MakeLink,
         counts: Counter[str],
     ) -> None:
         self.group, self.number, self.rank = group, formed.generation, rank

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from zstrat.errors import (
     BusyError,
@@ -37,18 +37,13 @@ if TYPE_CHECKING:
 
     from ._rendezvous import GroupSeat
 
+    MakeLink = Callable[..., Link]
+    """A `Link` of this process that lacks but the task, and who is told of it."""
 
-class MakeMeshLink(Protocol):
-    """Makes a link of this process to a task, not started."""
 
-    def __call__(
-        self,
-        seat: GroupSeat,
-        *,
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-        on_flushed: Callable[[], None],
-    ) -> Link: ...
+def link_to(seat: GroupSeat, make: MakeLink, **events: Any) -> Link:
+    """The link to the task of a seat, which is told ``events``; it is not started."""
+    return make(seat.address, name=seat.task, expect=(seat.job, seat.number), **events)
 
 
 class Mesh:
@@ -65,7 +60,7 @@ class Mesh:
         group: str,
         rank: int,
         members: Sequence[MemberEntry],
-        make_link: MakeMeshLink,
+        make_link: MakeLink,
         *,
         on_lost: Callable[[int, str, bool], None],
         on_flushed: Callable[[], None],
@@ -74,8 +69,9 @@ class Mesh:
         self._on_lost = on_lost
         self._opened: set[int] = set()
         self.links: dict[int, Link] = {
-            other: make_link(
+            other: link_to(
                 seat_of(member),
+                make_link,
                 on_open=partial(self._open_again, other),
                 on_lost=partial(self._lost, other),
                 on_flushed=on_flushed,

@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import (
@@ -32,46 +33,19 @@ from zstrat.transport import Link
 from zstrat.wire import AbortCall, AskCall, GroupFormed, Hop, Job, JoinGroup, LeaveGroup
 
 from ._generation import Generation
+from ._mesh import link_to
 from ._rendezvous import RendezvousService, rank_at
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from zstrat.collectives.schedules._choice import Choices
     from zstrat.config import Settings
     from zstrat.transport import Remote, Security
     from zstrat.wire import CallState, Hello, Message, PlainTree
 
+    from ._mesh import MakeLink
     from ._rendezvous import GroupSeat
-
-
-class LinkMaker:
-    """Makes links of this task; implements `MakeMeshLink`."""
-
-    def __init__(
-        self, me: Hello, settings: Settings, security: Security | None
-    ) -> None:
-        self._me, self._settings, self._security = me, settings, security
-
-    def __call__(
-        self,
-        seat: GroupSeat,
-        *,
-        on_open: Callable[[Hello], None] = lambda hello: None,
-        on_lost: Callable[[PeerLostError], None] = lambda error: None,
-        on_flushed: Callable[[], None] | None = None,
-    ) -> Link:
-        return Link(
-            seat.address,
-            self._me,
-            name=seat.task,
-            settings=self._settings,
-            on_open=on_open,
-            on_lost=on_lost,
-            on_flushed=on_flushed,
-            security=self._security,
-            expect=(seat.job, seat.number),
-        )
 
 
 GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
@@ -220,7 +194,8 @@ class GroupNode:
 
         Cancellation: this rank has not joined.
         """
-        make = LinkMaker(self.me, replace(self.settings, lane=lane), self.security)
+        settings = replace(self.settings, lane=lane)
+        make = partial(Link, me=self.me, settings=settings, security=self.security)
         deadline = self.loop.time() + request.patience
         self._forming += 1
         is_given_up = False
@@ -289,9 +264,9 @@ class GroupNode:
             raise asyncio.CancelledError
 
     async def _join_there(
-        self, request: JoinGroup, first: GroupSeat, make: LinkMaker, deadline: float
+        self, request: JoinGroup, first: GroupSeat, make: MakeLink, deadline: float
     ) -> GroupFormed:
-        link = make(first)
+        link = link_to(first, make)
         link.start()
         try:
             while True:

@@ -3,16 +3,15 @@ on each of them, its link, and the addresses that workers are told."""
 
 from __future__ import annotations
 
+from ._arrival import AnyTask as AnyTask
 from ._arrival import HailedTask as HailedTask
 from ._arrival import all_joined as all_joined
 from ._arrival import arrive as arrive
 from ._arrival import devices_of as devices_of
 from ._arrival import objection_to as objection_to
-from ._open_sessions import open_sessions as open_sessions
+from ._cluster_tasks import ClusterTasks as ClusterTasks
 from ._session_maker import SessionMaker as SessionMaker
 from ._session_maker import SessionOptions as SessionOptions
 from ._store_directory import StoreDirectory as StoreDirectory
-from ._task_links import MakeTaskLink as MakeTaskLink
-from ._task_links import TaskLink as TaskLink
 from ._task_session import TaskSession as TaskSession
 from ._task_session import TaskSessionEvents as TaskSessionEvents

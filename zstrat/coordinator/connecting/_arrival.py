@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, TypeAlias, final
 
 from zstrat.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
     InvalidArgumentError,
+    NotPrimaryError,
     UnavailableError,
     ZstratError,
 )
@@ -22,9 +23,10 @@ from zstrat.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from zstrat.errors import PeerLostError
+    from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, SessionOpened
 
-    from ._task_links import MakeTaskLink, TaskLink
     from ._task_session import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
@@ -34,26 +36,8 @@ FIRST_WORD: Final = 2.0
 NEXT_WORD: Final = 10.0
 
 
-class AwaitedTask(Protocol):
-    """A task that is waited for: a `TaskSession`, or one that is only hailed."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def state(self) -> str:
-        """Words for how far it got."""
-        ...
-
-    def start(self) -> None: ...
-
-    async def wait_ready(self, deadline: float) -> object: ...
+AnyTask: TypeAlias = "TaskSession | HailedTask"
+"""A task by a link of ours: with a session on it, or only hailed."""
 
 
 @final
@@ -63,8 +47,8 @@ class Arrival:
 
     def __init__(
         self,
-        ps: Sequence[AwaitedTask],
-        workers: Sequence[AwaitedTask],
+        ps: Sequence[AnyTask],
+        workers: Sequence[AnyTask],
         call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
     ) -> None:
         self._ps, self._workers, self._call_later = ps, workers, call_later
@@ -80,7 +64,7 @@ class Arrival:
             self._timer = None
 
     @property
-    def awaited(self) -> list[AwaitedTask]:
+    def awaited(self) -> list[AnyTask]:
         """The tasks that connecting waits for now; one of the workers will do."""
         ps = [task for task in self._ps if not task.is_ready]
         if any(task.is_ready for task in self._workers):
@@ -101,7 +85,7 @@ class Arrival:
 
 
 async def arrive(
-    ps: Sequence[AwaitedTask], workers: Sequence[AwaitedTask], deadline: float
+    ps: Sequence[AnyTask], workers: Sequence[AnyTask], deadline: float
 ) -> None:
     """Starts all, and waits for all parameter servers and one of the workers, if there
     are any.
@@ -141,8 +125,8 @@ async def all_joined(workers: Sequence[TaskSession], deadline: float) -> None:
     await asyncio.gather(*joining, return_exceptions=True)
 
 
-async def _any_of(workers: Sequence[AwaitedTask], deadline: float) -> None:
-    async def outcome(task: AwaitedTask) -> Exception | None:
+async def _any_of(workers: Sequence[AnyTask], deadline: float) -> None:
+    async def outcome(task: AnyTask) -> Exception | None:
         try:
             await task.wait_ready(deadline)
         except Exception as error:  # goes to the caller, if no worker comes
@@ -179,21 +163,40 @@ def _raise_all(errors: Sequence[BaseException]) -> None:
 
 @final
 class HailedTask:
-    """A task that is greeted over a link of its own, without a session. What it says
-    unasked is told to whoever has one."""
+    """A task that is greeted over a link of its own, without a session: to see whether
+    it is there, or to ask the backup of a store what it does. What it says unasked is
+    told to whoever has a session.
+
+    Args:
+        name: What it is called in errors; left out: the job and the number.
+        incarnation: That of the process that has to be there; 0: any may be.
+    """
 
     def __init__(
-        self, job: str, task_number: int, address: str, make_link: MakeTaskLink
+        self,
+        job: str,
+        task_number: int,
+        address: str,
+        make_link: MakeTaskLink,
+        name: str = "",
+        incarnation: int = 0,
     ) -> None:
-        self.name, self.address = f"/job:{job}/task:{task_number}", address
+        self.name = name or f"/job:{job}/task:{task_number}"
+        self.address, self._incarnation = address, incarnation
+        self._loss = ""
         self.link: TaskLink = make_link(
             address,
             name=self.name,
             expect=(job, task_number),
             on_notice=_ignored,
             on_open=_ignored,
-            on_lost=_ignored,
+            on_lost=self._lost,
         )
+
+    @property
+    def hello(self) -> Hello | None:
+        """Its greeting, while the link is open."""
+        return self.link.peer
 
     @property
     def is_ready(self) -> bool:
@@ -201,13 +204,24 @@ class HailedTask:
 
     @property
     def state(self) -> str:
-        return self.link.trouble
+        """Words for why it is not open."""
+        return self._loss or self.link.trouble
 
     def start(self) -> None:
         self.link.start()
 
-    async def wait_ready(self, deadline: float) -> object:
-        return await self.link.wait_open(deadline)
+    async def wait_ready(self, deadline: float) -> None:
+        """Waits until it has greeted; raises as `TaskLink.wait_open`, and
+
+        Raises:
+            NotPrimaryError: Another process is there by now.
+        """
+        hello = await self.link.wait_open(deadline)
+        if self._incarnation not in (0, hello.incarnation):
+            raise NotPrimaryError(f"another process is at {self.address}")
+
+    def _lost(self, error: PeerLostError) -> None:
+        self._loss = f"lost: {error}"
 
 
 async def hail(

@@ -14,14 +14,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import BusyError
 from zstrat.variables import line_outside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Iterable
 
+    from zstrat.coordinator._session import ClusterSession
     from zstrat.transport import Portal
 
 
@@ -30,25 +31,13 @@ ClaimedTask = tuple[str, int, str]
 as that."""
 
 
-class Replaceable(Protocol):
-    """A `ClusterSession`, as far as it is replaced."""
-
-    @property
-    def portal(self) -> Portal: ...
-
-    @property
-    def coordinators(self) -> dict[str, Any]: ...
-
-    def give_way(self, made_at: str, newer: str) -> None: ...
-
-
 class SessionClaim:
     """One session, and for which tasks. It does not keep the session alive."""
 
     def __init__(self, tasks: Iterable[ClaimedTask]) -> None:
         self.tasks = frozenset(tasks)
         self.made_at = "{}:{}".format(*line_outside())
-        self._session: weakref.ref[Replaceable] | None = None
+        self._session: weakref.ref[ClusterSession] | None = None
         self._portal: weakref.ref[Portal] | None = None
 
     @property
@@ -60,12 +49,12 @@ class SessionClaim:
         portal = None if self._portal is None else self._portal()
         return not self.is_opening and (portal is None or portal.is_closed)
 
-    def opened(self, session: Replaceable) -> None:
+    def opened(self, session: ClusterSession) -> None:
         self._session = weakref.ref(session)
         self._portal = weakref.ref(session.portal)
 
     @property
-    def session(self) -> Replaceable | None:
+    def session(self) -> ClusterSession | None:
         """None while it is not open, and when the program has dropped it."""
         return None if self._session is None else self._session()
 
@@ -126,7 +115,7 @@ class OpenSessions:
         for rival in rivals:
             rival.give_way(claim.made_at)
 
-    def present(self) -> list[Replaceable]:
+    def present(self) -> list[ClusterSession]:
         """Those that are open."""
         with self._lock:
             found = [each.session for each in self._claims if not each.is_over]
@@ -153,54 +142,3 @@ class OpenSessions:
 
 open_sessions: Final = OpenSessions()
 os.register_at_fork(after_in_child=open_sessions.forget)
-
-
-class Openable(Protocol):
-    """All tasks of a session (`Cluster`)."""
-
-    async def open(self) -> None: ...
-
-    async def close(self, leave: bool) -> None: ...
-
-
-C = TypeVar("C", bound=Openable)
-
-
-def connected(
-    portal: Portal,
-    make: Callable[[], Coroutine[Any, Any, C]],
-    look: Callable[[], Coroutine[Any, Any, None]],
-    slack: float,
-    claim: SessionClaim,
-) -> C:
-    """A cluster that is open. Other sessions of this program that have some of its
-    tasks are closed before, once ``look`` has found no fault. The portal is closed if
-    this fails.
-
-    Args:
-        slack: Seconds for each part. The cluster keeps deadlines of its own, and names
-            the tasks that missed them; there are two, as a program that joins a session
-            waits for it first.
-
-    Raises:
-        BusyError: One of these sessions has something unfinished.
-        ZstratError, ValueError: As of `Openable.open` and ``look``.
-    """
-
-    async def open_() -> C:
-        made = await make()
-        try:
-            await made.open()
-        except BaseException:  # to the caller, who has no session to close
-            await made.close(False)
-            raise
-        return made
-
-    try:
-        if open_sessions.has_rivals(claim):
-            portal.run(look(), slack, "looking whether the cluster answers")
-            open_sessions.take_over(claim)
-        return portal.run(open_(), slack, "connecting to the cluster")
-    except BaseException:  # to the caller, who has no session to close
-        portal.close()
-        raise

@@ -14,9 +14,9 @@ from ._task_session import TaskSession
 
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
+    from zstrat.transport import MakeTaskLink
 
     from ._store_directory import StoreDirectory
-    from ._task_links import MakeTaskLink
     from ._task_session import Objection, TaskSessionEvents
 
 

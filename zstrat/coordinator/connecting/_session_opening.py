@@ -22,7 +22,7 @@ from zstrat.transport.health import register, serve_as_told
 from zstrat.wire import Job
 
 from ._arrival import hail
-from ._open_sessions import connected, open_sessions
+from ._open_sessions import open_sessions
 from ._session_maker import SessionOptions
 from ._task_links import (
     addresses_of_ps,
@@ -33,13 +33,13 @@ from ._task_links import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
+    from zstrat.transport import MakeTaskLink
 
-    from ._open_sessions import ClaimedTask
-    from ._task_links import MakeTaskLink
+    from ._open_sessions import ClaimedTask, SessionClaim
 
 
 def connect_session(
@@ -86,27 +86,16 @@ def connect_session(
     check_replicas(replicas, len(ps), settings, stores_per_ps)
     make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
-    async def cluster() -> Cluster:
-        return Cluster(
-            session,
-            ps,
-            workers,
-            settings.timeouts,
-            make,
-            SessionOptions(
-                prefetch_of(settings, workers),
-                listens=settings.output == "program",
-                replicas=replicas,
-                stores_per_ps=stores_per_ps,
-                name=resume,
-                begins_anew=begins_anew,
-                program=program_name(),
-            ),
-        )
-
-    tasks = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
-    look = partial(hail, ps, workers, make, settings.timeouts.connect)
-    return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
+    options = SessionOptions(
+        prefetch_of(settings, workers),
+        listens=settings.output == "program",
+        replicas=replicas,
+        stores_per_ps=stores_per_ps,
+        name=resume,
+        begins_anew=begins_anew,
+        program=program_name(),
+    )
+    return _taken(session, ps, workers, settings, make, options)
 
 
 def hold_session(
@@ -122,19 +111,8 @@ def hold_session(
     session, ps = new_incarnation(), addresses_of_ps(spec)
     make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
-    async def cluster() -> Cluster:
-        return Cluster(
-            session,
-            ps,
-            {},
-            settings.timeouts,
-            make,
-            SessionOptions(is_held_for_others=True, program=program_name()),
-        )
-
-    tasks = [(Job.CHIEF, 0, at) for at in ps]
-    look = partial(hail, ps, {}, make, settings.timeouts.connect)
-    return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
+    options = SessionOptions(is_held_for_others=True, program=program_name())
+    return _taken(session, ps, {}, settings, make, options)
 
 
 def join_session(
@@ -182,6 +160,24 @@ def join_session(
     return _opened(f"zstrat {me:x}", cluster, look, settings, tasks)
 
 
+def _taken(
+    session: int,
+    ps: Sequence[str],
+    workers: Mapping[int, str],
+    settings: Settings,
+    make: MakeTaskLink,
+    options: SessionOptions,
+) -> ClusterSession:
+    """The session of a program that has the tasks for itself, or for several."""
+
+    async def cluster() -> Cluster:
+        return Cluster(session, ps, workers, settings.timeouts, make, options)
+
+    tasks = [(Job.CHIEF, 0, at) for at in (*ps, *workers.values())]
+    look = partial(hail, ps, workers, make, settings.timeouts.connect)
+    return _opened(f"zstrat {session:x}", cluster, look, settings, tasks)
+
+
 def _opened(
     name: str,
     cluster: Callable[[], Coroutine[Any, Any, Cluster]],
@@ -202,7 +198,7 @@ def _opened(
         portal = Portal(name)
         times = settings.timeouts
         slack = 2 * times.connect + times.turn + times.drain
-        opened = connected(portal, cluster, look, slack, claim)
+        opened = _connected(portal, cluster, look, slack, claim)
         session = ClusterSession(opened, portal, settings)
     except BaseException:  # to the caller, who has no session
         open_sessions.drop(claim)
@@ -212,3 +208,41 @@ def _opened(
     name = f"{job}:{index}" if job == Job.CHIEF else f"program:{index}"
     register(session, name, session.portal.loop, anywhere=True)
     return session
+
+
+def _connected(
+    portal: Portal,
+    make: Callable[[], Coroutine[Any, Any, Cluster]],
+    look: Callable[[], Coroutine[Any, Any, None]],
+    slack: float,
+    claim: SessionClaim,
+) -> Cluster:
+    """A cluster that is open. The portal is closed if this fails.
+
+    Args:
+        slack: Seconds for each part. The cluster keeps deadlines of its own, and names
+            the tasks that missed them; there are two, as a program that joins a session
+            waits for it first.
+
+    Raises:
+        BusyError: One of the sessions to be replaced has something unfinished.
+        ZstratError, ValueError: As of `Cluster.open` and ``look``.
+    """
+
+    async def open_() -> Cluster:
+        made = await make()
+        try:
+            await made.open()
+        except BaseException:  # to the caller, who has no session to close
+            await made.close(False)
+            raise
+        return made
+
+    try:
+        if open_sessions.has_rivals(claim):
+            portal.run(look(), slack, "looking whether the cluster answers")
+            open_sessions.take_over(claim)
+        return portal.run(open_(), slack, "connecting to the cluster")
+    except BaseException:  # to the caller, who has no session to close
+        portal.close()
+        raise

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.errors import DeadlineExceededError
+    from zstrat.transport import TaskLink
     from zstrat.wire import Message
-
-    from ._task_links import TaskLink
 
 log = logging.getLogger("zstrat.coordinator")
 

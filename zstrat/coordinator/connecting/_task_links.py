@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat.errors import ClosedError, DeadlineExceededError
 from zstrat.transport import Link, Security, hello, key_names
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
     from zstrat.errors import PeerLostError
+    from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, Message
 
 
@@ -93,49 +94,6 @@ def links_of(
     keys = None if settings.keys is None else Security.load(settings.keys, job, index)
     me = hello(Job.OBSERVER if looks else job, index, incarnation)
     return partial(Link, me=me, settings=settings, security=keys)
-
-
-class TaskLink(Protocol):
-    """What a task session needs of `zstrat.transport.Link`."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    @property
-    def is_refused(self) -> bool: ...
-
-    @property
-    def trouble(self) -> str: ...
-
-    @property
-    def peer(self) -> Hello | None: ...
-
-    def start(self) -> None: ...
-
-    async def wait_open(self, deadline: float) -> Hello: ...
-
-    def submit(
-        self, message: Message, *, deadline: float | None = None
-    ) -> asyncio.Future[Message]: ...
-
-    def notify(self, message: Message) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class MakeTaskLink(Protocol):
-    """Makes the link to one task; it is not started yet."""
-
-    def __call__(
-        self,
-        address: str,
-        *,
-        name: str,
-        expect: tuple[str, int],
-        on_notice: Callable[[Message], None],
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> TaskLink: ...
 
 
 T = TypeVar("T")

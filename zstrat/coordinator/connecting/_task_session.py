@@ -33,12 +33,17 @@ from ._session_request import SessionRequest
 from ._task_links import MovableLink
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.ps import ServerLine
+    from zstrat.transport import MakeTaskLink, TaskLink
     from zstrat.wire import Hello, JoinSession, LayoutMessage, Message, OpenSession
 
-    from ._task_links import MakeTaskLink, TaskLink
+    Objection = Callable[
+        ["TaskSession", Hello, SessionOpened | None], ZstratError | None
+    ]
+    """Says why a task is not taken, or None. It is asked when the task greets, and when
+    the task has opened the session."""
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -57,15 +62,6 @@ class TaskSessionEvents(Protocol):
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A task that is in our session has sent a notice."""
         ...
-
-
-class Objection(Protocol):
-    """Says why a task is not taken, or None. It is asked when the task greets, and when
-    the task has opened the session."""
-
-    def __call__(
-        self, task: TaskSession, hello: Hello, opened: SessionOpened | None, /
-    ) -> ZstratError | None: ...
 
 
 def _take_all(*_: object) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Final, Protocol, cast, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from zstrat.errors import (
     DeadlineExceededError,
@@ -22,6 +22,8 @@ from zstrat.transport import Seldom
 from zstrat.wire import AnswerReport
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import Message, PlainTree, WorkerReported
 
@@ -49,22 +51,17 @@ NOT_WISHED: Final = (
 )
 
 
-class TakingWorkers(Protocol):
-    """What takes a worker in (`Turnover`)."""
-
-    async def report(self, address: str, task_number: int, patience: float) -> int:
-        """Returns the number of a worker that has reported itself, when it is in the
-        session; at once if it asks for a number, by -1."""
-        ...
-
-
 @final
 class AnsweredReports:
-    """Answers the reports of one session."""
+    """Answers the reports of one session.
 
-    def __init__(self, taking: TakingWorkers) -> None:
+    Args:
+        take: Takes a worker in, by address, number and patience (`Turnover.report`).
+    """
+
+    def __init__(self, take: Callable[[str, int, float], Awaitable[int]]) -> None:
         self._are_wished, self._said = False, asyncio.Event()
-        self._taking = taking
+        self._take = take
         self._answering: set[asyncio.Task[None]] = set()
         self._turns = asyncio.Semaphore(MAX_GREETED)
         self._seldom = Seldom(time.monotonic)
@@ -112,7 +109,7 @@ class AnsweredReports:
         if not self._are_wished:
             raise PermissionDeniedError(NOT_WISHED)
         if task_number < 0:
-            return await self._taking.report(address, task_number, patience)
+            return await self._take(address, task_number, patience)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience
         async with self._turns:
@@ -122,7 +119,7 @@ class AnsweredReports:
                     f"{MAX_GREETED} workers that have reported themselves are greeted "
                     f"at a time, and worker {task_number} had no turn: report again"
                 )
-            return await self._taking.report(address, task_number, left)
+            return await self._take(address, task_number, left)
 
 
 def _log_error(answer: asyncio.Future[Message]) -> None:

@@ -47,12 +47,6 @@ GOODBYE_SECONDS: Final = 2.0
 """For a worker that is let go to hear that its session is over."""
 
 
-class MakeWorkerSession(Protocol):
-    """Makes our session on a worker; it is not started yet."""
-
-    def __call__(self, task_number: int, place: int, address: str) -> TaskSession: ...
-
-
 class WorkerDispatcher(Protocol):
     """What gives closures to workers (`Dispatcher`)."""
 
@@ -75,9 +69,15 @@ class WorkerDispatcher(Protocol):
 
 @final
 class WorkerSessions:
-    """Our sessions on the workers of one cluster. On the loop."""
+    """Our sessions on the workers of one cluster. On the loop.
 
-    def __init__(self, tasks: list[TaskSession], make: MakeWorkerSession) -> None:
+    Args:
+        make: Makes one by task number, place and address; it is not started yet.
+    """
+
+    def __init__(
+        self, tasks: list[TaskSession], make: Callable[[int, int, str], TaskSession]
+    ) -> None:
         self.tasks: Final = tasks
         """By place; the sessions on workers that were let go are closed, and stay."""
         self.dispatcher: WorkerDispatcher | None = None
@@ -149,7 +149,7 @@ class Turnover:
     ) -> None:
         self.membership: Final = membership
         self.counts: Final = Counter[str]()
-        self.reports: Final = AnsweredReports(self)
+        self.reports: Final = AnsweredReports(self.report)
         self._sessions, self._drain, self._arrival = sessions, drain, arrival
         self._watch: ResolverWatch | None = None
         self._lock = asyncio.Lock()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+from zstrat.coordinator.connecting import ClusterTasks
 from zstrat.coordinator.replication import CopyPhase, Replication
 from zstrat.errors import (
     AlreadyExistsError,
@@ -18,17 +19,16 @@ from zstrat.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
-    PSUnavailableError,
     UnavailableError,
 )
 
 from ._levelling import leaving, levelled
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import StoreDirectory, TaskSession
+    from zstrat.coordinator.connecting import TaskSession
     from zstrat.coordinator.replication import StorePlace
     from zstrat.wire import PlainTree
 
@@ -38,29 +38,11 @@ HEARING: Final = 10.0
 """Seconds for workers to hear where a store is; who does not has no line to hear it."""
 
 
-class MovingCluster(Protocol):
+class MovingCluster(ClusterTasks, Protocol):
     """The tasks of a session, as far as stores move (`Cluster`)."""
 
     @property
-    def name(self) -> str:
-        """What the session is called, if another program may go on with it."""
-        ...
-
-    @property
     def replication(self) -> Replication | None: ...
-    @property
-    def ps(self) -> Sequence[TaskSession]:
-        """By store."""
-        ...
-
-    @property
-    def worker_addresses(self) -> Mapping[int, str]: ...
-
-    @property
-    def outage_error(self) -> PSUnavailableError | None: ...
-
-    @property
-    def store_directory(self) -> StoreDirectory: ...
 
     def ensure_replication(self) -> Replication:
         """What watches processes and moves stores; it is made the first time."""

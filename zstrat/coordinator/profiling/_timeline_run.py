@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.coordinator._run_status import short
+from zstrat.coordinator.connecting import ClusterTasks
 from zstrat.errors import ZstratError
 from zstrat.telemetry.timeline import (
     ClockLine,
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.coordinator._engine import ClosureEngine
-    from zstrat.coordinator.connecting import TaskLink, TaskSession
-    from zstrat.coordinator.replication import BackupTask
-    from zstrat.wire import Hello
+    from zstrat.coordinator.connecting import AnyTask, HailedTask
 
 
 CLOCK_TRIPS: Final = 8
@@ -44,36 +43,15 @@ CLOCK_TRIPS: Final = 8
 somewhere, and one that did not says all there is to know."""
 
 
-class AskedTask(Protocol):
-    """A task of the session (`TaskSession`), or a second copy (`BackupTask`)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def hello(self) -> Hello | None: ...
-
-    @property
-    def link(self) -> TaskLink: ...
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def state(self) -> str: ...
-
-    async def wait_ready(self, deadline: float) -> object: ...
-
-
 @final
 class CapturedTask:
-    """One task of the session, on the loop.
+    """One task of the session, or a second copy, on the loop.
 
     Args:
         session: The number that the task knows its session by.
     """
 
-    def __init__(self, task: AskedTask, session: int) -> None:
+    def __init__(self, task: AnyTask, session: int) -> None:
         self.task: Final = task
         self.name: Final = short(task.name)
         self.session: Final = session
@@ -145,24 +123,13 @@ BYTES_OF_SPAN: Final = 200
 """What one becomes in a file that is not compressed."""
 
 
-class TimedCluster(Protocol):
+class TimedCluster(ClusterTasks, Protocol):
     """All tasks of a session (`Cluster`)."""
 
     timeline: TimelineRun | None
     """The one that is taken now."""
 
-    @property
-    def ps(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def workers(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def session(self) -> int:
-        """The number that parameter servers know the session by."""
-        ...
-
-    def backups(self) -> Sequence[BackupTask]:
+    def backups(self) -> Sequence[HailedTask]:
         """A way to each second copy that has all."""
         ...
 
@@ -209,7 +176,7 @@ class TimelineRun:
         self._over = asyncio.Event()
         """Set when another one may begin."""
         self._tasks: list[CapturedTask] = []
-        self._backups: Sequence[BackupTask] = ()
+        self._backups: Sequence[HailedTask] = ()
         self._enough = asyncio.Event()
         self._reason = "the end of the block"
         self._patience = PROFILE_SECONDS if bounds.profile else CAPTURE_SECONDS
@@ -285,6 +252,8 @@ class TimelineRun:
         ready = [task for task in (*cluster.ps, *cluster.workers) if task.is_ready]
         self._tasks = [CapturedTask(task, task.session) for task in ready]
         self._backups = cluster.backups()
+        for backup in self._backups:
+            backup.start()
         self._tasks += [CapturedTask(task, cluster.session) for task in self._backups]
         deadline = self._deadline()
         async with asyncio.TaskGroup() as group:
@@ -341,7 +310,7 @@ class TimelineRun:
         """Another one may begin. There is no session with the backups."""
         self._cluster.timeline = None
         self._over.set()
-        await asyncio.gather(*(each.close() for each in self._backups))
+        await asyncio.gather(*(each.link.close() for each in self._backups))
 
     def _newcomers(self) -> list[TaskNotes]:
         known = {id(task.task) for task in self._tasks}

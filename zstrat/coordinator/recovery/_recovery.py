@@ -40,11 +40,10 @@ from zstrat.errors import DataLossError, NotFoundError, PSUnavailableError, Zstr
 from ._inventory import Inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from zstrat.coordinator._session_pause import SessionCut
-    from zstrat.coordinator.connecting import TaskSession
-    from zstrat.ps import PsClient
+    from zstrat.coordinator.connecting import ClusterTasks, TaskSession
 
     from ._inventory import RestorePoint
     from ._session_renewal import SessionRenewal
@@ -61,21 +60,6 @@ FILL_ATTEMPTS: Final = 5
 often if they are lost again and again, within their patience."""
 REMEMBERED_CHECKPOINTS: Final = 4
 """More than one, as the newest may be damaged, or deleted."""
-
-
-class RecoveringCluster(Protocol):
-    """The parameter servers of a session (`Cluster`)."""
-
-    @property
-    def ps(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def client(self) -> PsClient: ...
-
-    @property
-    def failovers(self) -> int:
-        """How often another copy took the place of a server."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +82,7 @@ class Recovery:
 
     def __init__(
         self,
-        cluster: RecoveringCluster,
+        cluster: ClusterTasks,
         renewal: SessionRenewal,
         patience: float,
         filling: float,

@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol, final
 
 from zstrat.coordinator._session_pause import SessionCut, cut_of
-from zstrat.coordinator.connecting import all_joined, arrive
+from zstrat.coordinator.connecting import ClusterTasks, all_joined, arrive
 from zstrat.errors import PSUnavailableError
 from zstrat.wire import CloseSession
 
@@ -25,32 +25,16 @@ if TYPE_CHECKING:
 
     from zstrat.coordinator._dispatch import Dispatcher
     from zstrat.coordinator._fences import Fences
-    from zstrat.coordinator.connecting import StoreDirectory, TaskSession
     from zstrat.coordinator.replication import Replication
-    from zstrat.ps import PsClient
 
 log = logging.getLogger("zstrat.coordinator")
 
 
-class RenewedCluster(Protocol):
+class RenewedCluster(ClusterTasks, Protocol):
     """All that knows the number of a session (`Cluster`)."""
 
     @property
-    def ps(self) -> Sequence[TaskSession]:
-        """By store."""
-        ...
-
-    @property
-    def workers(self) -> Sequence[TaskSession]: ...
-
-    @property
-    def client(self) -> PsClient: ...
-
-    @property
     def fences(self) -> Fences: ...
-
-    @property
-    def store_directory(self) -> StoreDirectory: ...
 
     @property
     def replication(self) -> Replication | None: ...

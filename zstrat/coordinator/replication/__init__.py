@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ._backup_task import BackupTask as BackupTask
 from ._orders import Attach as Attach
 from ._orders import Copy as Copy
 from ._orders import CopyPhase as CopyPhase

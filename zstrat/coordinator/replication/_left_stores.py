@@ -9,13 +9,12 @@ what it had, and who comes back has nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from zstrat.errors import DeadlineExceededError, PeerLostError, PSUnavailableError
 from zstrat.transport import reached_as
 from zstrat.wire import AskCopies, CloseSession, CopiesTold
 
-from ._order_asking import StoresOfSession
 from ._orders import CopyPhase
 from ._succession import session_lost, successors
 
@@ -23,43 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import TaskSession
     from zstrat.wire import LeftCopy
 
+    from ._store_processes import SessionStores
     from ._store_status import CopiesStatus
     from ._succession import Successor
 
 _ASKED_AGAIN: Final = 0.1
 """Seconds until all are asked once more what they have, as long as one may hear yet
 that another is lost: nobody tells that to a program that has not taken them over."""
-
-
-class SucceedingProgram(StoresOfSession, Protocol):
-    """The program that goes on with the stores (`Replication`)."""
-
-    @property
-    def lives(self) -> Sequence[int]:
-        """By process: it grows when that has lost what it held."""
-        ...
-
-    def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
-        """These copies were left, when processes had these lives."""
-        ...
-
-    def task_ready(self, task: TaskSession) -> None:
-        """The process is here."""
-        ...
-
-    def process_lost(self, task: TaskSession, reason: str) -> None:
-        """The process is away."""
-        ...
-
-    async def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Waits for what orders bring about."""
-        ...
-
-    @property
-    def status(self) -> CopiesStatus: ...
 
 
 class _ToldCopies(NamedTuple):
@@ -71,10 +42,25 @@ class _ToldCopies(NamedTuple):
 
 @final
 class LeftStores:
-    """The stores that a program of the same name has left. On the loop."""
+    """The stores that a program of the same name has left. On the loop.
 
-    def __init__(self, owner: SucceedingProgram, name: str, timeouts: Timeouts) -> None:
-        self._owner, self._name, self._timeouts = owner, name, timeouts
+    Args:
+        succeed: Orders what becomes of these copies, when processes had these lives.
+        wait_until: Waits for what orders bring about.
+    """
+
+    def __init__(
+        self,
+        stores: SessionStores,
+        status: CopiesStatus,
+        name: str,
+        timeouts: Timeouts,
+        succeed: Callable[[Mapping[int, Successor], Sequence[int]], None],
+        wait_until: Callable[[Callable[[], bool]], Coroutine[None, None, None]],
+    ) -> None:
+        self._stores, self._status = stores, status
+        self._name, self._timeouts = name, timeouts
+        self._succeed, self._wait_until = succeed, wait_until
         self._told: dict[int, _ToldCopies] = {}
         """By process."""
         self.origin = 0
@@ -99,7 +85,7 @@ class LeftStores:
         noticed_within = self._timeouts.patience + self._timeouts.reconnect
         until: float | None = None
         while True:
-            lives = list(self._owner.lives)
+            lives = list(self._stores.known.lives)
             asked = [
                 n for n, at in enumerate(lives) if n not in told or told[n].life == at
             ]
@@ -109,12 +95,13 @@ class LeftStores:
             told.update(zip(asked, said, strict=True))
             # One was lost while they were asked: what the others know of it may change
             # yet.
-            if lives != self._owner.lives:
+            if lives != self._stores.known.lives:
                 until = loop.time() + noticed_within
                 continue
             copies = {number: each.copies for number, each in told.items()}
             try:
-                return successors(self._name, session, copies, len(self._owner.servers))
+                stores = len(self._stores.servers)
+                return successors(self._name, session, copies, stores)
             except PSUnavailableError:
                 if until is None:  # who lost the other one silently notices it by then
                     until = loop.time() + noticed_within
@@ -133,7 +120,8 @@ class LeftStores:
         """
         self.origin = left[0].chosen.copy.origin
         await self.keep_origin(self.origin, session, deadline)
-        self._succeed(left)
+        processes = self._stores.processes
+        self._succeed(left, [self._told[each.place].life for each in processes])
         await self._wait_served(deadline)
 
     async def keep_origin(self, origin: int, session: int, deadline: float) -> None:
@@ -143,12 +131,12 @@ class LeftStores:
         Raises:
             DeadlineExceededError: One does not answer.
         """
-        for process in self._owner.processes:
+        for process in self._stores.processes:
             process.keep_origin(origin)
             if process.opened is not None and process.opened.origin != origin:
                 # It has begun with another origin, with nothing: it enters once more.
                 process.renew(session, [CloseSession(session, False)])
-        for process in self._owner.processes:
+        for process in self._stores.processes:
             await process.wait_ready(deadline)
 
     async def unless_lost(self, work: Coroutine[None, None, None]) -> None:
@@ -160,10 +148,7 @@ class LeftStores:
 
         Cancellation: that of the work.
         """
-        loop, waits = (
-            asyncio.get_running_loop(),
-            self._owner.wait_until(self._is_any_lost),
-        )
+        loop, waits = asyncio.get_running_loop(), self._wait_until(self._is_any_lost)
         doing = loop.create_task(work, name="going on with what was left")
         looking = loop.create_task(waits, name="looking for what is lost")
         both = doing, looking
@@ -181,11 +166,11 @@ class LeftStores:
     ) -> _ToldCopies:
         """What it says that it has; it is asked again if it was lost before it said
         so."""
-        process, known = self._owner.processes[number], self._owner.addresses[number]
+        process, known = self._stores.processes[number], self._stores.addresses[number]
         ask = AskCopies(session)
         while True:
             await process.wait_ready(deadline)
-            life = self._owner.lives[number]
+            life = self._stores.known.lives[number]
             try:
                 answer = await process.link.submit(ask, deadline=deadline)
             except PeerLostError:
@@ -197,30 +182,13 @@ class LeftStores:
             ]
             return _ToldCopies(life, copies)
 
-    def _succeed(self, left: Mapping[int, Successor]) -> None:
-        """Orders what becomes of the copies, and tells what has become of processes
-        since they said what they had."""
-        owner = self._owner
-        for store, successor in left.items():
-            copy = successor.chosen.copy
-            if copy.is_primary:
-                # Who is there by now may be another, with nothing.
-                owner.servers[store].move(copy.address, life=copy.incarnation)
-        lives = [self._told[process.place].life for process in owner.processes]
-        owner.succeed(left, lives)
-        for process, life in zip(owner.processes, lives, strict=True):
-            if not process.is_ready:
-                owner.process_lost(process, "it was lost while it was taken over")
-            elif owner.lives[process.place] != life:
-                owner.task_ready(process)
-
     async def _wait_served(self, deadline: float) -> None:
-        stores, status = self._owner.placement.stores, self._owner.status
+        stores, status = self._stores.placement.stores, self._status
         waiting = (CopyPhase.DETACHING, CopyPhase.PROMOTING)
         try:
             async with asyncio.timeout_at(deadline):
                 await self.unless_lost(
-                    self._owner.wait_until(
+                    self._wait_until(
                         lambda: all(s.phase not in waiting for s in stores)
                     )
                 )
@@ -231,10 +199,10 @@ class LeftStores:
             ) from None
 
     def _is_any_lost(self) -> bool:
-        return any(s.phase is CopyPhase.EMPTY for s in self._owner.placement.stores)
+        return any(s.phase is CopyPhase.EMPTY for s in self._stores.placement.stores)
 
     def _require_left(self) -> None:
-        for store in self._owner.placement.stores:
+        for store in self._stores.placement.stores:
             if store.phase is CopyPhase.EMPTY:
                 why = f"nothing is left of it: {store.reason}"
                 raise session_lost(self._name, store.number, why)

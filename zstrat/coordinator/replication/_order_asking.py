@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import (
-    ClosedError,
-    DeadlineExceededError,
-    PeerLostError,
-)
+from zstrat.coordinator.connecting import HailedTask
+from zstrat.errors import ClosedError, DeadlineExceededError, PeerLostError
 from zstrat.transport import reached_as
 from zstrat.wire import (
     AttachBackup,
@@ -26,17 +23,16 @@ from zstrat.wire import (
     StoreHosted,
 )
 
-from ._backup_task import BackupTask
 from ._orders import Attach, Detach, Establish, Host, Promote
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink, TaskSession
+    from zstrat.transport import MakeTaskLink
 
     from ._orders import Asked, PlacementOrder
-    from ._placement import StorePlacement
+    from ._store_processes import SessionStores
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -44,51 +40,25 @@ ATTACH_SECONDS: Final = 86400.0
 """Seconds that a primary has to fill a backup: it is lost before, or the backup is."""
 
 
-class StoresOfSession(Protocol):
-    """The stores of a session, and who has to do with them (`Replication`)."""
-
-    @property
-    def placement(self) -> StorePlacement:
-        """Where the stores are; hears what becomes of orders."""
-        ...
-
-    @property
-    def servers(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
-        ...
-
-    @property
-    def processes(self) -> Sequence[TaskSession]:
-        """By index."""
-        ...
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses of the processes, by index."""
-        ...
-
-
-class AskedStores(StoresOfSession, Protocol):
-    """What gives the orders (`Replication`)."""
-
-    def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
-        """Does what follows."""
-        ...
-
-
 @final
 class OrderAsking:
-    """The orders of one session. ``session`` changes when stores begin anew."""
+    """The orders of one session. ``session`` changes when stores begin anew.
+
+    Args:
+        carry_out: Does what follows.
+    """
 
     def __init__(
         self,
-        owner: AskedStores,
+        stores: SessionStores,
         session: int,
         timeouts: Timeouts,
         make_link: MakeTaskLink,
+        carry_out: Callable[[Sequence[PlacementOrder]], None],
     ) -> None:
         self.session = session
-        self._owner, self._timeouts, self._make_link = owner, timeouts, make_link
+        self._stores, self._carry_out = stores, carry_out
+        self._timeouts, self._make_link = timeouts, make_link
         self._asking: dict[int, asyncio.Task[None]] = {}
         self._ended: list[asyncio.Task[None]] = []
 
@@ -117,7 +87,7 @@ class OrderAsking:
         await asyncio.gather(*self._ended, return_exceptions=True)
 
     async def _asked(self, order: Asked) -> None:
-        placement = self._owner.placement
+        placement = self._stores.placement
         hear, told = placement.unanswered, ""
         try:
             answer = await self._answer(order)
@@ -128,20 +98,18 @@ class OrderAsking:
             hear, told = placement.refused, str(error)
         else:
             del self._asking[order.store]
-            self._owner.carry_out(self._done(order, answer))
+            self._carry_out(self._done(order, answer))
             return
         del self._asking[order.store]
-        self._owner.carry_out(hear(order, told))
+        self._carry_out(hear(order, told))
 
     async def _answer(self, order: Asked) -> Message:
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
         deadline = loop.time() + ATTACH_SECONDS
         match order:
             case Host(store, _, number):
-                primary, process = (
-                    self._owner.servers[store],
-                    self._owner.processes[number],
-                )
+                primary = self._stores.servers[store]
+                process = self._stores.processes[number]
                 await primary.wait_ready(deadline)
                 await process.wait_ready(deadline)
                 deadline = loop.time() + self._timeouts.request
@@ -150,18 +118,18 @@ class OrderAsking:
                 host = HostStore(session, store, view, primary=named)
                 return await process.link.submit(host, deadline=deadline)
             case Establish(store, _, number):
-                process = self._owner.processes[number]
+                process = self._stores.processes[number]
                 await process.wait_ready(deadline)
                 deadline = loop.time() + self._timeouts.request
                 host = HostStore(session, store, view, True)
                 return await process.link.submit(host, deadline=deadline)
             case Attach(store, _, backup):
-                primary = self._owner.servers[store]
+                primary = self._stores.servers[store]
                 await primary.wait_ready(deadline)
                 attach = AttachBackup(session, view, backup.address, backup.incarnation)
                 return await primary.link.submit(attach, deadline=deadline)
             case Detach(store):
-                primary = self._owner.servers[store]
+                primary = self._stores.servers[store]
                 await primary.wait_ready(deadline)
                 detach = DetachBackup(session, view)
                 return await primary.link.submit(detach, deadline=deadline)
@@ -171,26 +139,27 @@ class OrderAsking:
     async def _promote(self, order: Promote) -> Message:
         """Over a link of its own: the program's line goes there when it is done."""
         deadline = asyncio.get_running_loop().time() + 2 * self._timeouts.patience
-        name = self._owner.servers[order.store].name
-        backup = BackupTask(name, order.store, order.backup, self._make_link)
+        name, copy = self._stores.servers[order.store].name, order.backup
+        backup = HailedTask(
+            "ps", order.store, copy.address, self._make_link, name, copy.incarnation
+        )
+        backup.start()
         try:
             await backup.wait_ready(deadline)
             promote = PromoteBackup(self.session, order.view)
             return await backup.link.submit(promote, deadline=deadline)
         finally:
-            await backup.close()
+            await backup.link.close()
 
     def _done(self, order: Asked, answer: Message) -> Sequence[PlacementOrder]:
-        placement = self._owner.placement
+        placement = self._stores.placement
         match order:
             case Host():
                 assert isinstance(answer, StoreHosted), answer
                 return self._hosted(order, answer)
             case Establish():
                 assert isinstance(answer, StoreHosted), answer
-                address = reached_as(
-                    answer.address, self._owner.addresses[order.process]
-                )
+                address = self._reached(order, answer)
                 return placement.created(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
@@ -202,41 +171,41 @@ class OrderAsking:
                 log.warning(
                     "%s is lost (%s): its backup, in the process of %s, is in its "
                     "place with all that was acknowledged",
-                    self._owner.servers[order.store].name,
+                    self._stores.servers[order.store].name,
                     placement.stores[order.store].reason,
-                    self._owner.processes[order.backup.process].name,
+                    self._stores.processes[order.backup.process].name,
                 )
                 return placement.promoted(order)
 
     def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
         address = self._reached(order, answer)
-        orders = self._owner.placement.hosted(order, address, answer.incarnation)
-        if self._owner.placement.stores[order.store].target == order.process:
+        orders = self._stores.placement.hosted(order, address, answer.incarnation)
+        if self._stores.placement.stores[order.store].target == order.process:
             log.info(
                 "the store of %s is copied to the process of %s, where it moves",
-                self._owner.servers[order.store].name,
-                self._owner.processes[order.process].name,
+                self._stores.servers[order.store].name,
+                self._stores.processes[order.process].name,
             )
         return orders
 
     def _reached(self, order: Host | Establish, answer: StoreHosted) -> str:
-        return reached_as(answer.address, self._owner.addresses[order.process])
+        return reached_as(answer.address, self._stores.addresses[order.process])
 
     def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
         log.info(
             "the store of %s is in the process of %s now",
-            self._owner.servers[order.store].name,
-            self._owner.processes[order.backup.process].name,
+            self._stores.servers[order.store].name,
+            self._stores.processes[order.backup.process].name,
         )
-        return self._owner.placement.promoted(order)
+        return self._stores.placement.promoted(order)
 
     def _what(self, order: Asked) -> str:
-        name = self._owner.servers[order.store].name
+        name, processes = self._stores.servers[order.store].name, self._stores.processes
         match order:
             case Host(_, _, number):
-                return f"{self._owner.processes[number].name} keeps no backup of {name}"
+                return f"{processes[number].name} keeps no backup of {name}"
             case Establish(_, _, number):
-                return f"{self._owner.processes[number].name} does not host {name}"
+                return f"{processes[number].name} does not host {name}"
             case Attach():
                 return f"{name} does not fill its backup"
             case Detach():

@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
-from zstrat.coordinator.connecting import TaskSession, arrive
+from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
-    PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
@@ -30,7 +29,6 @@ from zstrat.wire import (
     WorkerReported,
 )
 
-from ._backup_task import BackupTask
 from ._left_stores import LeftStores
 from ._order_asking import OrderAsking
 from ._orders import (
@@ -40,15 +38,15 @@ from ._orders import (
     Serve,
 )
 from ._placement import StorePlacement
-from ._store_processes import StoreProcesses
-from ._store_status import CopiesStatus, LosingCluster, StoreLosses
+from ._store_processes import SessionStores, StoreProcesses
+from ._store_status import CopiesStatus, StoreLosses
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink, StoreDirectory
-    from zstrat.ps import PsClient
+    from zstrat.coordinator.connecting import ClusterTasks
+    from zstrat.transport import MakeTaskLink
 
     from ._orders import PlacementOrder
     from ._store_places import StorePlace
@@ -60,25 +58,6 @@ T = TypeVar("T")
 
 FORGIVING: Final = 5.0
 """Seconds until a process is asked again to keep a backup that it could not."""
-
-
-class ReplicatedCluster(LosingCluster, Protocol):
-    """What becomes of the stores is told here (`Cluster`)."""
-
-    @property
-    def client(self) -> PsClient: ...
-
-    @property
-    def outage_error(self) -> PSUnavailableError | None:
-        """The parameter server that is not there, and no other in its place."""
-        ...
-
-    @property
-    def store_directory(self) -> StoreDirectory: ...
-
-    def message_received(self, task: TaskSession, message: Message) -> None:
-        """A notice of the server of a store, or of a worker at a process."""
-        ...
 
 
 @final
@@ -95,7 +74,7 @@ class Replication:
 
     def __init__(
         self,
-        cluster: ReplicatedCluster,
+        cluster: ClusterTasks,
         session: int,
         addresses: Sequence[str],
         timeouts: Timeouts,
@@ -116,13 +95,22 @@ class Replication:
         self.status: Final = CopiesStatus(
             self.placement, replicas, cluster.ps, self.processes
         )
-        self.left: Final = LeftStores(self, name, timeouts)
+        stores = SessionStores(self.placement, cluster.ps, self._known)
+        self.left: Final = LeftStores(
+            stores, self.status, name, timeouts, self.succeed, self.wait_until
+        )
         """What another program has left under the name."""
-        self._orders: Final = OrderAsking(self, session, timeouts, make_link)
+        self._orders: Final = OrderAsking(
+            stores, session, timeouts, make_link, self.carry_out
+        )
         self._forgiving: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self._losses: Final = StoreLosses(
-            cluster, self.processes, timeouts.reconnect, self._news.set
+            cluster.ps,
+            self.processes,
+            timeouts.reconnect,
+            cluster.store_lost,
+            self._news.set,
         )
         self.is_started = self._is_watching = False
         self._is_renewed = False
@@ -133,16 +121,6 @@ class Replication:
         """The sessions with the processes, by index; those of processes that were let
         go are closed, and stay."""
         return self._known.sessions
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses of the processes, by index."""
-        return self._known.addresses
-
-    @property
-    def lives(self) -> Sequence[int]:
-        """By process: it grows when that has lost what it held."""
-        return self._known.lives
 
     def start(self) -> None:
         """All stores are served where they belong: each is to get a second copy. Does
@@ -315,7 +293,7 @@ class Replication:
     def _send_home(self, store: StorePlace) -> None:
         """Nothing is left of the store: its session goes to where it begins anew, and
         is entered behind `TaskSession.renew`."""
-        task, home = self._cluster.ps[store.number], self.addresses[store.home]
+        task, home = self._cluster.ps[store.number], self._known.addresses[store.home]
         if not self.placement.is_own(store.number):
             task.park()
         elif task.address != home or task.is_parked:
@@ -323,7 +301,7 @@ class Replication:
 
     def home_of(self, store: int) -> str:
         """The address where it begins anew, or of the process that hosts it there."""
-        return self.addresses[self.placement.stores[store].home]
+        return self._known.addresses[self.placement.stores[store].home]
 
     async def stop(self) -> None:
         """Decides nothing any more. The processes are left by whoever leaves all tasks.
@@ -363,12 +341,16 @@ class Replication:
                 await self._cluster.client.statistics()
         return waited or self.takeovers != since
 
-    def backups(self) -> list[BackupTask]:
+    def backups(self) -> list[HailedTask]:
         """A way to each backup that has all, not used yet."""
-        servers, make_link = self._cluster.ps, self._make_link
         return [
-            BackupTask(
-                f"{servers[store.number].name} backup", store.number, copy, make_link
+            HailedTask(
+                "ps",
+                store.number,
+                copy.address,
+                self._make_link,
+                f"{self._cluster.ps[store.number].name} backup",
+                copy.incarnation,
             )
             for store in self.placement.stores
             if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
@@ -380,7 +362,7 @@ class Replication:
         return self.placement.failovers + self.placement.moves
 
     def task_ready(self, task: TaskSession) -> None:
-        self.carry_out(self.placement.joined(task.place, self.lives[task.place]))
+        self.carry_out(self.placement.joined(task.place, self._known.lives[task.place]))
 
     def task_lost(self, task: TaskSession, reason: str) -> None:
         if task.is_moved:
@@ -424,18 +406,24 @@ class Replication:
             self._losses.report(task.place, reason)
 
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
-        """Another program has left these copies, when processes had these lives."""
+        """Another program has left these copies, when processes had these lives. What
+        has become of processes since then is told here, too."""
+        for store, successor in left.items():
+            copy = successor.chosen.copy
+            if copy.is_primary:
+                # Who is there by now may be another, with nothing.
+                self._cluster.ps[store].move(copy.address, life=copy.incarnation)
         self.is_started, self._takes_over = True, False
         self.carry_out(self.placement.succeed(left, lives))
+        for process, life in zip(self.processes, lives, strict=True):
+            if not process.is_ready:
+                self.process_lost(process, "it was lost while it was taken over")
+            elif self._known.lives[process.place] != life:
+                self.task_ready(process)
 
     def process_lost(self, task: TaskSession, reason: str) -> None:
         """The process is away."""
         self.carry_out(self.placement.process_lost(task.place, reason))
-
-    @property
-    def servers(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
-        return self._cluster.ps
 
     def carry_out(self, orders: Sequence[PlacementOrder]) -> None:
         """Does what was decided, or asks for it."""

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator.connecting import TaskSession
 from zstrat.errors import AlreadyExistsError, ZstratError
-from zstrat.wire import CloseSession, Message, OpenSession
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.config import Timeouts
-    from zstrat.coordinator.connecting import MakeTaskLink, TaskSessionEvents
-    from zstrat.wire import Hello, SessionOpened
+    from zstrat.coordinator.connecting import TaskSessionEvents
+    from zstrat.transport import MakeTaskLink
+    from zstrat.wire import CloseSession, Hello, OpenSession, SessionOpened
+
+    from ._placement import StorePlacement
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -140,11 +142,7 @@ class StoreProcesses:
         process.leave()
         try:
             if was_ready:
-                deadline = asyncio.get_running_loop().time() + patience
-                goodbye = CloseSession(self._session, False)
-                answer = process.link.submit(goodbye, deadline=deadline)
-                answer.add_done_callback(_log_unheard)
-                await asyncio.wait([answer])
+                await asyncio.wait([process.say_goodbye(patience)])
         finally:
             await process.close()
 
@@ -163,7 +161,26 @@ class StoreProcesses:
         return None
 
 
-def _log_unheard(answer: asyncio.Future[Message]) -> None:
-    """Its daemon notices by itself that the session is over."""
-    if not answer.cancelled() and (error := answer.exception()) is not None:
-        log.info("letting a parameter server go: %s", error)
+@dataclass(frozen=True, slots=True)
+class SessionStores:
+    """The stores of a session, and who has to do with them.
+
+    Args:
+        placement: Where the stores are; hears what becomes of orders.
+        servers: The sessions with those that serve the stores, by number.
+        known: The processes.
+    """
+
+    placement: StorePlacement
+    servers: Sequence[TaskSession]
+    known: StoreProcesses
+
+    @property
+    def processes(self) -> Sequence[TaskSession]:
+        """By index."""
+        return self.known.sessions
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Of the processes, by index."""
+        return self.known.addresses

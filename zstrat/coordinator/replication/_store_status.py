@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, final
 
 from ._orders import CopyPhase
 
@@ -23,40 +23,29 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 
-class LosingCluster(Protocol):
-    """The cluster that hears of lost stores (`Cluster`)."""
-
-    @property
-    def ps(self) -> Sequence[TaskSession]:
-        """The sessions with those that serve the stores, by number."""
-        ...
-
-    def store_lost(self, store: int, reason: str) -> None:
-        """No process serves the store; its task session says whether it is gone for
-        good."""
-        ...
-
-
 @final
 class StoreLosses:
     """When a program hears that nobody serves a store of its session: at once if what
     the store held is gone, else when whoever has it had the time to be back.
 
     Args:
+        servers: The sessions with those that serve the stores, by number.
         processes: All that may have a store.
         reconnect: Seconds that a connection that has broken has to come back.
+        lost: Told the store and why; its session says whether it is gone for good.
         reported: Called behind each report.
     """
 
     def __init__(
         self,
-        cluster: LosingCluster,
+        servers: Sequence[TaskSession],
         processes: Sequence[TaskSession],
         reconnect: float,
+        lost: Callable[[int, str], None],
         reported: Callable[[], None],
     ) -> None:
-        self._cluster, self._processes = cluster, processes
-        self._reconnect, self._reported = reconnect, reported
+        self._servers, self._processes = servers, processes
+        self._reconnect, self._lost, self._reported = reconnect, lost, reported
         self._due: dict[int, asyncio.TimerHandle] = {}
 
     def is_due(self, store: int) -> bool:
@@ -66,10 +55,10 @@ class StoreLosses:
     def report(self, store: int, reason: str) -> None:
         """Reports the loss now, unless the server of the store is there."""
         self.cancel(store)
-        task = self._cluster.ps[store]
+        task = self._servers[store]
         if not task.is_ready:
             task.give_up(reason)
-            self._cluster.store_lost(store, reason)
+            self._lost(store, reason)
         self._reported()
 
     def report_later(self, store: int, reason: str) -> None:
@@ -78,7 +67,7 @@ class StoreLosses:
         says for how long it is away."""
         self.cancel(store)
         loop = asyncio.get_running_loop()
-        until = [task.back_by for task in (*self._processes, *self._cluster.ps)]
+        until = [task.back_by for task in (*self._processes, *self._servers)]
         until.append(loop.time() + self._reconnect)
         self._due[store] = loop.call_at(max(until), self.report, store, reason)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.coordinator._values import AsyncRemoteValue, Kept
     from zstrat.coordinator._waiting import Cancelling
-    from zstrat.coordinator.connecting import MakeTaskLink
+    from zstrat.transport import MakeTaskLink
 
 
 @final

@@ -17,9 +17,8 @@ from ._line import ServerLine
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from zstrat.transport import TaskLink
     from zstrat.wire import Message
-
-    from ._line import LineLink
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class AskedServers:
     """
 
     def __init__(
-        self, links: Sequence[LineLink], session: int, request_timeout: float
+        self, links: Sequence[TaskLink], session: int, request_timeout: float
     ) -> None:
         self.session = session
         self.lines = tuple(

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps.store._parts import EagerRun
+    from zstrat.transport import TaskLink
 
-    from ._line import LineLink
     from ._pushing import PsUpdate
     from ._reading import Clocks, Ref, RowsRef
 
@@ -57,7 +57,7 @@ class PsClient(VariableCalls, SnapshotCalls):
 
     def __init__(
         self,
-        links: Sequence[LineLink],
+        links: Sequence[TaskLink],
         session: int,
         *,
         writer: int = 0,

@@ -23,7 +23,7 @@ import asyncio
 import enum
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
     BusyError,
@@ -53,6 +53,7 @@ from zstrat.wire import (
 )
 
 if TYPE_CHECKING:
+    from zstrat.transport import TaskLink
     from zstrat.wire import Hello, Message
 
 REQUEST_TIMEOUT: Final = 120.0
@@ -83,16 +84,6 @@ class LineState(enum.Enum):
 _FLOWING: Final = (LineState.UNTOLD, LineState.OPEN)
 _KEEPING: Final = (LineState.OPEN, LineState.HELD)
 """States in which requests wait for the next connection if theirs breaks."""
-
-
-class LineLink(Protocol):
-    """What a line needs of `zstrat.transport.Link`."""
-
-    @property
-    def peer(self) -> Hello | None: ...
-    def submit(
-        self, message: Message, *, deadline: float | None = None
-    ) -> asyncio.Future[Message]: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +117,7 @@ class ServerLine:
         "repeats",
     )  # fmt: skip
 
-    def __init__(self, link: LineLink, task: str, request_timeout: float) -> None:
+    def __init__(self, link: TaskLink, task: str, request_timeout: float) -> None:
         self._link, self._task, self._timeout = link, task, request_timeout
         self.repeats = 0
         """How often a request was sent again, or had to wait to be sent at all."""
@@ -150,7 +141,7 @@ class ServerLine:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`LineLink.submit`, or later if the server is away. Who asks gives an outcome
+        """`TaskLink.submit`, or later if the server is away. Who asks gives an outcome
         that is one of `LOSS_ERRORS` to `resubmit`: what went to the link at once is not
         kept here, which costs every request less than a callback."""
         if self._state in _FLOWING:
@@ -230,7 +221,7 @@ class ServerLine:
             else:
                 self._end(each, _copy(self._loss))
 
-    def move(self, link: LineLink) -> None:
+    def move(self, link: TaskLink) -> None:
         """The server is at the far end of another link, with all that it held, or will
         be. Close the link of before, then call `resume` when it is known where the
         server is: what waits, and what ended with that link, is sent over this one."""

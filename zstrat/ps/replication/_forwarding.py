@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
 
@@ -52,10 +52,14 @@ if TYPE_CHECKING:
 
     from zstrat.ps.snapshots._snapshot import TensorPart
     from zstrat.ps.store._store import Store
+    from zstrat.transport import TaskLink
     from zstrat.wire import AttachBackup
 
     AreFree = Callable[[Iterable[Hashable]], bool]
     Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[AreFree]]
+    Connect = Callable[..., TaskLink]
+    """Makes a link to the backup at an address, which is told ``on_notice``,
+    ``on_open`` and ``on_lost``."""
     """Names that the body has for itself; and whether others are free now."""
 
 HELD: Final = 256 * 2**20
@@ -70,29 +74,6 @@ ROUNDS: Final = 16
 push wait for it."""
 
 _LOG: Final = logging.getLogger("zstrat.ps")
-
-
-class BackupLink(Protocol):
-    """What is needed of a `zstrat.transport.Link`."""
-
-    def start(self) -> None: ...
-    async def wait_open(self, deadline: float) -> Hello: ...
-    def submit(self, message: Message) -> asyncio.Future[Message]: ...
-    def notify(self, message: Message) -> None: ...
-    async def close(self, reason: str = ...) -> None: ...
-
-
-class Connect(Protocol):
-    """Makes a link to the backup at an address."""
-
-    def __call__(
-        self,
-        address: str,
-        *,
-        on_notice: Callable[[Message], None],
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> BackupLink: ...
 
 
 class _Answer(NamedTuple):

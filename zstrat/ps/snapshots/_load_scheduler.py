@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
 
-    from ._file_thread import DiskThread
-    from ._snapshot_write import Turn
+    from ._snapshot_files import DiskThread, Turn
 
 
 class Loads:

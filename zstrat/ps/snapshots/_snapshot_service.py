@@ -28,10 +28,9 @@ from zstrat.wire import (
     WriteSnapshot,
 )
 
-from ._file_thread import DiskThread
 from ._load_scheduler import Loads
 from ._snapshot import PIECE, Snapshots
-from ._snapshot_write import SnapshotWrite
+from ._snapshot_files import DiskThread, SnapshotWrite
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from zstrat.ps._thread import JobThread, MakeThread
     from zstrat.ps.store._store import Store
 
-    from ._snapshot_write import Turn
+    from ._snapshot_files import Turn
 
 ENTRIES: Final = 1024
 """Tensors that one answer describes: with long names they still fit into a header."""

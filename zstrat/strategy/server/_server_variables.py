@@ -230,9 +230,6 @@ class ServerVariables(StrategyCreator):
     def read(self, variable: VariableHandle) -> np.ndarray:
         return self._session.run(*self._reading([variable]))[0]
 
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return (await self._session.run_async(*self._reading([variable])))[0]
-
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         return self._session.run(*self._reading(variables))
 

@@ -3,37 +3,43 @@
 A process has a name and an address, and one life after the other: each with a loop, an
 incarnation and empty memory. The law of the file: what belongs to a life is reached
 from its loop alone, so that killing it is to never run that loop again.
+
+The work of its threads is done on its loop, later: the order on each thread stays, and
+between two of its jobs the loop runs, as it does beside a real one.
 """
 
 from __future__ import annotations
 
 import abc
 import traceback
-from dataclasses import replace
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
 from zstrat.config import Limits, Settings, Timeouts
+from zstrat.errors import ClosedError
 from zstrat.program import load
-from zstrat.ps import Handover, HostedStores, Inherited, PsService, backup_links
+from zstrat.ps import RESTART, PsProcess, PsService
 from zstrat.transport import Endpoint, Link
-from zstrat.wire import PROTOCOL, AskCopies, DropStore, Hello, HostStore, Job
-from zstrat.worker import Compilations, WorkerService
+from zstrat.wire import PROTOCOL, Hello, Job
+from zstrat.worker import Compilations, WorkerService, work
 
-from ._threads import VirtualExecutor, VirtualThread
 from ._world import START, VirtualLoop
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
     from pathlib import Path
 
-    from zstrat.errors import PeerLostError
+    from zstrat.worker import StepRunner
 
     from ._script import Scripts
     from ._sockets import Network
     from ._world import World
 
     Main = Callable[[VirtualLoop, Callable[[int], Callable[..., Link]]], Any]
+
+T = TypeVar("T")
 
 HOST: Final = "simulated"
 TIMES: Final = Timeouts(
@@ -51,9 +57,6 @@ TIMES: Final = Timeouts(
 
 _COMPILATIONS: Final = Compilations()
 """One for all simulated workers: each would listen to jax for ever."""
-
-
-_RETURNS: Final = "its next process goes on with all it holds"
 
 
 def settings_with(chunk: int, state: Path | None) -> Settings:
@@ -206,62 +209,33 @@ class ServerProcess(Daemon):
     def begin(self, me: Hello, sockets: Any) -> None:
         loop, around = self.loop, self.around
         assert loop is not None
-        task, folder = f"/job:ps/task:{self.index}", around.settings.state
 
         def make_thread(_: str) -> VirtualThread:
             return VirtualThread(loop, around.quick)
 
-        self._handover, left = None, None
-        if folder is not None:
-            self._handover = Handover(folder, self.index, task, make_thread)
-            left = self._handover.take(load, largest=around.settings.limits.body)
-        if left is not None:
-            me = replace(me, incarnation=left.incarnation)
-        make_service = partial(PsService, clock=loop.time, make_thread=make_thread)
-        hosted: HostedStores
-        service = make_service(
-            load_code=load,
-            settings=around.settings,
-            task=task,
-            incarnation=me.incarnation,
-            connect=backup_links(me, around.settings, None, sockets),
-            on_cleared=lambda: hosted.look(),
-            on_new_owner=lambda owner: hosted.follow_new_owner(owner),
-            keeps_state=folder is not None,
-            inherited=None if left is None else left.own,
-        )
-        hosted = HostedStores(
-            service,
+        self._ps = ps = PsProcess(
             me,
             self.address,
             load_code=load,
             settings=around.settings,
-            security=None,
-            make_service=make_service,
+            make_service=partial(PsService, clock=loop.time, make_thread=make_thread),
+            make_thread=make_thread,
             draw=around.draw,
             sockets=sockets,
-            keeps_state=folder is not None,
         )
-
-        def handle(remote: Any, message: Any) -> Any:
-            if isinstance(message, AskCopies | HostStore | DropStore):
-                return hosted.handle(remote, message)
-            return service.handle(remote, message)
-
-        self._me, self._service, self._hosted = me, service, hosted
         self._is_leaving = False
-        self._endpoint = self.endpoint(me, service, service.absorb, sockets, handle)
-        self.work_on(self._serve(left), f"bind {self.name}")
+        service = ps.service
+        self._endpoint = self.endpoint(
+            ps.me, service, service.absorb, sockets, ps.handle
+        )
+        self.work_on(self._serve(), f"bind {self.name}")
 
-    async def _serve(self, left: Inherited | None) -> None:
+    async def _serve(self) -> None:
         """Begins to serve, as `zstrat.launch.Task.start` does."""
-        if left is not None:
-            await self._hosted.inherit(left.owner, left.copies)
+        kept = await self._ps.inherit()
+        assert kept, "no address is taken in a simulation"
         await self._endpoint.bind(self.address)
-        if left is not None and self._handover is not None:
-            self._handover.took()
-            self._service.take_over(left.owner)
-            self._hosted.take_over()
+        self._ps.take_over()
 
     def retire(self, until: float) -> None:
         if self.loop is not None and not self._is_leaving:
@@ -270,19 +244,9 @@ class ServerProcess(Daemon):
 
     async def _leave(self, until: float) -> None:
         """Hands over and ends, as `zstrat.launch.Task.stop` does."""
-        returns, patience = 0.0, self.around.settings.timeouts.handover
-        drained = await self._service.drain()
-        owner, endpoint = self._service.owner, self._endpoint
-        if owner is None or self._handover is None:
-            await self._hosted.close()
-        elif (copies := await self._hosted.leave(_RETURNS, patience)) is not None:
-            own = self._service.role.state_for_successor(self.index)
-            left = Inherited(self._me.incarnation, owner, own, copies)
-            if self._service.role.is_replicated:
-                await endpoint.close(_RETURNS, patience)
-            if drained and await self._handover.leave(left, patience):
-                returns = patience
-        await endpoint.close(_RETURNS, returns)
+        drained = await self._ps.service.drain()
+        returns = await self._ps.leave(self._endpoint, drained=drained)
+        await self._endpoint.close(RESTART, returns)
         self.kill()
         self.around.world.at(max(until, self.around.world.now), self.start_again)
 
@@ -305,28 +269,10 @@ class WorkerProcess(Daemon):
         loop, around = self.loop, self.around
         assert loop is not None
 
-        def link(
-            address: str,
-            name: str,
-            *,
-            on_open: Callable[[Hello], None],
-            on_lost: Callable[[PeerLostError], None],
-        ) -> Link:
-            return Link(
-                address,
-                me,
-                name=name,
-                settings=around.settings,
-                on_open=on_open,
-                on_lost=on_lost,
-                sockets=sockets,
-                expect=(Job.PS, int(name.rpartition(":")[2])),
-            )
-
         service = WorkerService(
             around.settings,
             me,
-            link,
+            partial(Link, me=me, settings=around.settings, sockets=sockets),
             on_crash=self._crashed,
             load=partial(self._scripts.load, self.name),
             prepare=cast("Any", self._scripts.prepare),  # what it makes is duck-typed
@@ -364,3 +310,109 @@ class ProgramProcess(Process):
 
 def _one_device() -> tuple[str, int]:
     return "cpu", 1
+
+
+@final
+class VirtualThread:
+    """Stands for `zstrat.ps.JobThread`.
+
+    Args:
+        duration: Draws how long a job takes, in seconds.
+    """
+
+    def __init__(self, loop: VirtualLoop, duration: Callable[[], float]) -> None:
+        self._loop, self._duration = loop, duration
+        self._free_at = 0.0
+        self.waiting = 0
+        self._is_closed = False
+
+    def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
+        if self._is_closed:
+            raise ClosedError("the thread was closed")
+        done = self._loop.create_future()
+        self._free_at = max(self._free_at, self._loop.time()) + self._duration()
+        self.waiting += 1
+        self._loop.call_at(self._free_at, self._do, job, done)
+        return done
+
+    async def close(self, deadline: float) -> bool:
+        """At once: whatever waits is done all the same."""
+        del deadline
+        self._is_closed = True
+        return not self.waiting
+
+    def _do(self, job: Callable[[], None], done: asyncio.Future[None]) -> None:
+        self.waiting -= 1
+        _settle(job, done)
+
+
+@final
+class VirtualExecutor:
+    """Stands for `zstrat.worker.Executor`, on the loop that runs.
+
+    Args:
+        duration: Draws how long a piece of work takes, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_crash: Callable[[BaseException], None],
+        loop: VirtualLoop,
+        duration: Callable[[], float],
+    ) -> None:
+        del name
+        self._loop, self._duration, self._on_crash = loop, duration, on_crash
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._source: StepRunner | None = None
+        self._is_awake = self._is_closed = False
+
+    def tell(self, event: Callable[[], None]) -> None:
+        self._inbox.append(event)
+        self._wake()
+
+    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = self._loop.create_future()
+        self.tell(partial(_settle, job, done))
+        return done
+
+    def work_for(self, source: StepRunner | None) -> None:
+        self._source = source
+
+    async def close(self, timeout: float) -> bool:
+        """Closes the thread at once."""
+        del timeout
+        self._is_closed = True
+        return True
+
+    def _wake(self) -> None:
+        if not self._is_awake and not self._is_closed:
+            self._is_awake = True
+            self._loop.call_later(self._duration(), self._turn)
+
+    def _turn(self) -> None:
+        """Events first, as on the thread; or else one piece of work."""
+        self._is_awake = False
+        try:
+            if self._inbox:
+                while self._inbox:
+                    self._inbox.popleft()()
+                self._wake()
+            elif self._source is not None:
+                now = work(self._source, self._loop.time(), self._loop.call_soon)
+                if now is not None:
+                    self._wake()
+        except BaseException as error:  # as on the thread: a defect of zstrat's own
+            self._on_crash(error)
+
+
+def _settle(job: Callable[[], T], done: asyncio.Future[T]) -> None:
+    try:
+        result = job()
+    except BaseException as error:  # goes to whoever awaits the job
+        if not done.done():
+            done.set_exception(error)
+    else:
+        if not done.done():
+            done.set_result(result)

@@ -1,8 +1,13 @@
-"""Second copies that one process keeps for others, each at an address of its own.
+"""One process of a parameter server: its own store, the copies that it keeps for
+others, and what it leaves to the process that goes on for it.
 
 A copy is a whole parameter server beside the one of its process: store, compute thread,
 endpoint and incarnation. So an address is a store, and no request says which one it
 means. A copy lives until it is dropped, or its session is over.
+
+A process begins with what the one before it has left, if there is a state folder. Who
+owns its endpoint calls `inherit` before that is bound, `take_over` straight behind, and
+`leave` when what was accepted has been drained. Lives on the loop.
 """
 
 from __future__ import annotations
@@ -12,11 +17,9 @@ import inspect
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError, UnavailableError
-from zstrat.ps._service import PsService
-from zstrat.ps.handover._handover import StoreRole
 from zstrat.transport import ZEROMQ, Endpoint, Link, new_incarnation
 from zstrat.wire import (
     AskCopies,
@@ -30,20 +33,28 @@ from zstrat.wire import (
     StoreHosted,
 )
 
+from ._service import PsService
+from ._thread import ComputeThread
+from .handover._handover import Handover, Inherited, StoreRole
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator
 
     from zstrat.config import Settings
-    from zstrat.errors import PeerLostError
-    from zstrat.ps.handover import LeftStore
     from zstrat.transport import Handler, Remote, Security, Sockets
     from zstrat.wire import Hello, Owner, PlainTree
 
-    from ._forwarding import Connect
+    from ._thread import MakeThread
+    from .handover._handover import LeftStore
+    from .replication._forwarding import Connect
 
 _LOG: Final = logging.getLogger("zstrat.ps")
 
+RESTART: Final = "its next process goes on with all it holds"
+"""What the peers of a process are told that leaves all to the next one."""
+
 HostingRequest = AskCopies | HostStore | DropStore
+_HOSTING: Final = AskCopies, HostStore, DropStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,44 +84,153 @@ class _HostedCopy:
 
 
 @final
-class HostedStores:
-    """The copies that the process of a parameter server keeps for others.
+class PsProcess:
+    """What one process has as a parameter server.
 
     Args:
-        own: The service of the process itself, and the HELLO of that.
-        bind: The address of the process; copies get others of the same interface.
-        make_service: Makes the service of a copy.
+        me: The HELLO of the process.
+        bind: The address that it is to have; copies get others of the same interface.
+        settings: With a state folder all is left for another process, when this ends.
+        on_exit: As of `PsService`.
+        make_service: Makes the service of a store.
+        make_thread: Makes the threads that read and write a state.
         draw: Draws an incarnation.
         sockets: Where those of the copies come from.
-        keeps_state: They are left for another process, when this one ends.
     """
 
     def __init__(
         self,
-        own: PsService,
         me: Hello,
         bind: str,
         *,
         load_code: Callable[[bytes], object],
         settings: Settings,
-        security: Security | None,
+        security: Security | None = None,
+        on_exit: Callable[[], None] | None = None,
         make_service: Callable[..., PsService] = PsService,
+        make_thread: MakeThread = ComputeThread,
         draw: Callable[[], int] = new_incarnation,
         sockets: Sockets = ZEROMQ,
-        keeps_state: bool = False,
     ) -> None:
-        self._own, self._me, self._bind = own, me, bind
-        self._task = f"/job:ps/task:{me.index}"
+        self._task, self._bind = f"/job:ps/task:{me.index}", bind
         self._load_code, self._make_service = load_code, make_service
-        self._settings, self._security = settings, security
-        self._draw, self._sockets, self._keeps_state = draw, sockets, keeps_state
-        self._copies: dict[int, _HostedCopy] = {}
+        self._settings, self._security, self._on_exit = settings, security, on_exit
+        self._draw, self._sockets = draw, sockets
         self._changing = asyncio.Lock()
         self._ending: set[asyncio.Task[None]] = set()
         self._is_over = False
         self._is_taken_over = asyncio.Event()
+        self._handover: Handover | None = None
+        self._inherited: Inherited | None = None
+        if settings.state is not None:
+            self._handover = Handover(settings.state, me.index, self._task, make_thread)
+            # Here and now: nobody is served yet who might be held up.
+            largest = settings.limits.body
+            self._inherited = self._handover.take(load_code, largest=largest)
+        if (left := self._inherited) is None:
+            self._begin(me, None)
+        else:
+            self._begin(replace(me, incarnation=left.incarnation), left.own)
 
-    def statistics(self) -> list[PlainTree]:
+    def _begin(self, me: Hello, left: LeftStore | None) -> None:
+        self.me = me
+        """With the incarnation of the process before, if it goes on with what that has
+        left."""
+        self._copies: dict[int, _HostedCopy] = {}
+        self.service = self._service(
+            me,
+            None,
+            left,
+            on_exit=self._on_exit,
+            on_new_owner=self._follow_new_owner,
+        )
+        """Of its own store."""
+
+    def handle(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """As `PsService.handle`, and what the process is asked about copies."""
+        if isinstance(message, _HOSTING):
+            return self._handle_hosting(remote, message)
+        return self.service.handle(remote, message)
+
+    async def inherit(self) -> bool:
+        """Hosts the copies that the process before has kept, each at its address; their
+        requests wait until `take_over`. Or takes nothing of what was left, as whoever
+        knows this process by its incarnation would look for all of it.
+
+        Returns:
+            False if it begins empty, with another incarnation: an address is taken.
+
+        Cancellation: some may be hosted already; `leave` ends them.
+        """
+        left = self._inherited
+        if left is None or self._handover is None:
+            return True
+        try:
+            for each in left.copies:
+                await self._inherit(left.owner, each)
+        except OSError as error:
+            for copy in self._copies.values():
+                await copy.endpoint.close()
+            _LOG.error(
+                "what the process before has left is not used, and this one begins "
+                "empty: the address of a copy that it kept is taken: %s",
+                error,
+            )
+            self._handover.took()
+            self._inherited = None
+            self._begin(replace(self.me, incarnation=self._draw()), None)
+            return False
+        return True
+
+    def take_over(self) -> None:
+        """Answers for what was inherited from now on, also that of the copies. Comes
+        when the address is bound and nobody was heard yet."""
+        if self._inherited is not None and self._handover is not None:
+            self._handover.took()
+            self.service.take_over(self._inherited.owner)
+            self._is_taken_over.set()
+
+    async def leave(self, endpoint: Endpoint, *, drained: bool) -> float:
+        """Takes no copies any more, and leaves what is here for the next process, if
+        that is wished and can be done; else drops all copies.
+
+        Args:
+            endpoint: Its own; closed before all is written, if others need not wait
+                for that.
+            drained: All that was accepted of its own store is done.
+
+        Returns:
+            Seconds in which another process goes on with what was here; 0 if none will.
+
+        Cancellation: what is left is closed with the process.
+        """
+        self._is_over = True
+        owner, patience = self.service.owner, self._settings.timeouts.handover
+        if self._handover is None or owner is None:
+            async with self._changing:
+                for store in list(self._copies):
+                    await self._drop(store, "its process was shut down")
+            return 0.0
+        async with self._changing:
+            # Taken out first: `_look` must not drop what the next process is to have.
+            copies, self._copies = self._copies, {}
+            ends = [await each.close(RESTART, patience) for each in copies.values()]
+        if not drained or not all(ends):
+            _LOG.error(
+                "what this process holds is lost with it: something that it had "
+                "accepted did not end within ZSTRAT_DRAIN"
+            )
+            return 0.0
+        role, left = self.service.role, [c.left(n) for n, c in copies.items()]
+        own = role.state_for_successor(self.me.index)
+        if role.is_replicated:
+            await endpoint.close(RESTART, patience)
+        whole = Inherited(self.me.incarnation, owner, own, left)
+        return patience if await self._handover.leave(whole, patience) else 0.0
+
+    def statistics_of_copies(self) -> list[PlainTree]:
         """The statistics of each copy, with its store and address."""
         return [
             {
@@ -121,7 +241,7 @@ class HostedStores:
             for store, copy in sorted(self._copies.items())
         ]
 
-    async def handle(self, remote: Remote, message: HostingRequest) -> Message:
+    async def _handle_hosting(self, remote: Remote, message: HostingRequest) -> Message:
         """Hosts or drops a copy for a coordinator, or tells it which are here.
 
         Raises:
@@ -144,30 +264,30 @@ class HostedStores:
             self._require(message)
             if isinstance(message, HostStore):
                 return await self._host(remote, message)
-            if message.store == self._me.index:  # another process serves it by now
-                self._own.give_up(message.view)
+            if message.store == self.me.index:  # another process serves it by now
+                self.service.give_up(message.view)
             await self._drop(message.store, "its coordinator does not need it")
             return Done()
 
-    def follow_new_owner(self, owner: Owner) -> None:
+    def _follow_new_owner(self, owner: Owner) -> None:
         """Another program goes on with what the process has."""
         for store, copy in self._copies.items():
             self._copies[store] = replace(copy, session=owner.session)
-            copy.service.role.follow_new_owner(owner, self._own.coordinator_lost_at)
+            copy.service.role.follow_new_owner(owner, self.service.coordinator_lost_at)
 
     def _left(self) -> Iterator[LeftCopy]:
-        lost_at = self._own.coordinator_lost_at
-        if (own := self._own.copy_of_lost_program(self._me.index, lost_at)) is not None:
+        lost_at, number = self.service.coordinator_lost_at, self.me.index
+        if (own := self.service.copy_of_lost_program(number, lost_at)) is not None:
             yield own
         for store, copy in self._copies.items():
             if (left := copy.service.copy_of_lost_program(store, lost_at)) is not None:
                 yield left._replace(address=copy.hosted.address)
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Drops the copies of sessions that are over. To be called when the session of
         the process, or of a copy, has changed. A copy that serves goes only when its
         own session is closed."""
-        mine = self._own.session
+        mine = self.service.session
         for store, copy in self._copies.items():
             at = copy.service.session
             over = at is None if mine is None else copy.session != mine
@@ -178,65 +298,13 @@ class HostedStores:
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
 
-    async def close(self) -> None:
-        """Drops all copies, and takes no more.
-
-        Cancellation: what is left is closed with the process.
-        """
-        self._is_over = True
-        async with self._changing:
-            for store in list(self._copies):
-                await self._drop(store, "its process was shut down")
-
-    async def leave(self, reason: str, returns: float) -> list[LeftStore] | None:
-        """Closes all copies, and tells their peers to come back within ``returns``
-        seconds.
-
-        Returns:
-            What is left of each; None if one did not finish in time what it had
-            accepted.
-
-        Cancellation: as `close`.
-        """
-        self._is_over = True
-        async with self._changing:
-            # Taken out first: `look` must not drop what the next process is to have.
-            copies, self._copies = self._copies, {}
-            ends = [await each.close(reason, returns) for each in copies.values()]
-            if not all(ends):
-                return None
-            return [copy.left(store) for store, copy in copies.items()]
-
-    async def inherit(self, owner: Owner, copies: Sequence[LeftStore]) -> None:
-        """Hosts the copies that the process before has kept, each at its address.
-        Requests wait until `take_over`.
-
-        Raises:
-            OSError: The address of one is taken; none is kept.
-
-        Cancellation: some may be hosted already; `close` ends them.
-        """
-        self._is_taken_over.clear()
-        try:
-            for left in copies:
-                await self._inherit(owner, left)
-        except OSError:
-            for copy in self._copies.values():
-                await copy.endpoint.close()
-            self._copies.clear()
-            raise
-
-    def take_over(self) -> None:
-        """Lets the inherited copies answer, for the coordinator that they belong to."""
-        self._is_taken_over.set()
-
     def _require(self, message: HostStore | DropStore) -> None:
         if self._is_over:
             raise UnavailableError(f"{self._task} is shutting down")
         if isinstance(message, HostStore):
             self._require_role_key()
         self._require_session(message.session)
-        mine, copy = self._own.session, self._copies.get(message.store)
+        mine, copy = self.service.session, self._copies.get(message.store)
         newest = -1 if copy is None else max(copy.view, copy.service.role.view)
         if message.view < newest and copy is not None and copy.session == mine:
             raise StaleSessionError(
@@ -245,7 +313,7 @@ class HostedStores:
             )
 
     def _require_session(self, session: int) -> None:
-        if (mine := self._own.session) != session:
+        if (mine := self.service.session) != session:
             raise StaleSessionError(
                 f"{self._task} serves session {mine or 0:#x}, and keeps no copies for "
                 f"{session:#x}"
@@ -264,7 +332,7 @@ class HostedStores:
 
     async def _host(self, remote: Remote, message: HostStore) -> StoreHosted:
         store, copy = message.store, self._copies.get(message.store)
-        owner = self._own.owner
+        owner = self.service.owner
         assert owner is not None, "it has the session of the message"
         asked = message.session, owner.origin, message.view
         if copy is not None:
@@ -272,7 +340,7 @@ class HostedStores:
                 return copy.hosted  # asked again, as the answer was lost
             await self._drop(store, "an empty one takes its place")
         # Another incarnation: nobody may take the empty copy for one that was here.
-        me = replace(self._me, index=store, incarnation=self._draw())
+        me = replace(self.me, index=store, incarnation=self._draw())
         service = self._service(me, (owner, message.view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
         hosted = await self._serve(me, service, where, owner, message.view)
@@ -285,7 +353,7 @@ class HostedStores:
 
     async def _inherit(self, owner: Owner, left: LeftStore) -> None:
         number, where = left.number, left.address
-        me = replace(self._me, index=number, incarnation=left.incarnation)
+        me = replace(self.me, index=number, incarnation=left.incarnation)
         is_backup = left.role in (StoreRole.BACKUP, StoreRole.NOTHING)
         service = self._service(me, (owner, left.view, 0) if is_backup else None, left)
         later = partial(self._later, service)
@@ -301,17 +369,19 @@ class HostedStores:
         me: Hello,
         backup_of: tuple[Owner, int, int] | None,
         left: LeftStore | None,
+        **of_own: Any,
     ) -> PsService:
         return self._make_service(
             load_code=self._load_code,
             settings=self._settings,
             task=f"/job:ps/task:{me.index}",
             incarnation=me.incarnation,
-            connect=backup_links(me, self._settings, self._security, self._sockets),
+            connect=_backup_links(me, self._settings, self._security, self._sockets),
             backup_of=backup_of,
-            on_cleared=self.look,
-            keeps_state=self._keeps_state,
+            on_cleared=self._look,
+            keeps_state=self._settings.state is not None,
             inherited=left,
+            **of_own,
         )
 
     async def _later(
@@ -358,35 +428,22 @@ class HostedStores:
                 await self._drop(store, "its session is over")
 
 
-def backup_links(
+def _backup_links(
     me: Hello,
     settings: Settings,
     security: Security | None,
-    sockets: Sockets = ZEROMQ,
+    sockets: Sockets,
 ) -> Connect:
     """How the task ``me`` reaches a backup of its store, which has the same name."""
-
-    def connect(
-        address: str,
-        *,
-        on_notice: Callable[[Message], None],
-        on_open: Callable[[Hello], None],
-        on_lost: Callable[[PeerLostError], None],
-    ) -> Link:
-        return Link(
-            address,
-            me,
-            name=f"the backup of /job:{me.job}/task:{me.index}",
-            settings=settings,
-            on_notice=on_notice,
-            on_open=on_open,
-            on_lost=on_lost,
-            security=security,
-            sockets=sockets,
-            expect=(me.job, me.index),
-        )
-
-    return connect
+    return partial(
+        Link,
+        me=me,
+        name=f"the backup of /job:{me.job}/task:{me.index}",
+        settings=settings,
+        security=security,
+        sockets=sockets,
+        expect=(me.job, me.index),
+    )
 
 
 def _beside(bind: str, store: int, incarnation: int) -> str:
