@@ -122,7 +122,7 @@ def test_doctor_of_a_run_that_does_not_train(file):
     ran = zstrat("doctor", "--run", "--cluster", file, "--seconds", "0.01")
     assert ran.exit_code == 0, ran.output
     first, second = ran.output.splitlines()
-    assert first.endswith("0.0 steps/s on 1 workers, with 1 parameter servers")
+    assert first.endswith("0.0 steps/s on 1 worker, with 1 parameter server")
     assert second.startswith("no step has ended in this time")
 
 

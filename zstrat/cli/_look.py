@@ -142,12 +142,17 @@ async def _look_at_run(
         return await examine_run(spec, settings, seconds, timeout, enough)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def _of_run(found: RunFindings) -> Iterator[str]:
     tasks = found.metrics["tasks"]
     jobs = [name.partition(":")[0] for name in tasks]
     yield (
         f"looked for {found.seconds:.0f} s: {found.metrics['steps_per_s']:.1f} steps/s "
-        f"on {jobs.count('worker')} workers, with {jobs.count('ps')} parameter servers"
+        f"on {_count(jobs.count('worker'), 'worker')}, with "
+        f"{_count(jobs.count('ps'), 'parameter server')}"
     )
     for name, problem in found.problems.items():
         yield f"WRONG {name}: {problem}"
