@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from zstrat.errors import BusyError, HeldError, StaleSessionError
-from zstrat.wire import Hello, Ownership
+from zstrat.wire import Hello, Owner, Ownership
 
 SESSIONS = st.integers(1, 3)
 
@@ -26,13 +26,13 @@ def hello(session: int) -> Hello:
 
 def test_a_second_coordinator_waits_until_the_first_is_gone():
     tasks, first, second = Ownership("/job:ps/task:0"), Line(), Line()
-    assert tasks.open(1, first, hello(1))
+    assert tasks.open(Owner(1, first, hello(1)))
     with pytest.raises(BusyError, match=r"ps/task:0 serves .*pid 1001 on host1.*stop"):
-        tasks.open(2, second, hello(2))
+        tasks.open(Owner(2, second, hello(2)))
     tasks.check(1)
     assert tasks.lost(first)
     tasks.check(1)  # what was sent before still counts, and workers go on
-    assert tasks.open(2, second, hello(2))
+    assert tasks.open(Owner(2, second, hello(2)))
     with pytest.raises(
         StaleSessionError, match=r"session 0x2 of .*host2.*not session 0x1"
     ):
@@ -48,57 +48,57 @@ def test_a_second_coordinator_waits_until_the_first_is_gone():
 def test_who_is_heard_holds_a_task_and_who_is_not_may_be_gone():
     tasks, store, process = Ownership("ps"), Line(is_heard=True), Line()
     for link in (store, process):
-        tasks.open(1, link, hello(1), several=True, program="train.py")
+        tasks.open(Owner(1, link, hello(1), program="train.py"), several=True)
     with pytest.raises(HeldError, match=r"train\.py, pid 1001 on host1.*ZSTRAT_TURN"):
-        tasks.open(2, Line(), hello(2))
+        tasks.open(Owner(2, Line(), hello(2)))
     store.is_heard = False  # it was killed: its connections broke, and may come back
     with pytest.raises(BusyError) as raised:
-        tasks.open(2, Line(), hello(2))
+        tasks.open(Owner(2, Line(), hello(2)))
     assert type(raised.value) is BusyError
     process.is_heard = True
     with pytest.raises(HeldError):
-        tasks.open(2, Line(), hello(2))
+        tasks.open(Owner(2, Line(), hello(2)))
     # One that opens another session of its own has closed this one, or will.
     with pytest.raises(BusyError) as raised:
-        tasks.open(2, Line(), replace(hello(1), incarnation=2))
+        tasks.open(Owner(2, Line(), replace(hello(1), incarnation=2)))
     assert type(raised.value) is BusyError
     assert not tasks.lost(process)
     assert tasks.lost(store)
-    assert tasks.open(2, Line(), hello(2))
+    assert tasks.open(Owner(2, Line(), hello(2)))
 
 
 def test_a_program_is_not_told_to_stop_itself():
     tasks = Ownership("/job:ps/task:0")
-    tasks.open(1, Line(), hello(1))
+    tasks.open(Owner(1, Line(), hello(1)))
     with pytest.raises(BusyError, match=r"your own program.*strategy\.close") as raised:
-        tasks.open(2, Line(), replace(hello(1), incarnation=2))
+        tasks.open(Owner(2, Line(), replace(hello(1), incarnation=2)))
     assert "1001" not in str(raised.value)
 
 
 def test_a_coordinator_that_reconnects_keeps_its_session_and_old_connections_die_late():
     tasks, old, new = Ownership("ps"), Line(), Line()
-    tasks.open(1, old, hello(1))
-    assert not tasks.open(1, new, hello(1))
+    tasks.open(Owner(1, old, hello(1)))
+    assert not tasks.open(Owner(1, new, hello(1)))
     assert not tasks.lost(old)
     with pytest.raises(BusyError):
-        tasks.open(2, Line(), hello(2))
+        tasks.open(Owner(2, Line(), hello(2)))
     assert tasks.lost(new)
-    assert tasks.open(2, Line(), hello(2))
+    assert tasks.open(Owner(2, Line(), hello(2)))
 
 
 def test_a_coordinator_with_several_connections_is_there_while_one_of_them_is():
     tasks, store, process = Ownership("ps"), Line(), Line()
     for link in (store, process, store, process):
-        tasks.open(1, link, hello(1), name="run", several=True)
+        tasks.open(Owner(1, link, hello(1), name="run"), several=True)
     assert not tasks.lost(process)
     assert (tasks.owner.peer, tasks.owner.alive) == (store, True)
-    assert not tasks.adopt(2, Line(), hello(2), 0.0, "run")
+    assert not tasks.adopt(Owner(2, Line(), hello(2), 0.0, name="run"))
     # Who asks for a promotion may do so where nobody hears when it is lost.
-    tasks.open(1, Line(), hello(1))
-    tasks.open(1, process, hello(1), several=True)
+    tasks.open(Owner(1, Line(), hello(1)))
+    tasks.open(Owner(1, process, hello(1)), several=True)
     assert not tasks.lost(store)
     assert tasks.lost(process)
-    assert tasks.adopt(2, store, hello(2), 0.0, "run")
+    assert tasks.adopt(Owner(2, store, hello(2), 0.0, name="run"))
     assert not tasks.lost(process)
     assert tasks.lost(store)
 
@@ -114,9 +114,11 @@ class OwnershipMachine(RuleBasedStateMachine):
         peer = Line()
         if self.owner not in (None, session) and self.alive:
             with pytest.raises(BusyError):
-                self.real.open(session, peer, hello(session))
+                self.real.open(Owner(session, peer, hello(session)))
             return
-        assert self.real.open(session, peer, hello(session)) == (self.owner != session)
+        assert self.real.open(Owner(session, peer, hello(session))) == (
+            self.owner != session
+        )
         self.owner, self.alive, self.peers[session] = session, True, peer
 
     @rule(session=SESSIONS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast, final
 
 from zstrat.errors import InvalidArgumentError, StaleSessionError
-from zstrat.wire import BeginAnew, Done, SessionOpened
+from zstrat.wire import BeginAnew, Done, Owner, SessionOpened
 
 from .replication._standing import tell_owner
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from zstrat.config import Timeouts
-    from zstrat.wire import CloseSession, Message, OpenSession, Owner, Ownership
+    from zstrat.wire import CloseSession, Message, OpenSession, Ownership
 
     from ._joining import Joining
     from ._roles import Caller
@@ -98,24 +98,22 @@ class ServerSession:
             BusyError: It is another one's, who is there.
             InvalidArgumentError: It asks for less than was left under the name.
         """
-        session, now, ownership = asked.session, time.time(), self._ownership
         self._require_alone(asked)
-        if ownership.adopt(
-            session, remote, remote.hello, now, asked.name, asked.program
-        ):
-            return self._adopted(asked)
-        self.coordinator_lost_at = None
-        new = ownership.open(
-            session,
+        owner = Owner(
+            asked.session,
             remote,
             remote.hello,
-            now,
+            time.time(),
             name=asked.name,
             origin=asked.origin,
-            several=True,  # one to the store, and one to the process (`Replication`)
             is_shared=asked.is_shared,
             program=asked.program,
         )
+        if self._ownership.adopt(owner):
+            return self._adopted(asked)
+        self.coordinator_lost_at = None
+        # Several: one to the store, and one to the process (`Replication`).
+        new = self._ownership.open(owner, several=True)
         standing = self._parts.standing
         if new:
             self._clear()

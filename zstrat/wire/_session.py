@@ -103,24 +103,11 @@ class Ownership:
     def owner(self) -> Owner | None:
         return self._owner
 
-    def open(
-        self,
-        session: int,
-        peer: OwnerPeer,
-        hello: Hello,
-        since: float | None = None,
-        *,
-        name: str = "",
-        origin: int = 0,
-        several: bool = False,
-        is_shared: bool = False,
-        program: str = "",
-    ) -> bool:
+    def open(self, asked: Owner, *, several: bool = False) -> bool:
         """Gives the task to a coordinator.
 
         Args:
-            since: The time now, in seconds since 1970, for messages to people.
-            name, origin, is_shared, program: As in `OpenSession`.
+            asked: Who is to hold it.
             several: The coordinator may have several connections to the task, and is
                 lost with the last of them. The caller tells `lost` of each that ends.
 
@@ -135,58 +122,42 @@ class Ownership:
                 soon, where the connection is broken or silent, as after a kill.
         """
         owner = self._owner
-        if owner is not None and owner.session != session and owner.alive:
-            words = f"{self._task} serves {owner.to(hello)}"
+        is_new = owner is None or owner.session != asked.session
+        if owner is not None and is_new and owner.alive:
+            words = f"{self._task} serves {owner.to(asked.hello)}"
             # A program that opens another session has closed its own, or is about to.
-            is_other = not owner.is_of(hello)
+            is_other = not owner.is_of(asked.hello)
             heard = is_other and self._is_heard(owner)
             raise HeldError(words) if heard else BusyError(words)
-        if owner is not None and owner.session == session:
-            since, name, origin = owner.since, owner.name, owner.origin
-            is_shared, program = owner.is_shared, owner.program or program
-        else:
+        if owner is None or is_new:
+            self._owner = replace(asked, origin=asked.origin or asked.session)
             self._links = []
+        else:
+            program = owner.program or asked.program
+            self._owner = replace(
+                owner, peer=asked.peer, hello=asked.hello, alive=True, program=program
+            )
         if several:
-            self._links = [*self._others(peer), peer]
-        self._owner = Owner(
-            session,
-            peer,
-            hello,
-            since,
-            name=name,
-            origin=origin or session,
-            is_shared=is_shared,
-            program=program,
-        )
-        return owner is None or owner.session != session
+            self._links = [*self._others(asked.peer), asked.peer]
+        return is_new
 
-    def adopt(
-        self,
-        session: int,
-        peer: OwnerPeer,
-        hello: Hello,
-        since: float,
-        name: str,
-        program: str = "",
-    ) -> bool:
+    def adopt(self, asked: Owner) -> bool:
         """Gives the task to a coordinator that goes on with the session of this name,
         after the coordinator that opened it was lost.
 
         The session gets another number, so that late messages of the lost coordinator
-        are refused; ``since`` is in seconds since 1970.
+        are refused.
 
         Returns:
             False, and nothing has changed, if there is no such session.
         """
         owner = self._owner
-        if owner is None or owner.alive or owner.session == session:
+        if owner is None or owner.alive or owner.session == asked.session:
             return False
-        if not name or owner.name != name:
+        if not asked.name or owner.name != asked.name:
             return False
-        self._owner = Owner(
-            session, peer, hello, since, name=name, origin=owner.origin, program=program
-        )
-        self._links = [peer]
+        self._owner = replace(asked, origin=owner.origin, is_shared=False)
+        self._links = [asked.peer]
         return True
 
     def inherit(self, owner: Owner) -> None:

@@ -37,6 +37,7 @@ from zstrat.wire import (
     Job,
     Message,
     OpenSession,
+    Owner,
     Ownership,
     PlainTree,
     SessionOpened,
@@ -189,13 +190,14 @@ class WorkerService:
         """
         if self._refusal is not None:
             raise self._refusal
-        new = self._ownership.open(
+        owner = Owner(
             message.session,
             remote,
             remote.hello,
             time.time(),
             program=message.program,
         )
+        new = self._ownership.open(owner)
         # A coordinator that connects anew knows nothing of what is here, and has given
         # its closures to others: it starts afresh too, but for code that is compiled.
         before = None if new else self._session

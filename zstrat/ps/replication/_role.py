@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, final
 
 from zstrat.ps.handover._handover import LeftStore, StoreRole
-from zstrat.wire import LeftCopy
+from zstrat.wire import LeftCopy, Owner
 
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.ps._roles import Caller
     from zstrat.ps.store._store import Store
-    from zstrat.wire import Message, Owner, Ownership
+    from zstrat.wire import Message, Ownership
 
     from ._following import Following
     from ._standing import Standing
@@ -113,18 +114,12 @@ class StoreServingRole:
         if standing.following is not None:
             session = standing.following.session
         assert session is not None
-        name, origin, program = "", 0, ""
+        owner = Owner(session, remote, remote.hello, time.time())
         if host is not None:
-            name, origin, program = host.name, host.origin, host.program
-        self._ownership.open(
-            session,
-            remote,
-            remote.hello,
-            time.time(),
-            name=name,
-            origin=origin,
-            program=program,
-        )
+            owner = replace(
+                owner, name=host.name, origin=host.origin, program=host.program
+            )
+        self._ownership.open(owner)
         standing.following, standing.view, self._gives_way = None, view, False
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
