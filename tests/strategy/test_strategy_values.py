@@ -199,3 +199,10 @@ def test_per_replica_is_a_pytree_node_that_shows_its_values():
     assert isinstance(doubled, PerReplica)
     assert doubled.values[1] == {"x": 4}
     assert repr(PerReplica((1, 2))) == "PerReplica:{\n  0: 1,\n  1: 2\n}"
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_random_keys_are_not_added_up(three, op):
+    keys = PerReplica([jax.random.key(n) for n in range(3)])
+    with pytest.raises(TypeError, match="numbers are added up, got random keys"):
+        three.reduce(op, keys, None)

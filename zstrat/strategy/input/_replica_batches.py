@@ -208,13 +208,17 @@ def sliced(batch: Any, start: int, stop: int) -> Any:
 
 
 def empty_like(element: Any) -> Any:
-    """The element without rows; a scalar leaf becomes zero, as in TF."""
-    return jax.tree.map(
-        lambda leaf: (
-            leaf[:0] if np.ndim(leaf) else np.zeros((), np.asarray(leaf).dtype)
-        ),
-        element,
-    )
+    """The element without rows; a scalar leaf becomes zero, as in TF, and a random key
+    stays, as there is none that means nothing."""
+
+    def empty(leaf: Any) -> Any:
+        if np.ndim(leaf):
+            return leaf[:0]
+        dtype = getattr(leaf, "dtype", None)
+        is_key = dtype is not None and not isinstance(dtype, np.dtype)
+        return leaf if is_key else np.zeros((), np.asarray(leaf).dtype)
+
+    return jax.tree.map(empty, element)
 
 
 def _not_the_last(rows: int) -> ValueError:

@@ -303,13 +303,12 @@ def total_of(
 
     Raises:
         ValueError: A part has no such axis; sums of parts differ in shape.
-        TypeError: A part is text, which numpy would join.
+        TypeError: A part is text, which numpy would join, or a random key.
     """
-    arrays = [as_array(part) for part in parts]
+    arrays = [summable(as_array(part), mean=mean) for part in parts]
     for array in arrays:
         if array.dtype.kind in "SU":
             raise TypeError(f"reduce: numbers are added up, got {array.tolist()!r:.80}")
-    arrays = [summable(array, mean=mean) for array in arrays]
     count = len(arrays)
     if axes is not None:
         count = sum(
@@ -325,7 +324,7 @@ def _widens(op: ReduceOp, value: Any) -> bool:
     """Whether what is made even of one array has another dtype; numbers have none."""
     if not isinstance(value, jax.Array | np.ndarray | np.generic | AbstractVariable):
         return False
-    kind = value.dtype.kind
+    kind = getattr(value.dtype, "kind", "b")  # keys have none, and are refused then
     return kind == "b" or (op is ReduceOp.MEAN and kind in "iu")
 
 

@@ -168,7 +168,16 @@ def as_of_several(leaf: Any) -> jax.Array:
 def summable(array: Any, *, mean: bool) -> Any:
     """The array in a dtype that holds the sum of several: booleans are counted, and
     integers, whose mean is a float, do not wrap on the way to it. Narrow ones are added
-    as integers, which is exact, and those of 32 bits as floats, as in ``jnp.mean``."""
+    as integers, which is exact, and those of 32 bits as floats, as in ``jnp.mean``.
+
+    Raises:
+        TypeError: It has random keys.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "numbers are added up, got random keys: reduce what is drawn with them, or "
+            "gather jax.random.key_data(key)"
+        )
     bits = 8 * array.dtype.itemsize if mean and array.dtype.kind in "iu" else 0
     if array.dtype.kind == "b" or 0 < bits < 32:
         return array.astype(int)

@@ -148,6 +148,8 @@ def own(tree: Any) -> Any:
 def _own(array: Any) -> Any:
     if isinstance(array, jax.core.Tracer):
         return jnp.copy(strong(array))
+    if isinstance(array, jax.Array) and not isinstance(array.dtype, np.dtype):
+        return array.copy()  # keys, which numpy does not take
     # By way of numpy: a new object on the replica's device, with a dtype of its own.
     return jnp.asarray(np.array(array))
 
