@@ -40,7 +40,8 @@ class Timeouts:
     """So long after its last answer a resolver whose answer may change is asked again;
     sooner when a worker was lost. One small question to a busy service, or one file."""
     request: float = 120.0
-    """Deadline of a request that was given none: longer than the longest compile."""
+    """Deadline of a request that was given none: longer than the longest compile, and
+    than most variables take over a slow line."""
     drain: float = 10.0
     """What was accepted has so long to finish after SIGTERM."""
     handover: float = 60.0
@@ -277,6 +278,7 @@ _DURATIONS: Final = {
     "ZSTRAT_HANDOVER": "handover",
     "ZSTRAT_LEASH": "leash",
     "ZSTRAT_PATIENCE": "patience",
+    "ZSTRAT_REQUEST": "request",
     "ZSTRAT_RESOLVE": "resolve",
     "ZSTRAT_TURN": "turn",
 }
@@ -287,6 +289,7 @@ _DURATIONS_OF_DAEMONS: Final = (
     "ZSTRAT_DRAIN",
     "ZSTRAT_HANDOVER",
     "ZSTRAT_PATIENCE",
+    "ZSTRAT_REQUEST",
 )
 """Those that tasks have to agree on with their program, or obey for it."""
 

@@ -43,6 +43,7 @@ def test_everything_said() -> None:
             "ZSTRAT_TRACEBACK": "full",
             "ZSTRAT_OUTPUT": "files",
             "ZSTRAT_PATIENCE": "2.5",
+            "ZSTRAT_REQUEST": "600",
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_TURN": "4.5",
             "ZSTRAT_DRAIN": "1e1",
@@ -57,6 +58,7 @@ def test_everything_said() -> None:
     assert settings == Settings(
         timeouts=Timeouts(
             patience=2.5,
+            request=600.0,
             connect=9.0,
             turn=4.5,
             drain=10.0,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from zstrat.errors import BusyError, HeldError, StaleSessionError
+from zstrat.transport import new_incarnation
 from zstrat.wire import Hello, Owner, Ownership
 
 SESSIONS = st.integers(1, 3)
@@ -73,6 +74,17 @@ def test_a_program_is_not_told_to_stop_itself():
     with pytest.raises(BusyError, match=r"your own program.*strategy\.close") as raised:
         tasks.open(Owner(2, Line(), replace(hello(1), incarnation=2)))
     assert "1001" not in str(raised.value)
+
+
+def test_containers_of_one_host_are_told_apart_though_both_have_its_name_and_pid_1():
+    tasks, line = Ownership("/job:ps/task:0"), Line(is_heard=True)
+    mine, theirs = new_incarnation(), new_incarnation() ^ 1 << 62  # another process
+    tasks.open(Owner(mine, line, Hello(1, "chief", 0, mine, "node", 1)))
+    with pytest.raises(HeldError, match=r"pid 1 on node.*stop that program"):
+        tasks.open(Owner(theirs, Line(), Hello(1, "chief", 0, theirs, "node", 1)))
+    again = new_incarnation()
+    with pytest.raises(BusyError, match="your own program"):
+        tasks.open(Owner(again, Line(), Hello(1, "chief", 0, again, "node", 1)))
 
 
 def test_a_coordinator_that_reconnects_keeps_its_session_and_old_connections_die_late():

@@ -7,6 +7,7 @@ import platform
 import secrets
 import socket
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -18,8 +19,16 @@ _LONGEST_NAME: Final = 80
 
 
 def new_incarnation() -> int:
-    """A number that no other start of any task has: 63 random bits, never 0."""
-    return secrets.randbits(63) | 1
+    """A number that no other start of any task has: 63 random bits, never 0. The upper
+    31 are those of this process, see `zstrat.wire.Owner.is_of`."""
+    return _process_bits(os.getpid()) | secrets.randbits(32) | 1
+
+
+@cache
+def _process_bits(pid: int) -> int:
+    """Random bits of this process; a child that it forks has others."""
+    del pid
+    return secrets.randbits(31) << 32
 
 
 def hello(job: str, index: int, incarnation: int) -> Hello:

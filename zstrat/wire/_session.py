@@ -65,8 +65,12 @@ class Owner:
         return f"{who.job}:{who.index} ({program}pid {who.pid} on {who.host})"
 
     def is_of(self, other: Hello) -> bool:
-        """Whether this HELLO is of the process that holds the task."""
-        return (self.hello.host, self.hello.pid) == (other.host, other.pid)
+        """Whether this HELLO is of the process that holds the task.
+
+        Containers that have the network of one host have its name, too, and may both
+        have the pid 1: incarnations tell them apart.
+        """
+        return _process_of(self.hello) == _process_of(other)
 
     def to(self, other: Hello) -> str:
         """What a coordinator is told that wants the task, too."""
@@ -82,6 +86,11 @@ class Owner:
             f"the coordinator {self} since {began}: stop that program, or have this "
             "one wait for its turn (ZSTRAT_TURN=SECONDS, or Timeouts(turn=SECONDS))"
         )
+
+
+def _process_of(hello: Hello) -> tuple[str, int, int]:
+    # The upper bits of incarnations that one process draws are alike.
+    return hello.host, hello.pid, hello.incarnation >> 32
 
 
 class Ownership:
