@@ -261,7 +261,9 @@ def test_an_iterator_that_cannot_be_built_is_saved_where_it_was_to_begin(
     counts(program.steps(iterator, 30), drawn_at(path))
 
 
-def test_servers_that_are_filled_again_and_data_go_on_from_one_checkpoint(tmp_path):
+def test_servers_that_are_filled_again_and_data_go_on_from_one_checkpoint(
+    tmp_path, caplog
+):
     with zs.LocalCluster(num_ps=1, num_workers=WORKERS) as cluster:
         program = Program(cluster, on_ps_loss="restore")
         iterator = program.iterator()
@@ -276,6 +278,10 @@ def test_servers_that_are_filled_again_and_data_go_on_from_one_checkpoint(tmp_pa
             part_of_it.write_bytes(b"damaged")
         program.train(iterator, 20)
         program.coordinator.join()
+        data_alone = zs.Checkpoint(iterator=iterator)
+        for _ in range(4):  # of which no server can be filled
+            data_alone.save(tmp_path / "data")
+        assert "data" not in caplog.text
         cluster.kill("ps:0")
         cluster.restart("ps:0")
         program.train(iterator, 30)

@@ -28,6 +28,7 @@ from ._position import MOST_DRAWN as MOST_DRAWN
 from ._position import CheckpointableIterator as CheckpointableIterator
 from ._position import DatasetIterator as DatasetIterator
 from ._position import Position as Position
+from ._position import plain_place as plain_place
 from ._position import require_fit as require_fit
 from ._prefetch import Prefetcher as Prefetcher
 from ._replica_rows import Cut as Cut

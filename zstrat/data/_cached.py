@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from ._elements import ending
-from ._passes import Kept, Recipe
+from ._passes import PassThrough, Recipe
 from ._tree import mapped, own
 from .files import read_elements, write_element, write_end, write_start
 
@@ -43,7 +43,7 @@ class WholePass:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Cached(Kept):
+class Cached(PassThrough):
     """The elements of its source, made once.
 
     Args:

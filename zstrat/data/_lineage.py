@@ -27,8 +27,8 @@ from ._passes import (
     Derived,
     Enumerated,
     Filtered,
-    Kept,
     MappedPass,
+    PassThrough,
     Prefetched,
     Recipe,
     Reordered,
@@ -168,7 +168,7 @@ def _of_one(recipe: Derived, source: KnownShapes) -> KnownShapes:
     match recipe:
         case Repeated() | Shuffled():
             return replace(source, is_even=source.is_whole)
-        case Kept():
+        case PassThrough():
             return source
         case Enumerated():
             ranks = None if source.ranks is None else (0, *source.ranks)

@@ -131,7 +131,7 @@ class Derived(Recipe):
         return self.of(change(self.source))
 
 
-class Kept(Derived):
+class PassThrough(Derived):
     """Gives elements of its source, as they are."""
 
     __slots__ = ()
@@ -140,7 +140,7 @@ class Kept(Derived):
         return self.source.spec(look)
 
 
-class Reordered(Kept):
+class Reordered(PassThrough):
     """Chooses among the items of its source and leaves their meaning to it."""
 
     __slots__ = ()
@@ -472,7 +472,7 @@ class SlicedPass(Reordered):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Prefetched(Kept):
+class Prefetched(PassThrough):
     """Makes elements (not items) ahead: making them is the work to be hidden."""
 
     source: Recipe

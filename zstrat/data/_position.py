@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import abc
 import itertools
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError, InvalidArgumentError
@@ -29,6 +30,8 @@ from ._shuffle import Shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from _typeshed import DataclassInstance
 
     from ._leaves import Element
     from ._passes import Recipe
@@ -145,15 +148,7 @@ class Position:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        orders = [[seed, list(order)] for seed, order in self.orders]
-        operations = None if self.operations is None else list(self.operations)
-        return {
-            "drawn": self.drawn,
-            "orders": orders,
-            "sizes": list(self.sizes),
-            "operations": operations,
-        }
+        return plain_place(self)
 
     def misfit(self, recipe: Recipe) -> str:
         """Why it is no place in the passes of the recipe; "" if it is one."""
@@ -246,6 +241,12 @@ def _unsaved(why: str) -> InvalidArgumentError:
         "the place of this iterator cannot be saved, because another pass may give "
         f"other elements: {why}"
     )
+
+
+def plain_place(place: DataclassInstance) -> dict[str, Any]:
+    """A place as JSON has it, by the names of its fields."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(place)))
+    return found
 
 
 def require_fit(iterator: CheckpointableIterator, state: Mapping[str, Any]) -> None:

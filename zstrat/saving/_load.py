@@ -381,6 +381,8 @@ async def remember(
     for cluster, cut, restores in moments:
         if cluster.recovers and cut is not None:
             point = _point(path, found, cluster)
+            if not point.variables:
+                continue  # of its iterators alone: no server can be filled from it
             lacks += await cluster.remember(point, cut, restores)
     return lacks
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from zstrat.data import MOST_DRAWN, Elements, Position, Prefetcher, ending
+from zstrat.data import MOST_DRAWN, Elements, Position, Prefetcher, ending, plain_place
 from zstrat.errors import InvalidArgumentError, OutOfRangeError
 from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
@@ -89,9 +89,7 @@ class FeedPosition:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        passes = [each.plain for each in self.passes]
-        return {"steps": self.steps, "passes": passes, "split": list(self.split)}
+        return plain_place(self)
 
 
 @final
@@ -225,7 +223,7 @@ class DatasetPass:
             except OutOfRangeError:
                 if not self._maker.has_looked_back():
                     raise
-        return self._maker.spec()
+        return self._maker.spec
 
     def close(self) -> None:
         """Ends it and what it reads from."""
@@ -248,7 +246,7 @@ class _Maker:
         self._whole: Final = whole
         self.first: Share | None = None
         """Without its rows."""
-        self._spec: Any = None
+        self.spec: Any = None
 
     def elements(self) -> Iterator[Any]:
         with ending(self._shares) as shares:
@@ -261,14 +259,11 @@ class _Maker:
                 del share, placed
 
     def _describe(self, share: Share, placed: Any) -> None:
-        self._spec = _spec_of(share, placed)
+        self.spec = _spec_of(share, placed)
         if self._feed.described.spec is None:
-            self._feed.described.spec = self._spec
+            self._feed.described.spec = self.spec
             _tell(share, placed, self._feed.where)
         self.first = share.emptied()
-
-    def spec(self) -> Any:
-        return self._spec
 
     def has_looked_back(self) -> bool:
         """Whether an element before the rest, in which there is none, describes all."""
