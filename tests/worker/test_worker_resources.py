@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -199,6 +200,7 @@ async def test_errors_show_the_users_line(world):
         (lambda: 3, TypeError, "must be iterable"),
         (lambda: ["text"], TypeError, "numbers or booleans"),
         (lambda: [{1: object()}], TypeError, "numbers or booleans"),
+        (lambda: [{"k": jax.random.key(1)}], TypeError, "has random keys.*key_data"),
     ],
 )
 async def test_what_is_no_dataset(world, maker, kind, words):

@@ -37,7 +37,7 @@ from zstrat.errors import (
     OutOfRangeError,
 )
 from zstrat.program import StepDataset, StepIterator, Structure, trim
-from zstrat.program.trace import joined
+from zstrat.program.trace import joined, refuse_random_keys
 from zstrat.wire import LayoutMessage
 
 from ._closure import check_layout
@@ -387,6 +387,7 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
             f"which the coordinator can describe; it is a {type(element).__name__}: "
             "return dicts or plain tuples"
         )
+    refuse_random_keys(leaves, name)
     arrays = [np.asarray(leaf) for leaf in leaves]
     for array in arrays:
         if array.dtype.kind in "OSUmM":

@@ -27,6 +27,7 @@ from ._iterator import StepIterator as StepIterator
 from ._refusals import LOOKS as LOOKS
 from ._refusals import is_of_shapes as is_of_shapes
 from ._refusals import lookup_inside as lookup_inside
+from ._refusals import refuse_random_keys as refuse_random_keys
 from ._refusals import update_inside as update_inside
 from ._signature import Plain as Plain
 from ._structure import split as split

@@ -63,6 +63,7 @@ class Discovery:
     def element(self, ordinal: int, iterator: StepIterator) -> Any:
         assert self._supply is not None, iterator.name
         element = self._supply(ordinal, iterator)
+        _refusals.refuse_random_keys(element.leaves, iterator.name)
         leaves = [self._abstract(x.shape, x.dtype) for x in element.leaves]
         return element.treedef.unflatten(leaves)
 

@@ -6,8 +6,9 @@ Law of the file: every text names the user's line. jax's own error stays the cau
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from jax import errors as jax_errors
 
 from zstrat.variables import DeviceHome, LocalHome
@@ -15,7 +16,7 @@ from zstrat.variables import DeviceHome, LocalHome
 from ._where import here, raised_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from zstrat.program.lookup._lookups import PlannedLookup
     from zstrat.variables import VariableHandle
@@ -284,3 +285,18 @@ def lookup_among_stages(step: str, lookup: PlannedLookup) -> RuntimeError:
         f"{lookup.table} up, which other processes hold, and uses variables of another "
         "strategy, which this process holds. Create all of them in one scope"
     )
+
+
+def refuse_random_keys(leaves: Sequence[Any], name: str) -> None:
+    """For an element, which is arrays of numbers or booleans where a step draws it.
+
+    Raises:
+        TypeError: A leaf is an array of random keys.
+    """
+    dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if any(dtype is not None and not isinstance(dtype, np.dtype) for dtype in dtypes):
+        raise TypeError(
+            f"an element of {name} has random keys, and a step draws arrays of numbers "
+            "or booleans: put jax.random.key_data(key) into the dataset, and make it "
+            "a key in the step with jax.random.wrap_key_data"
+        )
