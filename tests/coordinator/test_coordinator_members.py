@@ -168,6 +168,7 @@ def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
 def test_a_worker_that_is_far_away_always_has_something_to_do(round_trip):
     members = opened(1)
     (member,) = members.members
+    members.measured(0, member.epoch, round_trip)
     step, first, idle, free_at, said = 0.002, 1, 0.0, 0.0, deque()
     now = 0.0
     while now < 10.0:
@@ -182,7 +183,19 @@ def test_a_worker_that_is_far_away_always_has_something_to_do(round_trip):
         del member.in_flight[number]
         members.ended(member, 1, now)
     assert idle < 0.05 * 5.0
-    assert member.depth <= MIN_DEPTH + max(20e-3, 2 * (round_trip + 3 * step)) / step
+    assert member.depth <= MIN_DEPTH + max(20e-3, 2 * round_trip) / step + 1
+
+
+def test_what_was_measured_on_a_former_connection_counts_no_more():
+    members = opened(1)
+    (member,) = members.members
+    epoch = member.epoch
+    members.measured(0, epoch, 0.1)
+    assert member.round_trip == 0.1
+    members.lost(0, "killed", 0.0)
+    members.connected(0)
+    members.measured(0, epoch, 0.3)
+    assert member.round_trip == 0.0
 
 
 def goes_on(members, member, now):

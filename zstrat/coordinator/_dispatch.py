@@ -256,8 +256,9 @@ class Dispatcher:
             return
         channel = self.channels[task.place]
         self.engine.deserted = None
-        self.members.connected(task.place)
+        epoch = self.members.connected(task.place)
         channel.clear()
+        channel.time_round_trip(partial(self.members.measured, task.place, epoch))
         # A worker that never noticed that it was lost may still hold old closures.
         self._notify(channel, CancelSteps(self._session))
         self.builder.rebuild(channel)

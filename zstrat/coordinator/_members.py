@@ -10,11 +10,10 @@ resources built. Nobody waits for anybody else's recovery.
 
 Each worker holds what it works on, the steps that it prefetches and some work ahead: 20
 ms, or two round trips to it if that is more. So the round trip is hidden and little is
-lost with it: the depth follows the rate at which its closures end, and the shortest
-time from a dispatch to its outcome. It gets more when a third of that is over,
-or when it has nothing beyond what it works on and prefetches; if the user has said how
-many it holds, it always holds so many. Everything is told by *incarnation and
-connection* (`epoch`): what an earlier one says is stale.
+lost with it: the depth follows the rate at which its closures end. It gets more when a
+third of that is over, or when it has nothing beyond what it works on and prefetches; if
+the user has said how many it holds, it always holds so many. Everything is told by
+*incarnation and connection* (`epoch`): what an earlier one says is stale.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WORK_AHEAD: Final = 0.020
 a busy user thread keeps Python's interpreter lock from our loop."""
 MOST_AHEAD: Final = 0.4
 """The same of one that is far away: two round trips, as a third of what it may hold has
-ended before it gets more. None on earth is longer; what takes longer is a long step."""
+ended before it gets more. None on earth is longer; what takes longer was busy."""
 MIN_DEPTH: Final = 2
 """One that runs, and one that is prepared before this has ended and been acknowledged.
 """
@@ -89,10 +88,8 @@ class Member:
     losses: int = 0
     last_error: str = ""
     """Of a step that failed there, in words."""
-    _probe: tuple[int, float] | None = None
-    """A step under way by which the round trip is measured, and when it was sent."""
-    _quickest: float = math.inf
-    """Fewest seconds from the dispatch of a step to its outcome."""
+    round_trip: float = 0.0
+    """Seconds to it and back; 0 if not known yet."""
     _measured_at: float = 0.0
     _count: float = 0.0
     _seconds: float = 0.0
@@ -108,7 +105,7 @@ class Member:
         if self.fixed_depth is not None:
             return self.fixed_depth
         at_work = MIN_DEPTH + self.prefetch
-        ahead = max(WORK_AHEAD, min(2 * self._quickest, MOST_AHEAD))
+        ahead = max(WORK_AHEAD, min(2 * self.round_trip, MOST_AHEAD))
         return min(at_work + round(self.rate * ahead), max(at_work, MAX_DEPTH))
 
     @property
@@ -259,10 +256,16 @@ class Members:
         member.building, member.alone, member.avoided = 0, False, False
         # It may be another process, on another machine: its speed is measured anew.
         member._count = member._seconds = 0.0
-        member._probe, member._quickest = None, math.inf
+        member.round_trip = 0.0
         if not member.retired:
             self.alone_since = None
         return member.epoch
+
+    def measured(self, place: int, epoch: int, round_trip: float) -> None:
+        """So many seconds are to the worker and back, on this connection."""
+        member = self._at.get(place)
+        if member is not None and member.epoch == epoch:
+            member.round_trip = round_trip
 
     def build(self, place: int, count: int = 1) -> None:
         """So many resources are being built there: no closure goes there before."""
@@ -350,8 +353,6 @@ class Members:
             member._measured_at = now
         if self._throughput.next_mark < 0:  # the first of all begins
             self._throughput.mark(now, 0, 0)
-        if member._probe is None:
-            member._probe = closures[0].step, now
         for closure in closures:
             member.in_flight[closure.step] = closure
 
@@ -364,9 +365,6 @@ class Members:
         if count == 0:
             return
         member.completed += count
-        if member._probe is not None and member._probe[0] not in member.in_flight:
-            member._quickest = min(member._quickest, now - member._probe[1])
-            member._probe = None
         if now >= self._throughput.next_mark:
             completed = self.completed
             self._throughput.mark(now, completed - count, completed)

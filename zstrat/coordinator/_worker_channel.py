@@ -7,16 +7,20 @@ the sets of a channel was sent on the present connection.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
 from zstrat.program import BESIDE
 from zstrat.wire import (
+    AskClock,
     AskIteratorFit,
     AskIteratorState,
     Batch,
@@ -34,9 +38,11 @@ from zstrat.wire import (
 
 log = logging.getLogger("zstrat.coordinator")
 
+ROUND_TRIPS: Final = 4
+"""Of which the shortest counts."""
+
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from ._calls import Code, PickledArguments, ScheduledCall
     from ._members import Member
@@ -66,6 +72,30 @@ class WorkerChannel:
             held.clear()
         self.failed.clear()
         self.unsaid.clear()
+
+    def time_round_trip(
+        self,
+        tell: Callable[[float], None],
+        left: int = ROUND_TRIPS,
+        shortest: float = math.inf,
+    ) -> None:
+        """Has ``tell`` called with the seconds to the worker and back, unless it is
+        lost before. The shortest of some counts: the others wait somewhere."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        def answered(answer: asyncio.Future[Message]) -> None:
+            if answer.cancelled() or answer.exception() is not None:
+                return  # it is lost: the next connection is timed anew
+            found = min(shortest, loop.time() - began)
+            if left > 1:
+                self.time_round_trip(tell, left - 1, found)
+            else:
+                tell(found)
+
+        with contextlib.suppress(PeerLostError, ClosedError, BusyError):
+            asked = self.task.link.submit(AskClock(self.session))
+            asked.add_done_callback(answered)
 
     def put_code(self, code: Code) -> None:
         """Ships the code, unless it is there."""
