@@ -80,10 +80,10 @@ CAUGHT = {
     "the ledger forgets": 2,
     "duplicates are not looked for": 2,
     "no fence is raised": 22,
-    "pushes of zombies are taken": 37,
+    "pushes of zombies are taken": 725,
     "pushes are acknowledged before they are applied": 0,
     "updates without names are sent again": 56,
-    "servers take the requests of any session": 44,
+    "servers take the requests of any session": 485,
     "a restore stays in the same session": 5,
     "the mark is raised too far": 0,
     "a step is over when its push is sent": 1,
@@ -94,7 +94,7 @@ CAUGHT = {
     "the ledger is not in the log": 3,  # or one of the next
     "a program that goes on is taken for the one before": 11,
     "a backup does not hear of the next program": 11,
-    "two copies part when a program goes on": 131,
+    "two copies part when a program goes on": 311,
     "versions do not jump at a promotion": 203,
     "a server that comes later is of another session": 111,
 }
@@ -198,7 +198,7 @@ def test_a_program_that_goes_on_finds_each_step_once():
     assert verdict.steps >= 19
 
 
-@pytest.mark.parametrize("seed", [91, 371, 411])
+@pytest.mark.parametrize("seed", [11, 311, 351])
 def test_a_server_that_was_started_again_is_not_taken_for_the_one_before(seed):
     """Of copies that part, one had all: the next program read zeros in its place."""
     with mutated("two copies part when a program goes on"):
@@ -210,7 +210,7 @@ def test_what_nobody_began_before_it_was_killed_is_no_warning():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with mutated("two copies part when a program goes on"):
-            assert run_seed(131).failure is not None
+            assert run_seed(311).failure is not None
     assert not told
 
 
