@@ -71,6 +71,21 @@ def test_objects_with_the_same_bytes_are_the_same_on_a_worker(world):
     assert len({n for w in world.workers for n in w.arguments}) == 3
 
 
+def test_arguments_that_closures_share_fill_no_queue(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+
+    @zs.function
+    def scale(layer, x):
+        return x * layer.units
+
+    layer = Layer(2)
+    layer.notes = bytes(2**26)  # of which there is one copy: 20 would be over 1 GiB
+    values = [coordinator.schedule(scale, args=(layer, 1.5)) for _ in range(20)]
+    world.on_loop(world.release)
+    assert [float(v.fetch()) for v in values] == [3.0] * 20
+
+
 def test_an_eager_step_has_its_arguments_for_itself(world):
     coordinator = world.coordinator()
 

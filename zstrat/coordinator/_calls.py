@@ -177,6 +177,10 @@ class _KnownFunction:
         found = [reference() for reference in self._held]
         return [resource for resource in found if isinstance(resource, PerWorker)]
 
+    def shares(self, arguments: PickledArguments) -> bool:
+        """Whether other closures may have these very arguments."""
+        return self.pickled.get(arguments.code) is arguments
+
     def same(self, arguments: PickledArguments) -> PickledArguments:
         """The arguments that gave the same bytes before, else these."""
         known = self.pickled.pop(arguments.code, arguments)
@@ -278,7 +282,7 @@ class CallTable:
         )
         if key is not None:
             known.remember(key, call)
-        elif arguments is not None:
+        elif arguments is not None and not known.shares(arguments):
             call.nbytes = arguments.nbytes
         return call, inputs
 

@@ -35,8 +35,9 @@ WORK_AHEAD: Final = 0.020
 """Seconds of work that a worker holds: hides a round trip and the up to 5 ms for which
 a busy user thread keeps Python's interpreter lock from our loop."""
 MOST_AHEAD: Final = 0.4
-"""The same of one that is far away: two round trips, as a third of what it may hold has
-ended before it gets more. None on earth is longer; what takes longer was busy."""
+"""The most for a worker that is far away, which holds two round trips of work: a third
+of that ends before it gets more. No two places on earth are further apart; a longer
+round trip was one to a busy process."""
 MIN_DEPTH: Final = 2
 """One that runs, and one that is prepared before this has ended and been acknowledged.
 """

@@ -70,30 +70,22 @@ class TaskLink(Protocol):
 
     @property
     def is_open(self) -> bool: ...
-
     @property
     def is_refused(self) -> bool: ...
-
     @property
     def trouble(self) -> str: ...
-
     @property
     def peer(self) -> Hello | None: ...
-
     def start(self) -> None: ...
-
     async def wait_open(self, deadline: float) -> Hello: ...
-
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply: ...
-
     def notify(self, message: Message) -> None: ...
-
     async def close(self, reason: str = ...) -> None: ...
 
 
 class MakeTaskLink(Protocol):
-    """Makes the link to one task; it is not started yet. So does a `Link` that lacks
-    but these arguments."""
+    """Makes the link to one task; it is not started yet. ``functools.partial(Link,
+    ...)``, with all other arguments, is one."""
 
     def __call__(
         self,

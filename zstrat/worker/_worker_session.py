@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from ._step_runner import StepRunner
 
 MAX_OPEN: Final = 16384
-"""Closures that may wait here. A coordinator keeps some 20 ms of work on a worker,
-at most hundreds; more is a mistake, and they are not begun but sent back."""
+"""Closures that may wait here. A coordinator keeps less than half a second of work on a
+worker, if nobody tells it otherwise; more is a mistake, and is sent back, not begun."""
 
 
 Owned = (
@@ -435,58 +435,39 @@ def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
 
 
 def _with_inputs(message: Dispatch) -> list[tuple[Batch, list[memoryview]]]:
-    """The batches, each with the inputs of its steps, if they have any."""
-    given = _InputsGiven(message)
-    parts = [(batch, given.of(batch)) for batch in message.batches]
-    given.require_all_taken()
+    """The batches, each with the inputs of its steps, if they have any.
+
+    Raises:
+        ProtocolError: There is more, or less, than the batches say.
+    """
+    joint, start, count = memoryview(message.inputs), 0, 0
+    parts = []
+    for batch in message.batches:
+        size, steps = batch.size, len(batch.steps)
+        if size < BESIDE:
+            end = start + size * steps
+            inputs = [joint[at : at + size] for at in range(start, end, max(size, 1))]
+            start = end
+        else:
+            arrays = message.arrays[count : count + steps]
+            inputs = [_bytes_beside(array, size) for array in arrays]
+            count += steps
+        parts.append((batch, inputs))
+    if (start, count) != (len(joint), len(message.arrays)):
+        raise ProtocolError(
+            f"Dispatch: expected {start} bytes of inputs and {count} arrays, as its "
+            f"batches say, got {len(joint)} and {len(message.arrays)}"
+        )
     return parts
 
 
-class _InputsGiven:
-    """The inputs of a message that no batch has taken yet."""
-
-    def __init__(self, message: Dispatch) -> None:
-        self._joint, self._start = memoryview(message.inputs), 0
-        self._beside, self._next = message.arrays, 0
-
-    def of(self, batch: Batch) -> list[memoryview]:
-        """Takes those of the next batch, one for each of its steps.
-
-        Raises:
-            ProtocolError: An array is not as large as the batch says.
-        """
-        size, count = batch.size, len(batch.steps)
-        if size <= 0:
-            return []
-        if size < BESIDE:
-            starts = range(self._start, self._start + size * count, size)
-            self._start += size * count
-            return [self._joint[at : at + size] for at in starts]
-        arrays = self._beside[self._next : self._next + count]
-        self._next += count
-        for array in arrays:
-            if array.dtype != np.uint8 or array.shape != (size,):
-                raise ProtocolError(
-                    f"Dispatch.arrays: expected uint8 [{size}] as its batch says, got "
-                    f"{array.dtype} {list(array.shape)}"
-                )
-        return [array.data for array in arrays]
-
-    def require_all_taken(self) -> None:
-        """
-        Raises:
-            ProtocolError: There are more, or fewer, than the batches say.
-        """
-        if self._start != len(self._joint):
-            raise ProtocolError(
-                f"Dispatch: expected {self._start} bytes of inputs as its batches say, "
-                f"got {len(self._joint)}"
-            )
-        if self._next != len(self._beside):
-            raise ProtocolError(
-                f"Dispatch: expected {self._next} arrays as its batches say, got "
-                f"{len(self._beside)}"
-            )
+def _bytes_beside(array: np.ndarray, size: int) -> memoryview:
+    if array.dtype != np.uint8 or array.shape != (size,):
+        raise ProtocolError(
+            f"Dispatch.arrays: expected uint8 [{size}] as its batch says, got "
+            f"{array.dtype} {list(array.shape)}"
+        )
+    return array.data
 
 
 def _state(resources: Resources, number: int) -> Message:
