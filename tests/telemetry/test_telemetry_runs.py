@@ -105,6 +105,9 @@ def test_the_program_sees_what_its_tasks_do(trained):
 
 
 def test_an_observer_sees_the_same(cluster, trained, tmp_path):
+    # Before the observer asks: what a worker has sent only grows.
+    metrics = until(trained, lambda metrics: metrics["tasks"]["worker:0"]["lanes"])
+    lanes = metrics["tasks"]["worker:0"]["lanes"]["socket"]
     file = tmp_path / "cluster.toml"
     jobs = cluster.spec.as_dict().items()
     lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
@@ -116,7 +119,6 @@ def test_an_observer_sees_the_same(cluster, trained, tmp_path):
     seen = json.loads(told.stdout)
     assert set(seen["tasks"]) == {"worker:0", "ps:0", "ps:1"}
     assert seen["tasks"]["worker:0"]["cached_programs"] == 1
-    lanes = trained.metrics()["tasks"]["worker:0"]["lanes"]["socket"]
     assert seen["tasks"]["worker:0"]["lanes"]["socket"]["out"] >= lanes["out"]
     words = CliRunner().invoke(main, ["top", "--cluster", str(file), "--count", "1"])
     assert "task=worker:0 state=open steps/s=" in words.stdout
