@@ -96,9 +96,9 @@ class Settings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
     lane: str = "auto"
-    prefetch: int | None = None
-    """Optimizer steps whose values and rows a worker fetches while one computes.
-    None: 1 if there are several workers, whose steps interleave anyway, else 0."""
+    prefetch: int = 0
+    """Optimizer steps whose values and rows a worker fetches while one computes. Each
+    makes gradients older by as many updates as there are workers."""
     keys: Path | None = None
     insecure: bool = False
     log_json: bool = False
@@ -234,13 +234,9 @@ def _seconds(name: str, text: str) -> float:
     return value
 
 
-def _prefetch(name: str, text: str) -> int | None:
-    if text == "auto":
-        return None
+def _prefetch(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 6):
-        raise ValueError(
-            f"{name}={text!r}: expected auto, or a number of steps from 0 on"
-        )
+        raise ValueError(f"{name}={text!r}: expected a number of steps, 0 or more")
     return int(text)
 
 

@@ -108,19 +108,14 @@ def test_unknown_output() -> None:
         settings_from({"ZSTRAT_OUTPUT": "no"})
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("auto", None), ("0", 0), ("1", 1), ("12", 12)]
-)
-def test_prefetch(text: str, value: int | None) -> None:
-    prefetch = settings_from({"ZSTRAT_PREFETCH": text}).prefetch
-    assert prefetch == value
-    assert type(prefetch) is type(value)
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("1", 1), ("12", 12)])
+def test_prefetch(text: str, value: int) -> None:
+    assert settings_from({"ZSTRAT_PREFETCH": text}).prefetch == value
 
 
-@pytest.mark.parametrize("text", ["", "1.5", "-1", "yes", "AUTO", " 1", "²", "100000"])
+@pytest.mark.parametrize("text", ["", "1.5", "-1", "auto", " 1", "²", "100000"])
 def test_prefetch_that_cannot_be(text: str) -> None:
-    words = f"ZSTRAT_PREFETCH='{text}': expected auto, or a number of steps from 0 on"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"ZSTRAT_PREFETCH='{text}'"):
         settings_from({"ZSTRAT_PREFETCH": text})
 
 

@@ -385,7 +385,7 @@ class World:
         asyncio.get_running_loop().call_soon(self.changed)
         return link
 
-    def connect(self, connect=30.0, prefetch=None, turn=20.0, patience=5.0):
+    def connect(self, connect=30.0, prefetch=0, turn=20.0, patience=5.0):
         timeouts = Timeouts(
             connect=connect,
             request=20.0,

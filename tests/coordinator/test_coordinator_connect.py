@@ -106,13 +106,10 @@ def test_metrics_count_the_traces_of_scheduled_functions(world):
     assert coordinator.metrics()["traces"] == 2
 
 
-@pytest.mark.parametrize(
-    ("said", "workers", "expected"),
-    [(None, 1, 0), (None, 2, 1), (None, 5, 1), (0, 5, 0), (1, 1, 1)],
-)
-def test_workers_are_told_whether_to_prefetch(make_world, said, workers, expected):
+@pytest.mark.parametrize(("workers", "expected"), [(1, 0), (5, 0), (1, 1), (5, 2)])
+def test_workers_learn_how_many_steps_to_prefetch(make_world, workers, expected):
     world = make_world(workers=workers)
-    world.connect(prefetch=said)
+    world.connect(prefetch=expected)
     world.until(lambda: all(worker.sessions for worker in world.workers))
     openings = [opening for worker in world.workers for opening in worker.sessions]
     assert [opening.prefetch for opening in openings] == [expected] * workers

@@ -120,9 +120,8 @@ def test_settings_and_the_spec_reach_the_session(make_cluster):
 @pytest.mark.parametrize(
     ("said", "environment", "expected"),
     [
-        (None, "auto", None),
-        (0, "auto", 0),
-        (1, "auto", 1),
+        (None, None, 0),
+        (1, None, 1),
         (None, "1", 1),
         (0, "1", 0),  # the argument is nearer than the environment
         (1, "0", 1),
@@ -133,7 +132,9 @@ def test_settings_and_the_spec_reach_the_session(make_cluster):
 def test_prefetch_reaches_the_session(
     make_cluster, monkeypatch, said, environment, expected
 ):
-    monkeypatch.setenv("ZSTRAT_PREFETCH", environment)
+    monkeypatch.delenv("ZSTRAT_PREFETCH", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("ZSTRAT_PREFETCH", environment)
     fake, seen = make_cluster(), []
 
     def connect(spec, settings):
@@ -142,6 +143,20 @@ def test_prefetch_reaches_the_session(
 
     ParameterServerStrategy(fake.resolver, prefetch=said, connect=connect)
     assert [repr(settings.prefetch) for settings in seen] == [repr(expected)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "age"), [(4, 4, 19), (2, 2, 5), (4, 1, None), (1, 4, None)]
+)
+def test_a_prefetch_that_makes_gradients_old_is_warned_about(
+    make_cluster, caplog, workers, prefetch, age
+):
+    with caplog.at_level(logging.WARNING):
+        make_cluster(workers=workers, prefetch=prefetch)
+    # Of prefetch + 1 steps of each worker between a pull and its push.
+    assert [f" {age} updates old" in text for text in caplog.messages] == (
+        [] if age is None else [True]
+    )
 
 
 def test_prefetch_keeps_the_other_settings(make_cluster):

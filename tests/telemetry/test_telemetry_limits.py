@@ -153,12 +153,15 @@ def test_a_queue_that_is_too_short_keeps_workers_waiting():
 
 def test_steps_that_compute_from_old_values():
     four = {f"worker_{n}": worker(compute=0.2) for n in range(4)}
+    # One step fetched ahead: between a pull and its push each of the four pushes its
+    # own step before and the three others twice.
     usual = {"p50": 7.0, "p99": 9.0}
     assert worst(staleness=usual, ps_0=server(), **four) is None
-    found = worst(staleness={"p50": 28.0, "p99": 40.0}, ps_0=server(), **four)
+    found = worst(staleness={"p50": 12.0, "p99": 40.0}, ps_0=server(), **four)
     assert (found.what, found.share) == ("stale", 0.75)
-    assert "28 versions old" in found.words
-    assert "4 workers make about 7 by themselves" in found.words
+    assert "12 versions old" in found.words
+    assert "4 workers make about 3 by themselves" in found.words
+    assert "ZSTRAT_PREFETCH" in found.advice
 
 
 def test_bytes_that_lie_on_one_of_two_parameter_servers():

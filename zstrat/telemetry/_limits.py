@@ -25,8 +25,9 @@ LEAST_BYTES: Final = 1e6
 """Bytes per second, over all servers, below which nobody waits for them."""
 SMALL: Final = 64 * 1024
 """Bytes of an answer that is over sooner than its way there and back."""
-OLD: Final = 2.0
-"""Median staleness, as times what so many workers make by themselves."""
+OLD: Final = 3.0
+"""Median staleness, as times what so many workers make by themselves. One step fetched
+ahead doubles it or a little more, and was asked for."""
 LONG_PHASE_SECONDS: Final = 10.0
 """Seconds after which it is said of a step that it has not ended."""
 SLOWER: Final = 0.8
@@ -186,7 +187,7 @@ def _pull(
     numbers = _numbers("pull", worker)
     words = f"waits for values: pull is {_percent(share)} of its time"
     if not blamed:
-        advice = "pull less, or fetch ahead: ZSTRAT_PREFETCH"
+        advice = "pull less, or fetch ahead: prefetch=1 (ZSTRAT_PREFETCH)"
         return Limit(name, "pull", share, words, advice, numbers)
     server = servers.get(blamed, {})
     busy, out = server.get("busy", 0.0), server.get("bytes_out_per_s", 0.0)
@@ -205,12 +206,13 @@ def _pull(
     elif pulls and out < SMALL * pulls:
         words += f"; an answer has {_size(out / pulls)}, so the way takes the time"
         advice = (
-            "fetch ahead (ZSTRAT_PREFETCH), read more in one step, or bring workers "
-            "and parameter servers closer together"
+            "fetch ahead: prefetch=1 (ZSTRAT_PREFETCH), read more in one step, or "
+            "bring workers and parameter servers closer together"
         )
     else:
         advice = (
-            "add parameter servers, pull fewer bytes, or fetch ahead: ZSTRAT_PREFETCH"
+            "add parameter servers, pull fewer bytes, or fetch ahead: prefetch=1 "
+            "(ZSTRAT_PREFETCH)"
         )
     return Limit(name, f"pull of {blamed}", share, words, advice, numbers)
 
@@ -331,8 +333,8 @@ def _imbalance(
 
 def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
     median = staleness.get("p50", 0.0)
-    # Between a pull and its push each of the other workers pushes twice.
-    usual = 2 * max(1, workers) - 1
+    # Between a pull and its push each of the other workers pushes once.
+    usual = max(1, workers - 1)
     if median <= OLD * usual:
         return
     yield Limit(
@@ -341,7 +343,8 @@ def _stale(staleness: Mapping[str, Any], workers: int) -> Iterable[Limit]:
         min(1.0, 1 - usual / median),
         f"compute from values that are {median:g} versions old (median); "
         f"{workers} workers make about {usual} by themselves",
-        "fetch fewer steps ahead (ZSTRAT_PREFETCH), or lower the learning rate",
+        "fetch fewer steps ahead: prefetch=0 or 1 (ZSTRAT_PREFETCH); or lower the "
+        "learning rate",
         {"p50": median, "p99": staleness.get("p99", 0.0)},
     )
 

@@ -29,7 +29,6 @@ from ._task_links import (
     addresses_of_workers,
     check_replicas,
     links_of,
-    prefetch_of,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def connect_session(
     make = make_link or links_of(Job.CHIEF, 0, session, settings)
 
     options = SessionOptions(
-        prefetch_of(settings, workers),
+        settings.prefetch,
         listens=settings.output == "program",
         replicas=replicas,
         stores_per_ps=stores_per_ps,

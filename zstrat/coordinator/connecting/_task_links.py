@@ -47,15 +47,6 @@ def addresses_of_workers(spec: ClusterSpec) -> dict[int, str]:
     }
 
 
-def prefetch_of(settings: Settings, workers: Mapping[int, str]) -> int:
-    """Optimizer steps."""
-    # The steps of several workers interleave, so reading a value before one's own last
-    # push is nothing new; with one worker it would be the only staleness there is.
-    if settings.prefetch is not None:
-        return settings.prefetch
-    return 1 if len(workers) > 1 else 0
-
-
 def check_replicas(
     replicas: int, ps: int, settings: Settings, stores_per_ps: int = 1
 ) -> None:

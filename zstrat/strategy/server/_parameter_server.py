@@ -92,10 +92,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             of creation. "bytes": each goes to the ps that holds the fewest bytes of
             variables.
         prefetch: Optimizer steps whose batches, ids, rows and values a worker fetches
-            while one computes: 0, or more, which hides the round trip and makes what
-            was fetched as many steps of that worker older. Default: 1 with several
-            workers, whose steps interleave anyway, else 0: one worker computes what
-            plain optax does.
+            while one computes, which hides its round trip. Gradients of W workers
+            are W - 1 updates old, and each further step makes them W updates older:
+            more than 1 often needs a lower learning rate. Default:
+            ``ZSTRAT_PREFETCH``, else 0, with which one worker computes what plain
+            optax does.
         output: "program": what steps and dataset functions print on workers is shown
             here, too, each line behind the name of its worker. "files": it is in the
             logs of the workers alone. Default: ``ZSTRAT_OUTPUT``, else "program".
@@ -192,6 +193,18 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
                     "more"
                 )
             settings = replace(settings, prefetch=int(prefetch))
+        workers = len(spec.task_indices("worker"))
+        if settings.prefetch > 1 and workers > 1:
+            age = (settings.prefetch + 1) * workers - 1
+            _log.warning(
+                "prefetch=%d with %d workers: each gradient is about %d updates old "
+                "when it is applied, and many models then need a lower learning rate; "
+                "with prefetch=0 it is %d",
+                settings.prefetch,
+                workers,
+                age,
+                workers - 1,
+            )
         if output is not None:
             if output not in OUTPUTS:
                 raise ValueError(

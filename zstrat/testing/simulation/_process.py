@@ -64,7 +64,7 @@ def settings_with(chunk: int, state: Path | None) -> Settings:
     servers that are told to stop leave what they hold."""
     limits = Limits(chunk=chunk, window=4)
     return Settings(
-        TIMES, limits, lane="tcp", prefetch=None, insecure=True, state=state
+        TIMES, limits, lane="tcp", insecure=True, state=state
     )
 
 
