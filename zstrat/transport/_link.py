@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._curve import Security
+    from ._listener import Accepted
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
@@ -156,6 +157,8 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
         self._connected_at = 0.0
+        self._line: Accepted | None = None
+        """What was connected last."""
         self._failed = 0
         """Handshakes, which may have been with a key that the task has no more."""
         self._is_started = self._is_closed = False
@@ -346,6 +349,7 @@ class Link:
                 self.is_refused = True
                 self._dial.look_up(self._redial, self._opening.looked_up)
             case Happening.CONNECTED:
+                self._line = self._sockets.accepted(event.value)
                 self._connected_at = self._loop.time()
                 self._opening.connected()
             case Happening.ACCEPTED | Happening.UNBOUND:
@@ -375,6 +379,7 @@ class Link:
     def _greet(self) -> None:
         pump = self._dial.pump
         assert pump is not None
+        assert self._line is not None
         peer: Peer[Reply] = Peer(
             self.name,
             self._me,
@@ -385,6 +390,7 @@ class Link:
             now=self._loop.time(),
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
+            carried=self._line.carried,
         )
         self._opening.trouble = (
             "something listens there, but it does not greet as a task does"

@@ -119,7 +119,7 @@ class Connection:
     def heard(self) -> None:
         """Notes that a whole message has come. That asks the system how much came, so
         it is not done for each chunk of a peer that is known."""
-        self._whole = self.accepted.received
+        self._whole = self.accepted.carried().received
 
     def unfinished(self) -> int:
         """Bytes at least that have come of a message which is not whole yet. To be
@@ -127,7 +127,7 @@ class Connection:
         if self.has_spoken:
             self.has_spoken, self._whole = False, None
             return 0
-        received = self.accepted.received
+        received = self.accepted.carried().received
         if self._whole is None:
             self._whole = received
         return received - self._whole

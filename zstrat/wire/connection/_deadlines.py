@@ -5,6 +5,10 @@ A peer that greets has ``handshake`` seconds for it; later it may be silent for
 counts as lost. A process that slept itself does not blame its peer. Requests wait for
 their outcome, each until its deadline.
 
+A message that is not whole yet is a sign of life, too: on a slow line a chunk takes
+longer than ``patience``. So before a silent peer is judged, the system is asked how
+many bytes have come.
+
 No clock and no timers: the owner says what time it is.
 """
 
@@ -13,21 +17,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zstrat.config import Timeouts
     from zstrat.wire._messages import Message
+
+
+class Carried(NamedTuple):
+    """Bytes of one connection, as the system counts them, whatever messages they belong
+    to: those that have come from the peer, those that its machine has taken, and those
+    that the system keeps because it has not taken them yet. All 0: not known."""
+
+    received: int = 0
+    delivered: int = 0
+    queued: int = 0
+
+
+def unknown() -> Carried:
+    """For a connection whose bytes nobody counts."""
+    return Carried()
 
 
 class Liveness:
     """Whether one peer is alive, by the times of its messages and of ours.
 
     The owner writes ``sent_at`` and ``heard_at`` with each message. All times are
-    seconds of the clock that the owner reads.
+    seconds of the clock that the owner reads. ``carried`` is asked only while the peer
+    is silent.
     """
 
-    __slots__ = ("_ticked_at", "_times", "broken_at", "heard_at", "sent_at")
+    __slots__ = (
+        "_carried",
+        "_received",
+        "_ticked_at",
+        "_times",
+        "broken_at",
+        "heard_at",
+        "sent_at",
+    )
 
-    def __init__(self, times: Timeouts, now: float) -> None:
-        self._times = times
+    def __init__(
+        self, times: Timeouts, now: float, carried: Callable[[], Carried] = unknown
+    ) -> None:
+        self._times, self._carried = times, carried
+        self._received: int | None = None
+        """Bytes that had come at the last tick, if the peer was silent then."""
         self.sent_at = self.heard_at = self._ticked_at = now
         self.broken_at: float | None = None
         """Since when the network below is gone."""
@@ -43,6 +77,17 @@ class Liveness:
             self.heard_at = min(now, self.heard_at + overslept)
             if self.broken_at is not None:
                 self.broken_at = min(now, self.broken_at + overslept)
+
+    def look(self, now: float) -> None:
+        """Counts bytes that have come since the last look as heard, if no whole message
+        has come for a beat. To be called at every tick of a peer that has greeted: one
+        that has not could hold its place with a byte now and then."""
+        if self.broken_at is not None or now - self.heard_at < self._times.beat:
+            self._received = None
+            return
+        before, self._received = self._received, self._carried().received
+        if before is not None and self._received > before:
+            self.heard_at = now
 
     @property
     def due(self) -> float:

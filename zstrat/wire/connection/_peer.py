@@ -55,7 +55,7 @@ from zstrat.wire._link_messages import (
 from zstrat.wire._task_messages import Failure
 
 from ._body import Allocate, Frame, allocate
-from ._deadlines import Liveness, Requests
+from ._deadlines import Carried, Liveness, Requests, unknown
 from ._greeting import MismatchOf, described, quoted
 from ._inbox import Arrived, Backlog, Inbox
 from ._memory_offers import MemoryOffers
@@ -74,7 +74,7 @@ from ._orders import (
 from ._outbox import Frames, Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.config import Limits, Timeouts
     from zstrat.wire._messages import Message
@@ -114,6 +114,7 @@ class Peer(Generic[Token]):
         allocate: Allocate = allocate,
         lane: SharedMemoryLane | None = None,
         absorb: Absorb | None = None,
+        carried: Callable[[], Carried] = unknown,
     ) -> None:
         """The network is connected: the initiator's first message is its HELLO."""
         self.name = name
@@ -139,10 +140,11 @@ class Peer(Generic[Token]):
         self.unread = 0
         """Bytes that the peer had not read when the connection ended."""
         self._most_unread = float("inf") if initiator else limits.unread
-        self._backlog = Backlog(self._most_unread, 2 * timeouts.patience, now)
+        patience = 2 * timeouts.patience
+        self._backlog = Backlog(self._most_unread, patience, now, carried)
         self.held = self._backlog.messages
         """Messages that are held back; call `resume` when it `may_resume`."""
-        self._life = Liveness(timeouts, now)
+        self._life = Liveness(timeouts, now, carried)
         if initiator:
             self.outbox.say(me)
 
@@ -195,6 +197,8 @@ class Peer(Generic[Token]):
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
         life.tick(now)
+        if greeted:
+            life.look(now)
         if life.is_lost(now, greeted=greeted):
             broken = not greeted and life.broken_at is None
             return self._close(life.loss(now, greeted=greeted), broken=broken)
