@@ -7,8 +7,9 @@ import pytest
 from transport_pair import SlowPair, big
 
 from zstrat.config import Limits, MiB, Timeouts
-from zstrat.wire import Done, Pulled, Push
-from zstrat.wire.connection import Answered, Closed, Requested
+from zstrat.errors import DeadlineExceededError
+from zstrat.wire import Done, Inspect, Pulled, Push
+from zstrat.wire.connection import Answered, Closed, Failed, Requested
 
 SLOW = 32_000
 """Bytes a second: 256 kbit/s."""
@@ -63,3 +64,52 @@ def test_a_client_that_takes_bytes_and_reads_nothing_is_deaf_when_all_are_there(
     assert at_server == [], "the line carries what is under way, and the clock begins"
     _, (closed,) = slow.pass_time(250)
     assert "reads nothing" in closed.reason
+
+
+CHUNK = MiB / SLOW
+"""Seconds that one chunk takes, 33."""
+
+
+def test_a_deadline_is_put_off_as_long_as_a_body_moves(slow):
+    slow.client.request(Push(1, -1, 0, 0, [], (big(4 * MiB),)), "push", 40.0, 40.0)
+    slow.client.request(Inspect(), "behind it", 40.0, 40.0)
+    at_client, at_server = slow.pass_time(4 * CHUNK + 5)
+    assert at_client == []
+    push, behind = at_server
+    slow.server.reply(push.number, Pulled([1], (big(4 * MiB),)))
+    slow.server.reply(behind.number, Done())
+    (first, second), _ = slow.pass_time(4 * CHUNK + 5)
+    assert (first.token, second) == ("push", Answered("behind it", Done()))
+
+
+def test_an_answer_that_does_not_come_is_late_behind_the_last_progress(slow):
+    slow.client.request(Push(1, -1, 0, 0, [], (big(3 * MiB),)), "push", 40.0, 40.0)
+    at_client, _ = slow.pass_time(3 * CHUNK + 38)
+    assert at_client == []
+    (failed,), _ = slow.pass_time(5)
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, DeadlineExceededError)
+
+
+def test_a_deadline_that_is_final_is_not_put_off(slow):
+    slow.client.request(Push(1, -1, 0, 0, [], (big(3 * MiB),)), "push", 40.0)
+    (failed,), _ = slow.pass_time(41)
+    assert isinstance(failed.error, DeadlineExceededError)
+
+
+def test_later_requests_do_not_keep_one_that_nobody_answers(slow):
+    """Their answers move all the time; those of requests that were sent in its first 40
+    seconds count, as its own may stand behind them."""
+    slow.client.request(Inspect(), "stuck", 40.0, 40.0)
+    slow.client.request(Inspect(), 0, 1e9)
+    _, (stuck, asked) = slow.pass_time(1)
+    failed, answered = [], []
+    while not failed and slow.now < 400:
+        slow.client.request(Inspect(), len(answered) + 1, 1e9)
+        slow.server.reply(asked.number, Pulled([1], (big(int(1.5 * MiB)),)))
+        at_client, (asked,) = slow.pass_time(1.5 * CHUNK + 2)
+        failed += [each for each in at_client if type(each) is Failed]
+        answered += [each.token for each in at_client if type(each) is Answered]
+    assert [each.token for each in failed] == ["stuck"]
+    assert answered == [0, 1, 2]
+    assert stuck.number < asked.number

@@ -225,7 +225,9 @@ class Link:
         future gives up the answer, not the request.
 
         Args:
-            deadline: Loop time; None: ``timeouts.request`` from now.
+            deadline: Loop time, whatever moves; None: it may wait for
+                ``timeouts.request``, and as long again after each progress of the
+                bodies that it waits for.
 
         Raises:
             TypeError, ValueError: The message cannot be sent.
@@ -239,9 +241,11 @@ class Link:
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future
         future = self._loop.create_future()
+        patience = 0.0
         if deadline is None:
-            deadline = self._loop.time() + self._patience
-        outlet.peer.request(message, future, deadline)
+            patience = self._patience
+            deadline = self._loop.time() + patience
+        outlet.peer.request(message, future, deadline, patience)
         outlet.flush()
         if deadline < self._armed_for:
             self._arm(outlet.peer.due)

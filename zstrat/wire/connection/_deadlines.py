@@ -131,13 +131,24 @@ SCAN: Final = 0.01
 
 
 class Waiting(NamedTuple, Generic[Token]):
-    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock;
-    ``message`` is kept only if the other side may ask for it `Again`."""
+    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock,
+    which is put off, if ``patience`` is above 0, to so many seconds after the last
+    progress; ``last`` is the last request whose progress counts, once that is known, or
+    0. ``message`` is kept only if the other side may ask for it `Again`."""
 
     token: Token
     deadline: float
     kind: type[Message]
     message: Message | None
+    patience: float = 0.0
+    last: int = 0
+
+
+class Progress(NamedTuple):
+    """When part of a body moved last, and the number of its request."""
+
+    number: int = 0
+    at: float = float("-inf")
 
 
 class Requests(Generic[Token]):
@@ -145,12 +156,20 @@ class Requests(Generic[Token]):
 
     ``due`` is a lower bound of all deadlines, which costs each request one comparison.
     To look at all deadlines costs more, but happens only when the bound has passed.
+
+    *Progress.* A large body takes as long as the line needs, so a request may wait for
+    ``patience`` seconds after something moved for which it has to wait. On the way out
+    that is its own body, and what stands before it. On the way back any answer may
+    stand before its own; but those to requests that were sent after its first deadline
+    do not count, so that no stream of later requests keeps one for ever that nobody
+    answers.
     """
 
-    __slots__ = ("_waiting", "due")
+    __slots__ = ("_back", "_latest", "_out", "_waiting", "due")
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting[Token]] = {}
+        self._out, self._back, self._latest = Progress(), Progress(), 0
         self.due = float("inf")
 
     def __len__(self) -> int:
@@ -163,22 +182,48 @@ class Requests(Generic[Token]):
         deadline: float,
         kind: type[Message],
         message: Message | None = None,
+        patience: float = 0.0,
     ) -> None:
         """Notes a request of the class ``kind`` that was sent under ``number``."""
-        self._waiting[number] = Waiting(token, deadline, kind, message)
+        self._waiting[number] = Waiting(token, deadline, kind, message, patience)
+        self._latest = number
         if deadline < self.due:
             self.due = deadline
+
+    def moved_out(self, number: int, now: float) -> None:
+        """Notes that the peer has taken part of the body of this message."""
+        before, self._out = self._out, Progress(number, now)
+        if number <= before.number:
+            return
+        # What stands between the two has left just now.
+        for each, waiting in self._waiting.items():
+            if each >= number:
+                return
+            if each >= before.number and waiting.patience:
+                deadline = max(waiting.deadline, now + waiting.patience)
+                self._waiting[each] = waiting._replace(deadline=deadline)
+
+    def moved_back(self, number: int, now: float) -> None:
+        """Notes that part of the answer to this request has come."""
+        self._back = Progress(number, now)
 
     def take(self, number: int) -> Waiting[Token] | None:
         """Takes the request of that number out; None if it does not wait."""
         return self._waiting.pop(number, None)
 
     def take_late(self, now: float) -> list[Waiting[Token]]:
-        """Takes out the requests whose deadline has passed."""
+        """Takes out the requests whose deadline has passed without progress."""
         if now < self.due:
             return []
-        late = [n for n, each in self._waiting.items() if each.deadline <= now]
-        taken = [self._waiting.pop(number) for number in late]
+        taken = []
+        for number, each in list(self._waiting.items()):
+            if each.deadline > now:
+                continue
+            renewed = self._put_off(number, each)
+            if renewed.deadline > now:
+                self._waiting[number] = renewed
+            else:
+                taken.append(self._waiting.pop(number))
         earliest = min((each.deadline for each in self._waiting.values()), default=None)
         self.due = float("inf") if earliest is None else max(earliest, now + SCAN)
         return taken
@@ -189,3 +234,15 @@ class Requests(Generic[Token]):
         self._waiting.clear()
         self.due = float("inf")
         return taken
+
+    def _put_off(self, number: int, waiting: Waiting[Token]) -> Waiting[Token]:
+        """The request with the deadline that progress has given it, if any has."""
+        if not waiting.patience:
+            return waiting
+        last, moved_at = waiting.last or self._latest, float("-inf")
+        if self._out.number <= number:
+            moved_at = self._out.at
+        if self._back.number <= last:
+            moved_at = max(moved_at, self._back.at)
+        deadline = max(waiting.deadline, moved_at + waiting.patience)
+        return waiting._replace(deadline=deadline, last=last)

@@ -229,8 +229,14 @@ class Peer(Generic[Token]):
         """Whether the connection is open, and the peer was heard just now."""
         return self.state is _OPEN and self._life.is_heard
 
-    def request(self, message: Message, token: Token, deadline: float) -> None:
+    def request(
+        self, message: Message, token: Token, deadline: float, patience: float = 0.0
+    ) -> None:
         """Queues a request of the initiator; ``token`` comes back with its outcome.
+
+        Args:
+            patience: Seconds that it may wait after the last progress, whatever its
+                deadline (see `Requests`); 0: progress does not put that off.
 
         Raises:
             BusyError: Too many are open.
@@ -241,7 +247,7 @@ class Peer(Generic[Token]):
                 f"{self.name}: {len(self._requests)} requests are open, the most that "
                 "may be: wait for some of them"
             )
-        self._request(message, token, deadline)
+        self._request(message, token, deadline, patience)
 
     def notify(self, message: Message) -> None:
         """Queues a notice.
@@ -336,18 +342,22 @@ class Peer(Generic[Token]):
         if waiting is None:
             self.late += 1
             return ()
+        if arrived.is_heavy:
+            self._requests.moved_back(number, self._life.heard_at)
         if type(message) is Failure:
             return (Failed(waiting.token, from_wire(message.error)),)
         if type(message) is Again:
             return self._repeat(number, waiting)
         return (Answered(waiting.token, message),)
 
-    def _request(self, message: Message, token: Token, deadline: float) -> None:
+    def _request(
+        self, message: Message, token: Token, deadline: float, patience: float
+    ) -> None:
         number = 2 * self._sent + 3
         in_chunks = self.outbox.put(message, number)
         self._sent += 1
         kept = message if in_chunks else None
-        self._requests.add(number, token, deadline, type(message), kept)
+        self._requests.add(number, token, deadline, type(message), kept, patience)
 
     def _repeat(self, number: int, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
         if waiting.message is None:
@@ -355,7 +365,8 @@ class Peer(Generic[Token]):
             # It ends with the connection, as the others do.
             self._requests.add(number, waiting.token, waiting.deadline, waiting.kind)
             raise ProtocolError(f"Again to {kind}, which was not sent in chunks")
-        self._request(waiting.message, waiting.token, waiting.deadline)
+        message, patience = waiting.message, waiting.patience
+        self._request(message, waiting.token, waiting.deadline, patience)
         return ()
 
     def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:
@@ -388,8 +399,8 @@ class Peer(Generic[Token]):
             case Chunk():
                 return self._on_chunk(message, raws)
             case Credit(chunks=chunks):
-                if chunks > 0:
-                    self.outbox.credited(chunks)
+                if number := self.outbox.credited(chunks):
+                    self._requests.moved_out(number, self._life.heard_at)
             case Beat(wanted=wanted):
                 if wanted and self.state is _OPEN and not self.outbox.is_urgent:
                     self.outbox.say(_BEAT)
@@ -417,6 +428,8 @@ class Peer(Generic[Token]):
             arrived = self._inbox.take_chunk(chunk, raws)
         except MemoryError as error:
             return self._close(str(error))
+        if self._initiator:
+            self._requests.moved_back(chunk.stream, self._life.heard_at)
         orders = () if arrived is None else self._deliver(arrived)
         self._return_credit(self._threshold)
         return orders
