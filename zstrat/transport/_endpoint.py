@@ -92,7 +92,7 @@ class Endpoint:
         self._absorber, self._on_waited = absorb, on_waited
         self._security = security
         self._connections: dict[bytes, Connection] = {}
-        self._ended: OrderedDict[bytes, bool] = OrderedDict()
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
         task = task_name(me)
         self._complaints = Complaints(task, time.monotonic)
         self._attendance = Attendance(
@@ -229,10 +229,8 @@ class Endpoint:
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
-            if self._ended.get(routing):
+            if routing in self._ended:  # it is hung up on, and greets on the next one
                 return
-            if routing in self._ended:
-                self._ended[routing] = True  # it is told once that it has to greet
             connection = self._stranger(routing, frames)
             if connection is None:
                 return

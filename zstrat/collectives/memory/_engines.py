@@ -16,7 +16,8 @@ Between hosts travels what is reduced in part (f32 for f16 and bf16); each first
 takes the mean and rounds, from the same bits, so all ranks hold the same.
 
 *Which engine it is* depends on whose memory each rank could map, of which all ranks
-tell each other when the group has formed. The memory of a rank is there before, and until the group is closed.
+tell each other when the group has formed. The memory of a rank is there before, and
+until the group is closed.
 """
 
 from __future__ import annotations

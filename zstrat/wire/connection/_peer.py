@@ -4,6 +4,10 @@ Theory of operation. A connection is GREETING until both HELLOs are there, then 
 then CLOSED for ever; the next connection is another `Peer`. The side that connected is
 the initiator: it alone sends requests.
 
+*Haste.* What comes before the greeting was meant for an earlier connection: libzmq
+connects again by itself, and sends what it still had, before the peer hears that its
+connection broke. It is dropped, and the peer keeps the time that it has to greet.
+
 *Order.* Everything but greetings, beats, credits and goodbyes leaves through one queue,
 so what is sent in order arrives in order: a message waits until the body before it has
 left. Messages carry a number: ``2n + 1`` for the n-th of the initiator if it wants an
@@ -122,6 +126,8 @@ class Peer(Generic[Token]):
         self.state = OrderState.GREETING
         self.late = 0
         """Answers that came after the deadline of their request."""
+        self.early = 0
+        """Messages that came before the greeting, and were dropped."""
         self._me, self._initiator, self._mismatch = me, initiator, mismatch
         self._limits = self.incoming = limits
         """The second is what the other side's headers are held to: who is not trusted
@@ -154,9 +160,14 @@ class Peer(Generic[Token]):
             return ()
         try:
             announced = decode_header(frames[0], self.incoming)
+            kind = announced.message_kind
+            is_special = not announced.request and kind in _SPECIAL
+            if self.state is not _OPEN and not (is_special and kind in _BEFORE_OPEN):
+                self.early += 1
+                return ()
             life = self._life
             life.heard_at, life.broken_at = now, None
-            if not announced.request and announced.message_kind in _SPECIAL:
+            if is_special:
                 return self._special(announced, frames)
             if self.held or self.outbox.nbytes > self._most_unread:
                 self._backlog.keep(frames)
@@ -201,7 +212,13 @@ class Peer(Generic[Token]):
             life.look(now)
         if life.is_lost(now, greeted=greeted):
             broken = not greeted and life.broken_at is None
-            return self._close(life.loss(now, greeted=greeted), broken=broken)
+            words = life.loss(now, greeted=greeted)
+            if self.early:
+                words += (
+                    f", and sent {self.early} other messages: it goes on with a "
+                    "connection that was given up here, or is not a task"
+                )
+            return self._close(words, broken=broken)
         if greeted and not self._initiator and self._backlog.is_deaf(self.outbox, now):
             return self._close("it reads nothing of what waits for it")
         if greeted:
@@ -318,8 +335,6 @@ class Peer(Generic[Token]):
         self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         kind = announced.message_kind
-        if self.state is not _OPEN:
-            return self._ungreeted(kind)
         if kind in _UNORDERED:
             raise ProtocolError(
                 f"{kind.__name__} {announced.request}: it has no number"
@@ -402,7 +417,7 @@ class Peer(Generic[Token]):
                 if number := self.outbox.credited(chunks):
                     self._requests.moved_out(number, self._life.heard_at)
             case Beat(wanted=wanted):
-                if wanted and self.state is _OPEN and not self.outbox.is_urgent:
+                if wanted and not self.outbox.is_urgent:
                     self.outbox.say(_BEAT)
             case Released():
                 self._memory_offers.on_released(message)
@@ -419,8 +434,6 @@ class Peer(Generic[Token]):
             case Failure(error=plain):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
-        if self.state is OrderState.GREETING:
-            return self._ungreeted(type(message))
         return ()
 
     def _on_chunk(self, chunk: Chunk, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
@@ -458,20 +471,6 @@ class Peer(Generic[Token]):
     def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
         self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
         return self._close(f"it broke the protocol: {error}")
-
-    def _ungreeted(self, kind: type[Message]) -> Sequence[Order[Token]]:
-        """Somebody whom we gave up long ago goes on talking: he has to hear of it."""
-        words = f"expected Hello, got {kind.__name__}"
-        self.outbox.say(
-            Goodbye(
-                f"it does not know this connection ({words}): one of the two was "
-                "silent for too long, or was started again"
-            )
-        )
-        return self._close(
-            f"{words}: it goes on with a connection that was given up here, as after "
-            "a long silence, or is no task of this cluster"
-        )
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -516,5 +515,8 @@ _SPECIAL: Final = frozenset(
     {Hello, Beat, Chunk, Credit, Goodbye, Failure, Offer, Mapped, Released}
 )
 """What is outside the order, if its number is 0: a `Failure` has both meanings."""
+
+_BEFORE_OPEN: Final = frozenset({Hello, Goodbye, Failure})
+"""What may come before both have greeted."""
 
 _UNORDERED: Final = (_SPECIAL | {Placed}) - {Failure}
