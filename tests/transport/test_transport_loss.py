@@ -207,9 +207,7 @@ async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, s
     assert await link.request(Inspect())
 
 
-async def test_what_a_client_says_after_its_loss_loses_nothing(
-    net, swift
-):
+async def test_what_a_client_says_after_its_loss_loses_nothing(net, swift):
     """It connects again, and has not lost what it has there."""
     _, address, service = await net.serve(settings=swift)
     quiet = Settings(timeouts=Timeouts(beat=60.0, patience=300.0, reconnect=30.0))

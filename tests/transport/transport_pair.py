@@ -76,6 +76,17 @@ def big(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 255, nbytes, np.uint8)
 
 
+class Carrier:
+    """What the system knows of a connection, as the test says."""
+
+    def __init__(self, carried=Carried):
+        self.carried, self.holder, self.asked = carried, None, 0
+
+    def is_held_by(self, pid):
+        self.asked += 1
+        return pid == self.holder
+
+
 class SlowLine:
     """One direction of a line: so many bytes a second, in order; messages arrive when
     they are whole. ``kernel`` of them wait where the system counts them as queued."""
@@ -113,10 +124,10 @@ class SlowPair:
         self._out, self._back = SlowLine(rate), SlowLine(rate)
         given = {"limits": limits, "timeouts": timeouts}
         self.client = new_peer(
-            hello("worker", 1), True, carried=self._carried_there, **given
+            hello("worker", 1), True, carrier=Carrier(self._carried_there), **given
         )
         self.server = new_peer(
-            hello("ps", 0), False, carried=self._carried_here, **given
+            hello("ps", 0), False, carrier=Carrier(self._carried_here), **given
         )
         (greeted,) = flow(self.client, self.server)
         self.server.accept(greeted.hello, 0.0)

@@ -302,7 +302,7 @@ class Endpoint:
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
             absorb=partial(self._absorb, routing),
-            carried=line.carried,
+            carrier=line,
         )
         peer.incoming = self._brief
         outlet = Outlet(peer, self._pump, (routing,), on_waited=self._on_waited)
@@ -344,6 +344,8 @@ class Endpoint:
             self._authenticator.revive()
         if self._binding is not None:
             self._binding.tick()
+        if self._pump is not None:
+            self._pump.drain()  # before silent peers are judged
         now = self._loop.time()
         POOL.age(now)
         for line in self._newcomers.late(now):

@@ -394,7 +394,7 @@ class Link:
             now=self._loop.time(),
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
-            carried=self._line.carried,
+            carrier=self._line,
         )
         self._opening.trouble = (
             "something listens there, but it does not greet as a task does"
@@ -426,6 +426,8 @@ class Link:
 
     def _tick(self) -> None:
         self._timer, self._armed_for = None, float("inf")
+        if self._outlet is not None and self._dial.pump is not None:
+            self._dial.pump.drain()  # before a silent task is judged
         outlet = self._outlet
         if outlet is None:
             return

@@ -38,6 +38,7 @@ import zmq
 from zstrat.wire.connection import Carried
 
 from ._address import SocketFile, socket_file
+from ._other_end import is_held_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -232,6 +233,12 @@ class Accepted(NamedTuple):
             mss, unacknowledged, delivered, received, unsent = _TCP_INFO.unpack(info)
             return Carried(received, delivered, unsent + unacknowledged * mss)
         return Carried()
+
+    def is_held_by(self, pid: int) -> bool:
+        """As of `zstrat.wire.connection.Carrier`."""
+        with suppress(OSError), _borrowed(self.descriptor) as line:
+            return is_held_by(line, pid)
+        return False
 
     @property
     def address(self) -> str:

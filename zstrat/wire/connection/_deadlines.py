@@ -2,8 +2,12 @@
 
 A peer that greets has ``handshake`` seconds for it; later it may be silent for
 ``patience``, and away for ``reconnect`` if the network below is broken; after that it
-counts as lost. A process that slept itself does not blame its peer. Requests wait for
-their outcome, each until its deadline.
+counts as lost. Requests wait for their outcome, each until its deadline.
+
+On a machine with too much to do, silence has other causes than death. So a process that
+ran late itself does not blame its peer for that time. And a peer on the same machine,
+of which the system knows that it runs and holds the connection, may be silent for
+`STARVED` times as long: it waits for a processor, or hangs.
 
 A message that is not whole yet is a sign of life, too: on a slow line a chunk takes
 longer than ``patience``. So before a silent peer is judged, the system is asked how
@@ -14,11 +18,9 @@ No clock and no timers: the owner says what time it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zstrat.config import Timeouts
     from zstrat.wire._messages import Message
 
@@ -33,33 +35,60 @@ class Carried(NamedTuple):
     queued: int = 0
 
 
-def unknown() -> Carried:
-    """For a connection whose bytes nobody counts."""
-    return Carried()
+class Carrier(Protocol):
+    """A connection, as the system knows it."""
+
+    def carried(self) -> Carried:
+        """What it has moved so far."""
+        ...
+
+    def is_held_by(self, pid: int) -> bool:
+        """Whether this process of this machine has the other end, and is not stopped;
+        False if that cannot be told."""
+        ...
+
+
+class UnknownCarrier:
+    """A connection of which the system says nothing."""
+
+    def carried(self) -> Carried:
+        return Carried()
+
+    def is_held_by(self, pid: int) -> bool:
+        del pid
+        return False
+
+
+STARVED: Final = 6
+"""How many times ``patience`` a process of this machine may be silent that runs: 30
+seconds. It bounds how long one is waited for that hangs."""
 
 
 class Liveness:
     """Whether one peer is alive, by the times of its messages and of ours.
 
-    The owner writes ``sent_at`` and ``heard_at`` with each message. All times are
-    seconds of the clock that the owner reads. ``carried`` is asked only while the peer
-    is silent.
+    The owner writes ``sent_at`` and ``heard_at`` with each message, and ``neighbour``
+    when the peer has greeted. All times are seconds of the clock that the owner reads.
+    ``carrier`` is asked only while the peer is silent.
     """
 
     __slots__ = (
-        "_carried",
+        "_carrier",
         "_received",
+        "_spared_until",
         "_ticked_at",
         "_times",
         "broken_at",
         "heard_at",
+        "neighbour",
         "sent_at",
     )
 
-    def __init__(
-        self, times: Timeouts, now: float, carried: Callable[[], Carried] = unknown
-    ) -> None:
-        self._times, self._carried = times, carried
+    def __init__(self, times: Timeouts, now: float, carrier: Carrier) -> None:
+        self._times, self._carrier = times, carrier
+        self.neighbour = 0
+        """The process ID of the peer, if it may be on this machine."""
+        self._spared_until = now
         self._received: int | None = None
         """Bytes that had come at the last tick, if the peer was silent then."""
         self.sent_at = self.heard_at = self._ticked_at = now
@@ -67,13 +96,15 @@ class Liveness:
         """Since when the network below is gone."""
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called at `due` at the latest."""
-        overslept = now - self._ticked_at - 2 * self._times.beat
+        """Time has passed; to be called at `due` at the latest, when what has arrived
+        was read."""
+        overslept = now - self.due
         self._ticked_at = now
         if overslept > 0:
-            # This process was stopped or blocked: what the peer said in the meantime,
-            # or its return, is still in the socket, so the silence is ours. What was
-            # heard since is of now, and no credit for later.
+            # This process was stopped or blocked, or had no processor: what the peer
+            # said in the meantime, or its return, may still be on its way through this
+            # machine, so the silence is ours. What was heard since is of now, and no
+            # credit for later.
             self.heard_at = min(now, self.heard_at + overslept)
             if self.broken_at is not None:
                 self.broken_at = min(now, self.broken_at + overslept)
@@ -85,7 +116,7 @@ class Liveness:
         if self.broken_at is not None or now - self.heard_at < self._times.beat:
             self._received = None
             return
-        before, self._received = self._received, self._carried().received
+        before, self._received = self._received, self._carrier.carried().received
         if before is not None and self._received > before:
             self.heard_at = now
 
@@ -110,8 +141,21 @@ class Liveness:
         times = self._times
         if self.broken_at is not None:
             return now - self.broken_at > times.reconnect
-        patience = times.patience if greeted else times.handshake
-        return now - self.heard_at > patience
+        silence = now - self.heard_at
+        if not greeted:
+            return silence > times.handshake
+        return silence > times.patience and not self._is_spared(silence, now)
+
+    def _is_spared(self, silence: float, now: float) -> bool:
+        """Whether the peer is a process of this machine that runs. It takes a look at
+        all connections of the machine, so the answer is good for ``patience``."""
+        if not self.neighbour or silence > STARVED * self._times.patience:
+            return False
+        if now >= self._spared_until:
+            if not self._carrier.is_held_by(self.neighbour):
+                return False
+            self._spared_until = now + self._times.patience
+        return True
 
     def loss(self, now: float, *, greeted: bool) -> str:
         """Why the peer is lost, in words."""

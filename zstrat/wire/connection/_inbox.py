@@ -19,7 +19,6 @@ from zstrat.wire._codec import decode_header
 from zstrat.wire._link_messages import Placed
 
 from ._body import Allocate, Assembly, Frame
-from ._deadlines import unknown
 from ._lane import PLACE, is_placeable
 from ._outbox import HEAVY
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import Message
 
     from ._body import Absorb, Sink
-    from ._deadlines import Carried
+    from ._deadlines import Carrier
     from ._lane import SharedMemoryLane
     from ._outbox import Outbox
 
@@ -201,7 +200,7 @@ class Backlog:
     """
 
     __slots__ = (
-        "_carried",
+        "_carrier",
         "_delivered",
         "_given",
         "_looked_at",
@@ -217,11 +216,11 @@ class Backlog:
         most: float,
         patience: float,
         now: float,
-        carried: Callable[[], Carried] = unknown,
+        carrier: Carrier,
     ) -> None:
         self.messages: deque[Sequence[Frame]] = deque()
         """Those that are kept, in order."""
-        self._carried, self._delivered = carried, 0
+        self._carrier, self._delivered = carrier, 0
         self._most, self._nbytes = most, 0
         self._patience = patience
         self._given, self._still, self._looked_at = 0, 0.0, now
@@ -256,7 +255,7 @@ class Backlog:
         if not len(outbox) or outbox.given != self._given:
             self._given, self._still = outbox.given, 0.0
             return False
-        carried = self._carried()
+        carried = self._carrier.carried()
         before, self._delivered = self._delivered, carried.delivered
         if carried.queued > _BEATS and carried.delivered > before:
             self._still = 0.0

@@ -59,7 +59,7 @@ from zstrat.wire._link_messages import (
 from zstrat.wire._task_messages import Failure
 
 from ._body import Allocate, Frame, allocate
-from ._deadlines import Carried, Liveness, Requests, unknown
+from ._deadlines import Carrier, Liveness, Requests, UnknownCarrier
 from ._greeting import MismatchOf, described, quoted
 from ._inbox import Arrived, Backlog, Inbox
 from ._memory_offers import MemoryOffers
@@ -78,7 +78,7 @@ from ._orders import (
 from ._outbox import Frames, Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.config import Limits, Timeouts
     from zstrat.wire._messages import Message
@@ -97,6 +97,9 @@ that does not read can fill it: with notices, or by asking more than it may."""
 
 _OPEN: Final = OrderState.OPEN  # a look at a member of an enum costs as much as a call
 _CLOSED: Final = OrderState.CLOSED
+
+
+_UNKNOWN: Final = UnknownCarrier()
 
 
 class Peer(Generic[Token]):
@@ -118,7 +121,7 @@ class Peer(Generic[Token]):
         allocate: Allocate = allocate,
         lane: SharedMemoryLane | None = None,
         absorb: Absorb | None = None,
-        carried: Callable[[], Carried] = unknown,
+        carrier: Carrier = _UNKNOWN,
     ) -> None:
         """The network is connected: the initiator's first message is its HELLO."""
         self.name = name
@@ -147,10 +150,10 @@ class Peer(Generic[Token]):
         """Bytes that the peer had not read when the connection ended."""
         self._most_unread = float("inf") if initiator else limits.unread
         patience = 2 * timeouts.patience
-        self._backlog = Backlog(self._most_unread, patience, now, carried)
+        self._backlog = Backlog(self._most_unread, patience, now, carrier)
         self.held = self._backlog.messages
         """Messages that are held back; call `resume` when it `may_resume`."""
-        self._life = Liveness(timeouts, now, carried)
+        self._life = Liveness(timeouts, now, carrier)
         if initiator:
             self.outbox.say(me)
 
@@ -454,6 +457,8 @@ class Peer(Generic[Token]):
         if error is not None:
             return self.refuse(error)
         self.hello = hello
+        if hello.host == self._me.host and hello.pid != self._me.pid:
+            self._life.neighbour = hello.pid
         if not self._initiator:
             return (Greeted(hello),)
         self.state = OrderState.OPEN
