@@ -65,6 +65,11 @@ class Remote:
         live all the same: only one that is not `alive` is known to be lost."""
         return self.alive and self.connection.outlet.peer.is_heard
 
+    @property
+    def heard(self) -> object:
+        """Another value after each message that comes from it."""
+        return self.connection, self.connection.outlet.peer.heard
+
     def promise(self, nbytes: int) -> None:
         """For handlers: the answer to the present request will have so many bytes. They
         count as waiting for the peer from now on, so that it cannot ask for more and

@@ -129,6 +129,8 @@ class Peer(Generic[Token]):
         self.state = OrderState.GREETING
         self.late = 0
         """Answers that came after the deadline of their request."""
+        self.heard = 0
+        """Messages that came, but for those that were `early`."""
         self.early = 0
         """Messages that came before the greeting, and were dropped."""
         self._me, self._initiator, self._mismatch = me, initiator, mismatch
@@ -170,6 +172,7 @@ class Peer(Generic[Token]):
                 return ()
             life = self._life
             life.heard_at, life.broken_at = now, None
+            self.heard += 1
             if is_special:
                 return self._special(announced, frames)
             if self.held or self.outbox.nbytes > self._most_unread:
