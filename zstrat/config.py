@@ -40,8 +40,8 @@ class Timeouts:
     """So long after its last answer a resolver whose answer may change is asked again;
     sooner when a worker was lost. One small question to a busy service, or one file."""
     request: float = 120.0
-    """Deadline of a request that was given none: longer than the longest compile, and
-    than most variables take over a slow line."""
+    """Deadline of a request that was given none: longer than the longest compile. It
+    is put off by as much whenever part of a large body arrives."""
     drain: float = 10.0
     """What was accepted has so long to finish after SIGTERM."""
     handover: float = 60.0

@@ -89,9 +89,16 @@ class Rank:
         leaders = sorted(hosts.index(host) for host in set(hosts))
         if len(leaders) > 1 and rank in leaders:
             firsts = [outer[leader] for leader in leaders]
-            engine = self.outer.attach(leaders.index(rank), firsts, None)
+            place = leaders.index(rank)
+            self.outer.reach(place, firsts)
+            engine = self.outer.attach(place, [0] * len(firsts), None)
             self.between = Between(engine, leaders)
-        self.engine = self.memory.attach(rank, members, self.between)
+        self.memory.reach(rank, members)
+        firsts = [hosts.index(host) for host in hosts]
+        self.engine = self.memory.attach(rank, firsts, self.between)
+
+    def reach(self, rank, entries):
+        return self.memory.reach(rank, [MemberEntry(*row[0]) for row in entries])
 
     def close(self):
         self.engine.close()

@@ -46,6 +46,17 @@ def test_a_strategy_names_what_goes_between_hosts(
     assert asked == [("all_reduce", algorithm, speakers)] * speakers
 
 
+def test_machines_of_one_name_are_told_apart_by_their_memory(monkeypatch, asked):
+    """Two ranks of one machine share memory, though a third has the name of it."""
+    with ranks_on("aaa", monkeypatch, elsewhere=[1]) as ranks:
+        groups = ranks.groups(lane="auto")
+        found = ranks.each(lambda g: g.all_reduce(SOURCES[g.rank]), groups)
+        assert [group.hosts for group in groups] == [2, 2, 2]
+    for each in found:
+        np.testing.assert_array_equal(each, sum(SOURCES[:3]))
+    assert asked == [("all_reduce", None, 2)] * 2, "the first ranks of two machines"
+
+
 def test_without_shared_memory_all_ranks_take_part(monkeypatch, asked):
     with ranks_on("aab", monkeypatch) as ranks:
         groups = ranks.groups(lane="tcp")

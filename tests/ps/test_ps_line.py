@@ -14,7 +14,7 @@ from zstrat.errors import (
     ProtocolError,
     PSUnavailableError,
 )
-from zstrat.ps import EagerRun, PsClient, PsUpdate, Ref
+from zstrat.ps import EagerRun, PsClient, PsUpdate, Ref, ServerLine
 from zstrat.wire import (
     AppliedParts,
     AskParts,
@@ -43,7 +43,7 @@ class Script:
     """A link whose connection the test cuts, and whose answers it gives."""
 
     def __init__(self, incarnation=1):
-        self.asked = []
+        self.asked, self.deadlines = [], []
         self.is_cut, self.incarnation = False, incarnation
         self.news = asyncio.Event()
 
@@ -57,6 +57,7 @@ class Script:
             reply.set_exception(PeerLostError("ps:0", "it is not connected"))
         else:
             self.asked.append((message, reply))
+            self.deadlines.append(deadline)
             self.news.set()
         return reply
 
@@ -279,6 +280,22 @@ async def test_nothing_waits_beyond_its_deadline_or_the_end_of_the_link(rig):
         await waiting
     await rig.heal()
     assert rig.link.asked == []
+
+
+async def test_what_has_no_deadline_has_none_when_it_is_sent_again(rig):
+    """So progress puts that of the link off, as at the first time. Once the time to
+    come back is over, the next break ends it: nothing is sent again without end."""
+    line = ServerLine(rig.link, "/job:ps/task:0", 0.0)
+    line.resume()
+    rig.link.cut()
+    asked = line.submit(Pull(SESSION, []))
+    rig.link.back()
+    line.hold()
+    line.resume()
+    assert rig.link.deadlines == [None]
+    rig.link.cut()
+    with pytest.raises(DeadlineExceededError, match="Pull"):
+        await asked
 
 
 async def test_an_error_of_the_server_is_the_outcome(rig):

@@ -18,7 +18,14 @@ class Line:
     """A connection, which is whole and heard, or not."""
 
     def __init__(self, *, is_heard=False):
-        self.is_heard = is_heard
+        self.is_heard, self.heard = is_heard, 0
+
+
+def refusal(tasks, number=2, of=None):
+    """What the coordinator of that session gets that wants the task, too."""
+    with pytest.raises(BusyError) as raised:
+        tasks.open(Owner(number, Line(), of or hello(number)))
+    return raised.value
 
 
 def hello(session: int) -> Hello:
@@ -50,19 +57,22 @@ def test_who_is_heard_holds_a_task_and_who_is_not_may_be_gone():
     tasks, store, process = Ownership("ps"), Line(is_heard=True), Line()
     for link in (store, process):
         tasks.open(Owner(1, link, hello(1), program="train.py"), several=True)
+    assert type(refusal(tasks)) is BusyError  # it may have been frozen just now
+    store.heard += 1
     with pytest.raises(HeldError, match=r"train\.py, pid 1001 on host1.*ZSTRAT_TURN"):
         tasks.open(Owner(2, Line(), hello(2)))
     store.is_heard = False  # it was killed: its connections broke, and may come back
-    with pytest.raises(BusyError) as raised:
-        tasks.open(Owner(2, Line(), hello(2)))
-    assert type(raised.value) is BusyError
+    assert type(refusal(tasks)) is BusyError
+    assert type(refusal(tasks, 3)) is BusyError
     process.is_heard = True
-    with pytest.raises(HeldError):
-        tasks.open(Owner(2, Line(), hello(2)))
+    assert type(refusal(tasks)) is BusyError
+    process.heard += 1
+    for session in (2, 3):
+        assert type(refusal(tasks, session)) is HeldError
+    assert type(refusal(tasks, 4)) is BusyError  # each waits for a proof of its own
     # One that opens another session of its own has closed this one, or will.
-    with pytest.raises(BusyError) as raised:
-        tasks.open(Owner(2, Line(), replace(hello(1), incarnation=2)))
-    assert type(raised.value) is BusyError
+    process.heard += 1
+    assert type(refusal(tasks, 4, replace(hello(1), incarnation=2))) is BusyError
     assert not tasks.lost(process)
     assert tasks.lost(store)
     assert tasks.open(Owner(2, Line(), hello(2)))
@@ -80,6 +90,8 @@ def test_containers_of_one_host_are_told_apart_though_both_have_its_name_and_pid
     tasks, line = Ownership("/job:ps/task:0"), Line(is_heard=True)
     mine, theirs = new_incarnation(), new_incarnation() ^ 1 << 62  # another process
     tasks.open(Owner(mine, line, Hello(1, "chief", 0, mine, "node", 1)))
+    refusal(tasks, theirs, Hello(1, "chief", 0, theirs, "node", 1))
+    line.heard += 1
     with pytest.raises(HeldError, match=r"pid 1 on node.*stop that program"):
         tasks.open(Owner(theirs, Line(), Hello(1, "chief", 0, theirs, "node", 1)))
     again = new_incarnation()

@@ -241,9 +241,6 @@ class FakeCluster:
     def servers(self):
         return self
 
-    def creation_timeout(self, entries=()):
-        return 1.0
-
     def run(self, work, what, timeout=None):
         try:
             work.send(None)

@@ -67,9 +67,6 @@ class FakeSession:
     async def run_async(self, work, what):
         return await work
 
-    def creation_timeout(self, entries=()):
-        return 1.0
-
     async def create_variables(self, variables):
         self.requests.append("create")
         for spec, array in variables:

@@ -266,21 +266,31 @@ def awaited(words, monkeypatch):
     return said
 
 
-def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local, monkeypatch):
+def program_on(local):
+    """A program that holds the cluster until it reads the end of its input."""
     told = json.dumps({"cluster": local.spec.as_dict()})
-    env = {**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": PATIENCE}
+    program = Program(
+        ["-c", textwrap.dedent(_PROGRAM)],
+        env={**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": PATIENCE},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout.readline() == "ready\n"
+    return program
 
-    def program():
-        return Program(
-            ["-c", textwrap.dedent(_PROGRAM)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    first = program()
-    assert first.stdout.readline() == "ready\n"
+def test_a_coordinator_that_was_frozen_just_now_is_waited_for(local):
+    """Its last beat is half a second old: nobody knows yet that it is frozen."""
+    first = program_on(local)
+    first.send_signal(signal.SIGSTOP)
+    zs.ParameterServerStrategy(local.resolver).close()
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+
+
+def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local, monkeypatch):
+    first = program_on(local)
     held = rf"the coordinator chief:0 \(python -c, pid {first.pid} on .* since \d"
     with pytest.raises(zs.HeldError, match=held):
         zs.ParameterServerStrategy(local.resolver)
@@ -288,8 +298,7 @@ def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local, monke
     first.communicate()
     # The tasks have not missed it yet: whoever comes now is not refused.
     zs.ParameterServerStrategy(local.resolver).close()
-    second = program()
-    assert second.stdout.readline() == "ready\n"
+    second = program_on(local)
     waiting = awaited("still waiting for .*HeldError.*python -c", monkeypatch)
     queued = Settings(timeouts=Timeouts(turn=120.0))
     with ThreadPoolExecutor(1) as thread:

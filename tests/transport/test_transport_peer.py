@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from transport_pair import flow, hello, kinds, new_peer
+from transport_pair import flow, hello, new_peer
 
 from zstrat.config import Limits
 from zstrat.errors import (
@@ -13,7 +13,17 @@ from zstrat.errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from zstrat.wire import Beat, Done, Fetched, Goodbye, Inspect, Pulled, encode
+from zstrat.wire import (
+    Beat,
+    Chunk,
+    Credit,
+    Done,
+    Fetched,
+    Inspect,
+    Offer,
+    Pulled,
+    encode,
+)
 from zstrat.wire.connection import Answered, Closed, OrderState, failure, mismatch
 
 
@@ -67,12 +77,33 @@ def test_an_unknown_job_is_refused():
     assert isinstance(mismatch(hello(), hello("janitor")), ProtocolError)
 
 
-def test_whoever_does_not_greet_is_told_and_forgotten():
+HASTY = [Beat(True), Credit(0, 1), Chunk(3, 0), Offer(1, 2, b""), Inspect(), Done()]
+"""Left over from an earlier connection; each is dropped, whatever it would mean now."""
+
+
+@pytest.mark.parametrize("initiator", [False, True])
+def test_what_comes_before_the_greeting_is_dropped_and_counted(initiator):
+    client = new_peer(hello("worker", 1), True)
     server = new_peer(hello("ps", 0), False)
-    (closed,) = server.received([encode(Beat(False))[0]], 0.0)
-    assert "expected Hello, got Beat" in closed.reason
-    assert "broke the protocol" not in closed.reason, "it was silent, and does not know"
-    assert kinds(server.transmit(0.0)) is Goodbye
+    one = client if initiator else server
+    for message in HASTY:
+        assert one.received([encode(message, 3)[0]], 3.0) == ()
+    assert one.early == len(HASTY)
+    (greeted,) = flow(client, server, 3.0)
+    server.accept(greeted.hello, 3.0)
+    flow(server, client, 3.0)
+    assert client.state is server.state is OrderState.OPEN
+
+
+def test_hasty_messages_do_not_give_more_time_to_greet():
+    server = new_peer(hello("ps", 0), False)
+    orders = []
+    for now in range(10):
+        server.received([encode(Beat(False))[0]], now / 2)
+        orders += server.tick(now / 2)
+    (closed,) = orders
+    assert "did not greet" in closed.reason
+    assert "10 other messages" in closed.reason
 
 
 def test_requests_are_answered_by_number_in_any_order(pair):

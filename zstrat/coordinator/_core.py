@@ -8,7 +8,7 @@ dispatcher do not know it, so when both coordinators are dropped, it is, and end
 from __future__ import annotations
 
 import abc
-import asyncio
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
@@ -96,7 +96,7 @@ class CoordinatorCore:
             self.session.next_step,
             errors_once=errors_once,
         )
-        loop = _LoopCalls(portal, self.session.settings.timeouts.request)
+        loop = _LoopCalls(portal)
         self.engine = ClosureEngine(queue, loop)
         self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
@@ -236,8 +236,8 @@ class _LoopCalls:
     dispatcher: Dispatcher
     """Set before the engine calls anything: it is made of the engine."""
 
-    def __init__(self, portal: Portal, timeout: float) -> None:
-        self._portal, self._timeout = portal, timeout
+    def __init__(self, portal: Portal) -> None:
+        self._portal = portal
 
     def wake(self) -> None:
         self._portal.call_soon(self.dispatcher.turn)
@@ -249,14 +249,13 @@ class _LoopCalls:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
-        return self._portal.run(self._bring(kept), self._timeout, "fetching a result")
+        # Bounded by the deadline of the request, which is put off while bodies move.
+        fetching = self.dispatcher.bring(kept)
+        return self._portal.run(fetching, math.inf, "fetching a result")
 
     async def bring_async(self, kept: Kept) -> list[np.ndarray]:
-        return await self._portal.run_async(self._bring(kept), "fetching a result")
-
-    async def _bring(self, kept: Kept) -> list[np.ndarray]:
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        return await self.dispatcher.bring(kept, deadline)
+        fetching = self.dispatcher.bring(kept)
+        return await self._portal.run_async(fetching, "fetching a result")
 
 
 _Options = Mapping[str, Any]

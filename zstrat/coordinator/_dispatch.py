@@ -173,17 +173,17 @@ class Dispatcher:
         which of the doubtful ones were applied."""
         self.fences.raise_to(end, doubtful, partial(self.engine.fenced, end))
 
-    async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
+    async def bring(self, kept: Kept) -> list[np.ndarray]:
         """Fetches a result that stayed on its worker.
 
         Raises:
             ClosureAbortedError: The worker is lost, or has connected anew since.
-            DeadlineExceededError: It did not answer until ``deadline`` (loop time).
+            DeadlineExceededError: Nothing moved for ``timeouts.request`` seconds.
         """
         channel, lost = self.channels.get(kept.worker), None
         if channel is not None and channel.keeps(kept):
             try:
-                return await channel.fetch(kept.step, deadline)
+                return await channel.fetch(kept.step)
             except PeerLostError as error:
                 lost = error
         name = "its worker" if channel is None else channel.member.name

@@ -132,16 +132,6 @@ class ParameterServers:
             await self.client.initialize(places, code, deadline=deadline)
         self._created([spec for spec, _ in entries])
 
-    def creation_timeout(
-        self, entries: Sequence[tuple[VariableSpec, InitialEntry]] = ()
-    ) -> float:
-        """Seconds to wait for what this program creates, of which the servers make the
-        values of ``entries``."""
-        timeout = initializing_timeout(entries, self._patience)
-        # A server that waits for another program's creation says itself what is
-        # missing: the caller must not give up before that answer is here.
-        return timeout + 2 * ANSWER_SECONDS if self._cluster.options.joins else timeout
-
     async def keep_initial(self, specs: Sequence[VariableSpec]) -> None:
         """These variables were created just now, and cannot be saved: they begin anew
         when a lost server is filled again."""

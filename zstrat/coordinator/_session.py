@@ -126,13 +126,11 @@ class ClusterSession:
 
         Args:
             what: Names it in errors.
-            timeout: Seconds; None: ``timeouts.request``.
+            timeout: Seconds; None: no limit. What is asked of tasks has deadlines,
+                which are put off while bodies move, and so has waiting for a task: only
+                they know whether a large value is still on its way.
         """
-        if timeout is None:
-            timeout = self.settings.timeouts.request
-        if self.cluster.recovery is not None:
-            # Nobody knows how long filling a server takes; what is asked of the servers
-            # has deadlines, and so has waiting for one.
+        if timeout is None or self.cluster.recovery is not None:
             timeout = math.inf
         try:
             return self.portal.run(work, timeout, what)

@@ -189,16 +189,14 @@ class WorkerChannel:
         """Whether a result is still there: the worker has not connected anew since."""
         return self.task.is_ready and self.member.epoch == kept.epoch
 
-    async def fetch(self, step: int, deadline: float) -> list[np.ndarray]:
+    async def fetch(self, step: int) -> list[np.ndarray]:
         """Fetches the result of a step that stayed on the worker.
 
         Raises:
             PeerLostError: The worker is lost, and the result with it.
-            DeadlineExceededError: It did not answer until ``deadline`` (loop time).
+            DeadlineExceededError: Nothing moved for ``timeouts.request`` seconds.
         """
-        answer = await self.task.link.submit(
-            Fetch(self.session, step), deadline=deadline
-        )
+        answer = await self.task.link.submit(Fetch(self.session, step))
         assert isinstance(answer, Fetched), answer
         return list(answer.arrays)
 

@@ -78,6 +78,8 @@ class FakeRemote:
         self.promised = 0
         self.is_heard = True
         """Its connection is whole, and it was heard just now."""
+        self.heard = 0
+        """Another value after each message that comes from it."""
 
     def notify(self, message: Message) -> None:
         """Keeps a notice.

@@ -216,7 +216,7 @@ class Attendance:
     Args:
         connections: Of that endpoint, by routing id; those that end are taken out.
         ended: Routing ids of connections that ended, as messages of theirs may still
-            arrive; the value says whether one was answered that it has to greet.
+            arrive.
         on_lost: Told once of each remote that is gone, and why.
     """
 
@@ -224,7 +224,7 @@ class Attendance:
         self,
         task: str,
         connections: dict[bytes, Connection],
-        ended: OrderedDict[bytes, bool],
+        ended: OrderedDict[bytes, None],
         complaints: Complaints,
         on_lost: Callable[[Remote, str], None],
         security: Security | None,
@@ -309,7 +309,7 @@ class Attendance:
 
     def _drop(self, connection: Connection) -> None:
         self._connections.pop(connection.routing, None)
-        self._ended.setdefault(connection.routing, False)
+        self._ended[connection.routing] = None
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
         connection.hang_up()

@@ -92,7 +92,7 @@ class Endpoint:
         self._absorber, self._on_waited = absorb, on_waited
         self._security = security
         self._connections: dict[bytes, Connection] = {}
-        self._ended: OrderedDict[bytes, bool] = OrderedDict()
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
         task = task_name(me)
         self._complaints = Complaints(task, time.monotonic)
         self._attendance = Attendance(
@@ -229,10 +229,8 @@ class Endpoint:
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
-            if self._ended.get(routing):
+            if routing in self._ended:  # it is hung up on, and greets on the next one
                 return
-            if routing in self._ended:
-                self._ended[routing] = True  # it is told once that it has to greet
             connection = self._stranger(routing, frames)
             if connection is None:
                 return
@@ -284,6 +282,15 @@ class Endpoint:
         assert self._pump is not None
         # What broke before this HELLO was sent must be known before it is judged.
         self._monitor.drain()
+        try:
+            descriptor = int(frames[1].get("__fd"))
+            user = str(frames[1].get("User-Id")) if self._security is not None else None
+        except zmq.ZMQError:  # it speaks no ZMTP 3, and so is none of us
+            self._complaints.add(
+                "it speaks another version of ZeroMQ's protocol than 3"
+            )
+            return None
+        line = self._sockets.accepted(descriptor)
         peer: Peer[None] = Peer(
             "a stranger",
             self._me,
@@ -295,18 +302,10 @@ class Endpoint:
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
             absorb=partial(self._absorb, routing),
+            carrier=line,
         )
-        try:
-            descriptor = int(frames[1].get("__fd"))
-            user = str(frames[1].get("User-Id")) if self._security is not None else None
-        except zmq.ZMQError:  # it speaks no ZMTP 3, and so is none of us
-            self._complaints.add(
-                "it speaks another version of ZeroMQ's protocol than 3"
-            )
-            return None
         peer.incoming = self._brief
         outlet = Outlet(peer, self._pump, (routing,), on_waited=self._on_waited)
-        line = self._sockets.accepted(descriptor)
         connection = Connection(routing, outlet, line, user)
         self._connections[routing] = connection
         return connection
@@ -345,6 +344,8 @@ class Endpoint:
             self._authenticator.revive()
         if self._binding is not None:
             self._binding.tick()
+        if self._pump is not None:
+            self._pump.drain()  # before silent peers are judged
         now = self._loop.time()
         POOL.age(now)
         for line in self._newcomers.late(now):
@@ -367,7 +368,11 @@ class Endpoint:
         fill the memory."""
         limits, brief = self._settings.limits, self._brief
         usual = _BODIES_UNREAD * limits.window * limits.chunk
-        found = [line for line in self._newcomers.lines if line.received > UNFINISHED]
+        found = [
+            line
+            for line in self._newcomers.lines
+            if line.carried().received > UNFINISHED
+        ]
         for connection in self._connections.values():
             is_brief = connection.outlet.peer.incoming is brief
             if connection.unfinished() > (UNFINISHED if is_brief else usual):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._curve import Security
+    from ._listener import Accepted
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
@@ -156,6 +157,8 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
         self._connected_at = 0.0
+        self._line: Accepted | None = None
+        """What was connected last."""
         self._failed = 0
         """Handshakes, which may have been with a key that the task has no more."""
         self._is_started = self._is_closed = False
@@ -222,7 +225,9 @@ class Link:
         future gives up the answer, not the request.
 
         Args:
-            deadline: Loop time; None: ``timeouts.request`` from now.
+            deadline: Loop time, whatever moves; None: it may wait for
+                ``timeouts.request``, and as long again after each progress of the
+                bodies that it waits for.
 
         Raises:
             TypeError, ValueError: The message cannot be sent.
@@ -236,9 +241,11 @@ class Link:
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future
         future = self._loop.create_future()
+        patience = 0.0
         if deadline is None:
-            deadline = self._loop.time() + self._patience
-        outlet.peer.request(message, future, deadline)
+            patience = self._patience
+            deadline = self._loop.time() + patience
+        outlet.peer.request(message, future, deadline, patience)
         outlet.flush()
         if deadline < self._armed_for:
             self._arm(outlet.peer.due)
@@ -346,6 +353,7 @@ class Link:
                 self.is_refused = True
                 self._dial.look_up(self._redial, self._opening.looked_up)
             case Happening.CONNECTED:
+                self._line = self._sockets.accepted(event.value)
                 self._connected_at = self._loop.time()
                 self._opening.connected()
             case Happening.ACCEPTED | Happening.UNBOUND:
@@ -375,6 +383,7 @@ class Link:
     def _greet(self) -> None:
         pump = self._dial.pump
         assert pump is not None
+        assert self._line is not None
         peer: Peer[Reply] = Peer(
             self.name,
             self._me,
@@ -385,6 +394,7 @@ class Link:
             now=self._loop.time(),
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
+            carrier=self._line,
         )
         self._opening.trouble = (
             "something listens there, but it does not greet as a task does"
@@ -416,6 +426,8 @@ class Link:
 
     def _tick(self) -> None:
         self._timer, self._armed_for = None, float("inf")
+        if self._outlet is not None and self._dial.pump is not None:
+            self._dial.pump.drain()  # before a silent task is judged
         outlet = self._outlet
         if outlet is None:
             return

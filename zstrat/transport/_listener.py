@@ -35,7 +35,10 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, fina
 
 import zmq
 
+from zstrat.wire.connection import Carried
+
 from ._address import SocketFile, socket_file
+from ._other_end import is_held_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -222,13 +225,20 @@ class Accepted(NamedTuple):
                 with _borrowed(self.descriptor) as line:
                     line.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def received(self) -> int:
-        """Bytes that have come over it; 0 where the system does not say."""
+    def carried(self) -> Carried:
+        """Bytes that it has moved; all 0 where the system does not say."""
+        with suppress(OSError, struct.error), _borrowed(self.descriptor) as line:
+            size = _TCP_INFO.size
+            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+            mss, unacknowledged, delivered, received, unsent = _TCP_INFO.unpack(info)
+            return Carried(received, delivered, unsent + unacknowledged * mss)
+        return Carried()
+
+    def is_held_by(self, pid: int) -> bool:
+        """As of `zstrat.wire.connection.Carrier`."""
         with suppress(OSError), _borrowed(self.descriptor) as line:
-            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED)
-            return int.from_bytes(info[_BYTES_RECEIVED - 8 :], sys.byteorder)
-        return 0
+            return is_held_by(line, pid)
+        return False
 
     @property
     def address(self) -> str:
@@ -257,8 +267,9 @@ def refuse_newcomers(listener: int) -> None:
 
 _SO_ATTACH_FILTER: Final = 26
 
-_BYTES_RECEIVED: Final = 136
-"""Where `tcpi_bytes_received`, of eight bytes, ends in Linux's `tcp_info`."""
+_TCP_INFO: Final = struct.Struct("=16xI4xI92xQQ8xI")
+"""Of Linux's `tcp_info`: snd_mss, unacked (in segments), bytes_acked, bytes_received,
+notsent_bytes."""
 
 
 def accepted(descriptor: int) -> Accepted:

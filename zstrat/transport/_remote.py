@@ -65,6 +65,11 @@ class Remote:
         live all the same: only one that is not `alive` is known to be lost."""
         return self.alive and self.connection.outlet.peer.is_heard
 
+    @property
+    def heard(self) -> object:
+        """Another value after each message that comes from it."""
+        return self.connection, self.connection.outlet.peer.heard
+
     def promise(self, nbytes: int) -> None:
         """For handlers: the answer to the present request will have so many bytes. They
         count as waiting for the peer from now on, so that it cannot ask for more and
@@ -119,7 +124,7 @@ class Connection:
     def heard(self) -> None:
         """Notes that a whole message has come. That asks the system how much came, so
         it is not done for each chunk of a peer that is known."""
-        self._whole = self.accepted.received
+        self._whole = self.accepted.carried().received
 
     def unfinished(self) -> int:
         """Bytes at least that have come of a message which is not whole yet. To be
@@ -127,7 +132,7 @@ class Connection:
         if self.has_spoken:
             self.has_spoken, self._whole = False, None
             return 0
-        received = self.accepted.received
+        received = self.accepted.carried().received
         if self._whole is None:
             self._whole = received
         return received - self._whole

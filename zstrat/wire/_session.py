@@ -10,8 +10,9 @@ Only this file changes who the owner is; ps and worker ask it before they act.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from zstrat.errors import BusyError, HeldError, PeerLostError, StaleSessionError
 
@@ -27,12 +28,18 @@ class OwnerPeer(Protocol):
         """Whether it is whole, and the coordinator was heard on it just now."""
         ...
 
+    @property
+    def heard(self) -> object:
+        """Another value after each message of the coordinator."""
+        ...
+
 
 @final
 class AbsentPeer:
     """In place of a connection that is not there yet."""
 
     is_heard = False
+    heard = None
 
     def notify(self, message: object) -> None:
         """Refuses, as nobody would hear it.
@@ -93,6 +100,10 @@ def _process_of(hello: Hello) -> tuple[str, int, int]:
     return hello.host, hello.pid, hello.incarnation >> 32
 
 
+_REFUSED: Final = 1024
+"""Sessions that wait for a task, at most; each is a program that may have gone."""
+
+
 class Ownership:
     """The session that one task serves. ``task`` names that task in errors."""
 
@@ -102,6 +113,8 @@ class Ownership:
         self._links: list[OwnerPeer] = []
         """Connections of the owner by which it has opened the session, as it may have
         several; the last one is where it is told of what happens."""
+        self._refused: OrderedDict[int, dict[OwnerPeer, object]] = OrderedDict()
+        """What was heard of the owner when another session was first refused for it."""
 
     @property
     def session(self) -> int | None:
@@ -127,8 +140,8 @@ class Ownership:
         Raises:
             BusyError: Another coordinator, which is not lost, holds the task.
             HeldError: The same, where the other coordinator is surely alive: another
-                process, which was heard just now. It is a plain BusyError, and may pass
-                soon, where the connection is broken or silent, as after a kill.
+                process, which was heard after this session was first refused. It is a
+                plain BusyError until then, and may pass soon, as after a kill.
         """
         owner = self._owner
         is_new = owner is None or owner.session != asked.session
@@ -136,8 +149,9 @@ class Ownership:
             words = f"{self._task} serves {owner.to(asked.hello)}"
             # A program that opens another session has closed its own, or is about to.
             is_other = not owner.is_of(asked.hello)
-            heard = is_other and self._is_heard(owner)
-            raise HeldError(words) if heard else BusyError(words)
+            is_alive = is_other and self._has_proved_alive(owner, asked.session)
+            raise HeldError(words) if is_alive else BusyError(words)
+        self._refused.clear()
         if owner is None or is_new:
             self._owner = replace(asked, origin=asked.origin or asked.session)
             self._links = []
@@ -167,6 +181,7 @@ class Ownership:
             return False
         self._owner = replace(asked, origin=owner.origin, is_shared=False)
         self._links = [asked.peer]
+        self._refused.clear()
         return True
 
     def inherit(self, owner: Owner) -> None:
@@ -186,8 +201,14 @@ class Ownership:
         self._owner = replace(owner, alive=False)
         return True
 
-    def _is_heard(self, owner: Owner) -> bool:
-        return any(link.is_heard for link in (owner.peer, *self._links))
+    def _has_proved_alive(self, owner: Owner, session: int) -> bool:
+        """Whether the owner was heard since ``session`` was first refused. What was
+        heard before proves nothing: it may have been killed or frozen just then."""
+        links = dict.fromkeys((owner.peer, *self._links))
+        before = self._refused.setdefault(session, {link: link.heard for link in links})
+        if len(self._refused) > _REFUSED:
+            self._refused.popitem(last=False)
+        return any(link.is_heard and link.heard != before.get(link) for link in links)
 
     def _others(self, peer: object) -> list[OwnerPeer]:
         return [link for link in self._links if link is not peer]

@@ -117,20 +117,15 @@ Ask = Callable[[Callable[["PsClient"], "asyncio.Future[T]"]], T]
 class Asking:
     """Starts requests on the loop for another thread, and waits for their outcome."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, client: PsClient, timeout: float
-    ) -> None:
-        self._loop, self._client, self._timeout = loop, client, timeout
+    def __init__(self, loop: asyncio.AbstractEventLoop, client: PsClient) -> None:
+        self._loop, self._client = loop, client
 
     def __call__(self, start: Callable[[PsClient], asyncio.Future[T]]) -> T:
-        """Blocks until the request has its outcome.
-
-        Raises:
-            TimeoutError: It had none; the links' own deadlines come first.
-        """
+        """Blocks until the request has its outcome: bounded by the deadlines of the
+        links, which are put off while bodies move."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._begin, start, answer)
-        return answer.result(self._timeout)
+        return answer.result()
 
     def _begin(
         self,

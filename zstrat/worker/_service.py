@@ -259,11 +259,7 @@ class WorkerService:
         self, session: WorkerSession, opening: OpenSession, output: StepOutput | None
     ) -> StepRunner:
         index, count = opening.index, opening.worker_count
-        asking = Asking(
-            asyncio.get_running_loop(),
-            session.client,
-            2 * self._settings.timeouts.request,
-        )
+        asking = Asking(asyncio.get_running_loop(), session.client)
         return StepRunner(
             Resources(
                 self._task,

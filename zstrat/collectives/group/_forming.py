@@ -22,7 +22,7 @@ from zstrat.collectives._engine import (
     Overdue,
     margin_of,
 )
-from zstrat.collectives.memory._engines import host_memory
+from zstrat.collectives.memory._engines import host_memory, hosts_of
 from zstrat.errors import ClosedError, PermissionDeniedError
 from zstrat.transport import DataConnections, reached_as
 from zstrat.wire import JoinGroup, MemberEntry
@@ -177,20 +177,23 @@ async def _agree(
     between: Between,
     patience: float,
 ) -> CollectiveEngine | None:
-    """The engine, if all ranks have one; and nobody is through before all are here."""
-    engine: CollectiveEngine | None = None
-    if memory is not None and shares_memory(generation):
-        try:
-            engine = memory.attach(generation.rank, generation.members, between)
-        except OSError as error:  # another user, another container
-            log.info("%s goes by messages: %s", generation.title, error)
-    has_engine, agreed = engine is not None, False
-    try:
-        agreed = await all_agree(generation, FORMING, has_engine, patience)
-    finally:
-        if engine is not None and not agreed:
-            engine.close()
-    return engine if agreed else None
+    """The engine that works in shared memory, if all ranks have memory, and some of
+    them share it; and nobody is through before all are here."""
+    size, rank = generation.size, generation.rank
+    mapped = [False] * size
+    if memory is not None:
+        mapped = memory.reach(rank, generation.members)
+    said = await told(generation, FORMING, np.packbits(mapped).tobytes(), patience)
+    bits = np.frombuffer(b"".join(said), np.uint8).reshape(size, -1)
+    reached = np.unpackbits(bits, axis=1, count=size).astype(bool).tolist()
+    if memory is None or not all(reached[each][each] for each in range(size)):
+        return None
+    hosts = hosts_of(reached)
+    generation.hosts = len(set(hosts))
+    # A rank by itself may as well use its own memory.
+    if generation.hosts == size > 1:
+        return None
+    return memory.attach(rank, hosts, between)
 
 
 def _entry(
@@ -225,13 +228,6 @@ _PLACE: Final = struct.Struct("<H40s")
 _MEETING: Final = 2.0
 """Seconds in which the first messages have to come. A firewall that drops them costs
 so much, each time that a generation is formed."""
-
-
-def shares_memory(generation: Generation) -> bool:
-    """Whether any two ranks run on one host and offer memory; a rank by itself may as
-    well use its own."""
-    hosts = [each.host for each in generation.members if each.capacity]
-    return len(set(hosts)) < len(hosts) or generation.size == 1
 
 
 async def told(

@@ -81,6 +81,8 @@ class Generation:
         self.ticket, self.members = formed.ticket, tuple(formed.members)
         self.size = len(self.members)
         self.hosts = len({member.host for member in self.members})
+        """Machines, by their names; by their memory once all ranks have told whose
+        they share."""
         self.broken: ZstratError | None = None
         """Why it came to an end; set once. May be read from any thread."""
         self.begun: dict[int, str] = {}

@@ -123,7 +123,6 @@ class Traffic:
         from what came last for it, until something else comes."""
         self._owner, self._mesh, self._ticket = owner, mesh, formed.ticket
         self.choices = _choices_of(formed)
-        self._one_host = owner.hosts == 1
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._drawing: deque[Running] = deque()
@@ -154,7 +153,7 @@ class Traffic:
                 call,
                 who.index(owner.rank),
                 len(who),
-                one_host=self._one_host,
+                one_host=owner.hosts == 1,
                 compressor=self._compressor_of(call),
                 choices=self.choices,
             )

@@ -15,8 +15,9 @@ The algorithm that a caller names, or the table chooses, is that of the first ra
 Between hosts travels what is reduced in part (f32 for f16 and bf16); each first rank
 takes the mean and rounds, from the same bits, so all ranks hold the same.
 
-*Which engine it is* depends on who the members are, so it is chosen when the group has
-formed. The memory of a rank is there before, and until the group is closed.
+*Which engine it is* depends on whose memory each rank could map, of which all ranks
+tell each other when the group has formed. The memory of a rank is there before, and
+until the group is closed.
 """
 
 from __future__ import annotations
@@ -279,30 +280,38 @@ class SharedMemory:
         self._arena: Arena | None = made
         self.descriptor, self.word = made.descriptor, made.word
         self.capacity: Final = CAPACITY
+        self._segments: dict[int, RankMemory] = {}
+        """What `reach` has mapped, by rank, until `attach` takes it."""
+
+    def reach(self, rank: int, members: Sequence[MemberEntry]) -> list[bool]:
+        """Maps the memory of the other ranks of this machine; by rank, whether that has
+        succeeded. Only the memory itself proves that it is one machine: several may
+        have one name, and then a rank of another one may have the process ID of a
+        process here."""
+        assert self._arena is not None, "it is closed"
+        self._segments = {rank: RankMemory(rank, self._arena.memory)}
+        for other, member in enumerate(members):
+            if other == rank or member.host != members[rank].host:
+                continue
+            try:
+                self._segments[other] = segment_of(other, member)
+            except OSError as error:  # another machine, user, or container
+                _LOG.info("rank %d goes by messages: %s", rank, error)
+        return [other in self._segments for other in range(len(members))]
 
     def attach(
-        self, rank: int, members: Sequence[MemberEntry], between: Between
+        self, rank: int, hosts: Sequence[int], between: Between
     ) -> CollectiveEngine:
-        """The engine of one generation. Ranks of one host are those whose entries have
-        the same ``host`` and a capacity above 0.
-
-        It is used only if `attach` succeeds on all ranks; else it is closed.
-
-        Raises:
-            OSError: The memory of a rank of this host cannot be mapped; says why.
-        """
-        assert self._arena is not None, "it is closed"
-        mine = self._arena.memory
-        # Without memory to share a rank is a host of its own.
-        places, leaders = places_of(
-            [each.host if each.capacity else i for i, each in enumerate(members)]
-        )
+        """The engine of one generation, behind `reach`. ``hosts`` is `hosts_of` what
+        all ranks have reached."""
+        places, leaders = places_of(hosts)
         me = places[rank]
         segments = [
-            RankMemory(i, mine) if i == rank else segment_of(i, members[i])
-            for i, place in enumerate(places)
+            self._segments[other]
+            for other, place in enumerate(places)
             if place.host == me.host
         ]
+        self._segments = {}
         shared = ShmCollectives(me.place, segments, len(os.sched_getaffinity(0)))
         if len(leaders) == 1:
             return OneHost(shared, self.close)
@@ -311,9 +320,25 @@ class SharedMemory:
     def close(self) -> None:
         """Lets go of the memory. The engine's `close` does it as well; the second time
         nothing happens."""
+        self._segments = {}
         if self._arena is not None:
             self._arena.close()
             self._arena = None  # whoever keeps a closed group keeps no memory
+
+
+def hosts_of(reached: Sequence[Sequence[bool]]) -> list[int]:
+    """By rank, the first rank of its machine. ``reached[i][j]``: rank i has mapped the
+    memory of rank j. Ranks of one machine have each mapped that of all others."""
+    hosts: list[int] = []
+    for rank in range(len(reached)):
+        found = rank
+        for first in dict.fromkeys(hosts):
+            others = [at for at, host in enumerate(hosts) if host == first]
+            if all(reached[rank][at] and reached[at][rank] for at in others):
+                found = first
+                break
+        hosts.append(found)
+    return hosts
 
 
 def host_memory(lane: str) -> SharedMemory | None:

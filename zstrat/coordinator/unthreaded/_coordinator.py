@@ -71,7 +71,6 @@ class LoopCoordinator:
             draw=draw,
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)
-        self._patience = times.request
         self._engine: ClosureEngine | None = None
 
     def coordinate(
@@ -132,5 +131,4 @@ class LoopCoordinator:
 
     async def bring_async(self, kept: Kept) -> list[np.ndarray]:
         """As of `LoopSide`."""
-        deadline = asyncio.get_running_loop().time() + self._patience
-        return await self._dispatcher.bring(kept, deadline)
+        return await self._dispatcher.bring(kept)

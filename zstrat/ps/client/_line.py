@@ -88,14 +88,16 @@ _KEEPING: Final = (LineState.OPEN, LineState.HELD)
 
 @dataclass(eq=False, slots=True)
 class _RequestInLine:
-    """A request that waits, and the timer that gives it up at its deadline.
+    """A request that waits, and the timer that gives it up at ``until``.
 
     A request with ``sent`` was sent before the connection broke, so it goes out before
-    the requests that were not.
+    the requests that were not. ``deadline`` is that of `TaskLink.submit`, for when it
+    goes out.
     """
 
     message: Message
-    deadline: float
+    deadline: float | None
+    until: float
     outcome: asyncio.Future[Message]
     sent: bool
     timer: asyncio.TimerHandle | None = None
@@ -154,7 +156,7 @@ class ServerLine:
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
         else:
-            self._keep(message, deadline, outcome, sent=False)
+            self._keep(self._in_line(message, deadline, outcome, sent=False))
         return outcome
 
     def resubmit(
@@ -188,7 +190,7 @@ class ServerLine:
         elif repeated is None:
             outcome.set_exception(self._not_repeatable())
         else:
-            self._keep(repeated, deadline, outcome, sent=sent)
+            self._keep(self._in_line(repeated, deadline, outcome, sent=sent))
         return outcome
 
     def hold(self) -> None:
@@ -260,28 +262,32 @@ class ServerLine:
             self._retry.cancel()
             self._retry = None
 
-    def _keep(
+    def _in_line(
         self,
         message: Message,
         deadline: float | None,
         outcome: asyncio.Future[Message],
         *,
         sent: bool,
-    ) -> None:
+    ) -> _RequestInLine:
+        until = deadline
+        if until is None:
+            until = asyncio.get_running_loop().time() + self._timeout
+        return _RequestInLine(message, deadline, until, outcome, sent)
+
+    def _keep(self, held: _RequestInLine) -> None:
         if len(self._sent_before) + len(self._not_sent) >= MAX_WAITING_REQUESTS:
             count = MAX_WAITING_REQUESTS
             words = f"{self._task} is away, and {count} requests wait for it already"
-            outcome.set_exception(BusyError(words))
+            held.outcome.set_exception(BusyError(words))
             return
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._timeout if deadline is None else deadline
-        held = _RequestInLine(message, until, outcome, sent)
         if (
             self._state in _FLOWING and self._link.peer is not None
         ):  # the server is back already
             self._send(held)
             return
-        held.timer = loop.call_at(until, self._late, held)
+        loop = asyncio.get_running_loop()
+        held.timer = loop.call_at(held.until, self._late, held)
         self._place(held).append(held)
 
     def _place(self, held: _RequestInLine) -> list[_RequestInLine]:
@@ -319,20 +325,25 @@ class ServerLine:
             repeated = _repeated(held.message)
             if repeated is None:
                 outcome.set_exception(self._not_repeatable())
+            elif held.until <= asyncio.get_running_loop().time():
+                self._end(held, self._too_late(held))
             else:
-                self._keep(repeated, held.deadline, outcome, sent=True)
+                held.message, held.sent = repeated, True
+                self._keep(held)
         else:
             lost = self._loss if isinstance(error, LOSS_ERRORS) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
     def _late(self, held: _RequestInLine) -> None:
         self._place(held).remove(held)
+        self._end(held, self._too_late(held))
+
+    def _too_late(self, held: _RequestInLine) -> DeadlineExceededError:
         kind = type(held.message).__name__
-        words = (
+        return DeadlineExceededError(
             f"{self._task} did not come back before the deadline of a {kind}; it may "
             "have carried it out before it went away"
         )
-        self._end(held, DeadlineExceededError(words))
 
     def _end(self, held: _RequestInLine, error: Exception) -> None:
         if held.timer is not None:

@@ -146,8 +146,9 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
             that are not numbered from 0 without gaps, or this process is one of those;
             or ``placement`` is not known, or another argument is no such thing.
         DeadlineExceededError: A task does not answer in time; names it.
-        HeldError: Another program holds the cluster, and is alive; at once, unless
-            ``settings.timeouts.turn`` seconds are to be waited for it to end.
+        HeldError: Another program holds the cluster, and has been heard since; within
+            a second or so, unless ``settings.timeouts.turn`` seconds are to be waited
+            for it to end.
         BusyError: The same, of one that falls silent and comes back; or another
             strategy of this program has the cluster, with something unfinished.
         PSUnavailableError: Only a part is left of the session to resume, and

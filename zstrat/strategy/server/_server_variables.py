@@ -326,7 +326,7 @@ class ServerVariables(StrategyCreator):
         what: str,
         entries: Sequence[tuple[VariableSpec, InitialEntry]] = (),
     ) -> None:
-        self._session.run(work, what, self._servers.creation_timeout(entries))
+        self._session.run(work, what)
 
     def _withdraw(self) -> None:
         """Removes what a failed creation has left, before its keys are used again."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ._body import ALIGNMENT as ALIGNMENT
 from ._body import aligned as aligned
+from ._deadlines import Carried as Carried
+from ._deadlines import Carrier as Carrier
 from ._greeting import described as described
 from ._greeting import mismatch as mismatch
 from ._greeting import task_name as task_name

@@ -2,47 +2,123 @@
 
 A peer that greets has ``handshake`` seconds for it; later it may be silent for
 ``patience``, and away for ``reconnect`` if the network below is broken; after that it
-counts as lost. A process that slept itself does not blame its peer. Requests wait for
-their outcome, each until its deadline.
+counts as lost. Requests wait for their outcome, each until its deadline.
+
+On a machine with too much to do, silence has other causes than death. So a process that
+ran late itself does not blame its peer for that time. And a peer on the same machine,
+of which the system knows that it runs and holds the connection, may be silent for
+`STARVED` times as long: it waits for a processor, or hangs.
+
+A message that is not whole yet is a sign of life, too: on a slow line a chunk takes
+longer than ``patience``. So before a silent peer is judged, the system is asked how
+many bytes have come.
 
 No clock and no timers: the owner says what time it is.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.wire._messages import Message
 
 
+class Carried(NamedTuple):
+    """Bytes of one connection, as the system counts them, whatever messages they belong
+    to: those that have come from the peer, those that its machine has taken, and those
+    that the system keeps because it has not taken them yet. All 0: not known."""
+
+    received: int = 0
+    delivered: int = 0
+    queued: int = 0
+
+
+class Carrier(Protocol):
+    """A connection, as the system knows it."""
+
+    def carried(self) -> Carried:
+        """What it has moved so far."""
+        ...
+
+    def is_held_by(self, pid: int) -> bool:
+        """Whether this process of this machine has the other end, and is not stopped;
+        False if that cannot be told."""
+        ...
+
+
+class UnknownCarrier:
+    """A connection of which the system says nothing."""
+
+    def carried(self) -> Carried:
+        return Carried()
+
+    def is_held_by(self, pid: int) -> bool:
+        del pid
+        return False
+
+
+STARVED: Final = 6
+"""How many times ``patience`` a process of this machine may be silent that runs: 30
+seconds. It bounds how long one is waited for that hangs."""
+
+
 class Liveness:
     """Whether one peer is alive, by the times of its messages and of ours.
 
-    The owner writes ``sent_at`` and ``heard_at`` with each message. All times are
-    seconds of the clock that the owner reads.
+    The owner writes ``sent_at`` and ``heard_at`` with each message, and ``neighbour``
+    when the peer has greeted. All times are seconds of the clock that the owner reads.
+    ``carrier`` is asked only while the peer is silent.
     """
 
-    __slots__ = ("_ticked_at", "_times", "broken_at", "heard_at", "sent_at")
+    __slots__ = (
+        "_carrier",
+        "_received",
+        "_spared_until",
+        "_ticked_at",
+        "_times",
+        "broken_at",
+        "heard_at",
+        "neighbour",
+        "sent_at",
+    )
 
-    def __init__(self, times: Timeouts, now: float) -> None:
-        self._times = times
+    def __init__(self, times: Timeouts, now: float, carrier: Carrier) -> None:
+        self._times, self._carrier = times, carrier
+        self.neighbour = 0
+        """The process ID of the peer, if it may be on this machine."""
+        self._spared_until = now
+        self._received: int | None = None
+        """Bytes that had come at the last tick, if the peer was silent then."""
         self.sent_at = self.heard_at = self._ticked_at = now
         self.broken_at: float | None = None
         """Since when the network below is gone."""
 
     def tick(self, now: float) -> None:
-        """Time has passed; to be called at `due` at the latest."""
-        overslept = now - self._ticked_at - 2 * self._times.beat
+        """Time has passed; to be called at `due` at the latest, when what has arrived
+        was read."""
+        overslept = now - self.due
         self._ticked_at = now
         if overslept > 0:
-            # This process was stopped or blocked: what the peer said in the meantime,
-            # or its return, is still in the socket, so the silence is ours. What was
-            # heard since is of now, and no credit for later.
+            # This process was stopped or blocked, or had no processor: what the peer
+            # said in the meantime, or its return, may still be on its way through this
+            # machine, so the silence is ours. What was heard since is of now, and no
+            # credit for later.
             self.heard_at = min(now, self.heard_at + overslept)
             if self.broken_at is not None:
                 self.broken_at = min(now, self.broken_at + overslept)
+
+    def look(self, now: float) -> None:
+        """Counts bytes that have come since the last look as heard, if no whole message
+        has come for a beat. To be called at every tick of a peer that has greeted: one
+        that has not could hold its place with a byte now and then."""
+        if self.broken_at is not None or now - self.heard_at < self._times.beat:
+            self._received = None
+            return
+        before, self._received = self._received, self._carrier.carried().received
+        if before is not None and self._received > before:
+            self.heard_at = now
 
     @property
     def due(self) -> float:
@@ -65,8 +141,21 @@ class Liveness:
         times = self._times
         if self.broken_at is not None:
             return now - self.broken_at > times.reconnect
-        patience = times.patience if greeted else times.handshake
-        return now - self.heard_at > patience
+        silence = now - self.heard_at
+        if not greeted:
+            return silence > times.handshake
+        return silence > times.patience and not self._is_spared(silence, now)
+
+    def _is_spared(self, silence: float, now: float) -> bool:
+        """Whether the peer is a process of this machine that runs. It takes a look at
+        all connections of the machine, so the answer is good for ``patience``."""
+        if not self.neighbour or silence > STARVED * self._times.patience:
+            return False
+        if now >= self._spared_until:
+            if not self._carrier.is_held_by(self.neighbour):
+                return False
+            self._spared_until = now + self._times.patience
+        return True
 
     def loss(self, now: float, *, greeted: bool) -> str:
         """Why the peer is lost, in words."""
@@ -86,13 +175,24 @@ SCAN: Final = 0.01
 
 
 class Waiting(NamedTuple, Generic[Token]):
-    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock;
-    ``message`` is kept only if the other side may ask for it `Again`."""
+    """A request that has no outcome yet. ``deadline`` is a time of the owner's clock,
+    which is put off, if ``patience`` is above 0, to so many seconds after the last
+    progress; ``last`` is the last request whose progress counts, once that is known, or
+    0. ``message`` is kept only if the other side may ask for it `Again`."""
 
     token: Token
     deadline: float
     kind: type[Message]
     message: Message | None
+    patience: float = 0.0
+    last: int = 0
+
+
+class Progress(NamedTuple):
+    """When part of a body moved last, and the number of its request."""
+
+    number: int = 0
+    at: float = float("-inf")
 
 
 class Requests(Generic[Token]):
@@ -100,12 +200,20 @@ class Requests(Generic[Token]):
 
     ``due`` is a lower bound of all deadlines, which costs each request one comparison.
     To look at all deadlines costs more, but happens only when the bound has passed.
+
+    *Progress.* A large body takes as long as the line needs, so a request may wait for
+    ``patience`` seconds after something moved for which it has to wait. On the way out
+    that is its own body, and what stands before it. On the way back any answer may
+    stand before its own; but those to requests that were sent after its first deadline
+    do not count, so that no stream of later requests keeps one for ever that nobody
+    answers.
     """
 
-    __slots__ = ("_waiting", "due")
+    __slots__ = ("_back", "_latest", "_out", "_waiting", "due")
 
     def __init__(self) -> None:
         self._waiting: dict[int, Waiting[Token]] = {}
+        self._out, self._back, self._latest = Progress(), Progress(), 0
         self.due = float("inf")
 
     def __len__(self) -> int:
@@ -118,22 +226,48 @@ class Requests(Generic[Token]):
         deadline: float,
         kind: type[Message],
         message: Message | None = None,
+        patience: float = 0.0,
     ) -> None:
         """Notes a request of the class ``kind`` that was sent under ``number``."""
-        self._waiting[number] = Waiting(token, deadline, kind, message)
+        self._waiting[number] = Waiting(token, deadline, kind, message, patience)
+        self._latest = number
         if deadline < self.due:
             self.due = deadline
+
+    def moved_out(self, number: int, now: float) -> None:
+        """Notes that the peer has taken part of the body of this message."""
+        before, self._out = self._out, Progress(number, now)
+        if number <= before.number:
+            return
+        # What stands between the two has left just now.
+        for each, waiting in self._waiting.items():
+            if each >= number:
+                return
+            if each >= before.number and waiting.patience:
+                deadline = max(waiting.deadline, now + waiting.patience)
+                self._waiting[each] = waiting._replace(deadline=deadline)
+
+    def moved_back(self, number: int, now: float) -> None:
+        """Notes that part of the answer to this request has come."""
+        self._back = Progress(number, now)
 
     def take(self, number: int) -> Waiting[Token] | None:
         """Takes the request of that number out; None if it does not wait."""
         return self._waiting.pop(number, None)
 
     def take_late(self, now: float) -> list[Waiting[Token]]:
-        """Takes out the requests whose deadline has passed."""
+        """Takes out the requests whose deadline has passed without progress."""
         if now < self.due:
             return []
-        late = [n for n, each in self._waiting.items() if each.deadline <= now]
-        taken = [self._waiting.pop(number) for number in late]
+        taken = []
+        for number, each in list(self._waiting.items()):
+            if each.deadline > now:
+                continue
+            renewed = self._put_off(number, each)
+            if renewed.deadline > now:
+                self._waiting[number] = renewed
+            else:
+                taken.append(self._waiting.pop(number))
         earliest = min((each.deadline for each in self._waiting.values()), default=None)
         self.due = float("inf") if earliest is None else max(earliest, now + SCAN)
         return taken
@@ -144,3 +278,15 @@ class Requests(Generic[Token]):
         self._waiting.clear()
         self.due = float("inf")
         return taken
+
+    def _put_off(self, number: int, waiting: Waiting[Token]) -> Waiting[Token]:
+        """The request with the deadline that progress has given it, if any has."""
+        if not waiting.patience:
+            return waiting
+        last, moved_at = waiting.last or self._latest, float("-inf")
+        if self._out.number <= number:
+            moved_at = self._out.at
+        if self._back.number <= last:
+            moved_at = max(moved_at, self._back.at)
+        deadline = max(waiting.deadline, moved_at + waiting.patience)
+        return waiting._replace(deadline=deadline, last=last)

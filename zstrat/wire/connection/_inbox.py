@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import Message
 
     from ._body import Absorb, Sink
+    from ._deadlines import Carrier
     from ._lane import SharedMemoryLane
     from ._outbox import Outbox
 
@@ -184,6 +185,10 @@ _LOOKS: Final = 10
 of this process counts as a tenth of the patience at most: it was not the peer's fault.
 """
 
+_BEATS: Final = 4096
+"""Bytes on their way above which these are more than our beats, which the machine of a
+peer takes whether the peer reads or not."""
+
 
 class Backlog:
     """What one peer has sent while it does not read the answers that wait for it.
@@ -195,6 +200,8 @@ class Backlog:
     """
 
     __slots__ = (
+        "_carrier",
+        "_delivered",
         "_given",
         "_looked_at",
         "_most",
@@ -204,9 +211,16 @@ class Backlog:
         "messages",
     )
 
-    def __init__(self, most: float, patience: float, now: float) -> None:
+    def __init__(
+        self,
+        most: float,
+        patience: float,
+        now: float,
+        carrier: Carrier,
+    ) -> None:
         self.messages: deque[Sequence[Frame]] = deque()
         """Those that are kept, in order."""
+        self._carrier, self._delivered = carrier, 0
         self._most, self._nbytes = most, 0
         self._patience = patience
         self._given, self._still, self._looked_at = 0, 0.0, now
@@ -233,10 +247,18 @@ class Backlog:
 
     def is_deaf(self, outbox: Outbox, now: float) -> bool:
         """Whether the peer has read nothing for ``patience`` seconds although something
-        waits for it. To be asked at every tick, as the time is counted tick by tick."""
+        waits for it. To be asked at every tick, as the time is counted tick by tick.
+
+        What a slow line still carries to the peer is not left unread by it.
+        """
         since, self._looked_at = now - self._looked_at, now
         if not len(outbox) or outbox.given != self._given:
             self._given, self._still = outbox.given, 0.0
+            return False
+        carried = self._carrier.carried()
+        before, self._delivered = self._delivered, carried.delivered
+        if carried.queued > _BEATS and carried.delivered > before:
+            self._still = 0.0
         else:
             self._still += min(since, self._patience / _LOOKS)
         return self._still > self._patience

@@ -61,7 +61,7 @@ class Outbox:
     """
 
     def __init__(self, limits: Limits, lane: SharedMemoryLane | None) -> None:
-        self._limits, self._credit = limits, limits.window
+        self._limits = limits
         self._lane = lane
         self.wants_lane = False
         """There was a body for a lane, and the lane did not take it."""
@@ -70,6 +70,9 @@ class Outbox:
         self._body: Iterator[tuple[int, memoryview]] | None = None
         self._number, self._chunk = 0, _NO_CHUNK
         self._leaving = 0
+        self._under_way: deque[int] = deque()
+        """Numbers of the messages whose parts have left, and have cost a credit that
+        has not come back."""
         self.nbytes = 0
         """Of the ordered messages that wait, with those that leave in chunks, and those
         that were promised."""
@@ -91,7 +94,7 @@ class Outbox:
                 return bool(ordered)
             if ordered[0].copying is not None:
                 return False
-        return self._credit > 0
+        return self._has_credit
 
     @property
     def is_copying(self) -> bool:
@@ -187,10 +190,14 @@ class Outbox:
             _waiting((frames, is_heavy, body, number, nbytes, copying))
         )
 
-    def credited(self, chunks: int) -> None:
-        """The other side takes so many heavy messages more."""
-        # No more than a window, whatever it returns: that bounds what is under way.
-        self._credit = min(self._limits.window, self._credit + chunks)
+    def credited(self, chunks: int) -> int:
+        """The other side has taken so many heavy messages and chunks, and takes as many
+        more; the number of the message to which the last of them belongs."""
+        number = 0
+        # No more than is under way, whatever it says.
+        for _ in range(min(chunks, len(self._under_way))):
+            number = self._under_way.popleft()
+        return number
 
     def take(self) -> Frames | None:
         """The next message to send, or None until something changes."""
@@ -201,9 +208,9 @@ class Outbox:
         if not self._ordered:
             return None
         if self._ordered[0].is_heavy:
-            if not self._credit or self._ordered[0].copying is not None:
+            if not self._has_credit or self._ordered[0].copying is not None:
                 return None
-            self._credit -= 1
+            self._under_way.append(self._ordered[0].number)
         waiting = self._ordered.popleft()
         self.given += 1
         if waiting.body is None:
@@ -220,10 +227,14 @@ class Outbox:
         self.nbytes = 0
         self._body, self._chunk = None, _NO_CHUNK
 
+    @property
+    def _has_credit(self) -> bool:
+        return len(self._under_way) < self._limits.window
+
     def _take_chunk(self) -> Frames | None:
-        if not self._credit:
+        if not self._has_credit:
             return None
-        self._credit -= 1
+        self._under_way.append(self._number)
         self.given += 1
         offset, chunk = self._chunk
         self._advance()

@@ -4,6 +4,10 @@ Theory of operation. A connection is GREETING until both HELLOs are there, then 
 then CLOSED for ever; the next connection is another `Peer`. The side that connected is
 the initiator: it alone sends requests.
 
+*Haste.* What comes before the greeting was meant for an earlier connection: libzmq
+connects again by itself, and sends what it still had, before the peer hears that its
+connection broke. It is dropped, and the peer keeps the time that it has to greet.
+
 *Order.* Everything but greetings, beats, credits and goodbyes leaves through one queue,
 so what is sent in order arrives in order: a message waits until the body before it has
 left. Messages carry a number: ``2n + 1`` for the n-th of the initiator if it wants an
@@ -55,7 +59,7 @@ from zstrat.wire._link_messages import (
 from zstrat.wire._task_messages import Failure
 
 from ._body import Allocate, Frame, allocate
-from ._deadlines import Liveness, Requests
+from ._deadlines import Carrier, Liveness, Requests, UnknownCarrier
 from ._greeting import MismatchOf, described, quoted
 from ._inbox import Arrived, Backlog, Inbox
 from ._memory_offers import MemoryOffers
@@ -95,6 +99,9 @@ _OPEN: Final = OrderState.OPEN  # a look at a member of an enum costs as much as
 _CLOSED: Final = OrderState.CLOSED
 
 
+_UNKNOWN: Final = UnknownCarrier()
+
+
 class Peer(Generic[Token]):
     """State of one connection. Not to be used after it said `Closed`.
 
@@ -114,6 +121,7 @@ class Peer(Generic[Token]):
         allocate: Allocate = allocate,
         lane: SharedMemoryLane | None = None,
         absorb: Absorb | None = None,
+        carrier: Carrier = _UNKNOWN,
     ) -> None:
         """The network is connected: the initiator's first message is its HELLO."""
         self.name = name
@@ -121,6 +129,10 @@ class Peer(Generic[Token]):
         self.state = OrderState.GREETING
         self.late = 0
         """Answers that came after the deadline of their request."""
+        self.heard = 0
+        """Messages that came, but for those that were `early`."""
+        self.early = 0
+        """Messages that came before the greeting, and were dropped."""
         self._me, self._initiator, self._mismatch = me, initiator, mismatch
         self._limits = self.incoming = limits
         """The second is what the other side's headers are held to: who is not trusted
@@ -139,10 +151,11 @@ class Peer(Generic[Token]):
         self.unread = 0
         """Bytes that the peer had not read when the connection ended."""
         self._most_unread = float("inf") if initiator else limits.unread
-        self._backlog = Backlog(self._most_unread, 2 * timeouts.patience, now)
+        patience = 2 * timeouts.patience
+        self._backlog = Backlog(self._most_unread, patience, now, carrier)
         self.held = self._backlog.messages
         """Messages that are held back; call `resume` when it `may_resume`."""
-        self._life = Liveness(timeouts, now)
+        self._life = Liveness(timeouts, now, carrier)
         if initiator:
             self.outbox.say(me)
 
@@ -152,9 +165,15 @@ class Peer(Generic[Token]):
             return ()
         try:
             announced = decode_header(frames[0], self.incoming)
+            kind = announced.message_kind
+            is_special = not announced.request and kind in _SPECIAL
+            if self.state is not _OPEN and not (is_special and kind in _BEFORE_OPEN):
+                self.early += 1
+                return ()
             life = self._life
             life.heard_at, life.broken_at = now, None
-            if not announced.request and announced.message_kind in _SPECIAL:
+            self.heard += 1
+            if is_special:
                 return self._special(announced, frames)
             if self.held or self.outbox.nbytes > self._most_unread:
                 self._backlog.keep(frames)
@@ -195,9 +214,17 @@ class Peer(Generic[Token]):
             return ()
         life, greeted = self._life, self.state is OrderState.OPEN
         life.tick(now)
+        if greeted:
+            life.look(now)
         if life.is_lost(now, greeted=greeted):
             broken = not greeted and life.broken_at is None
-            return self._close(life.loss(now, greeted=greeted), broken=broken)
+            words = life.loss(now, greeted=greeted)
+            if self.early:
+                words += (
+                    f", and sent {self.early} other messages: it goes on with a "
+                    "connection that was given up here, or is not a task"
+                )
+            return self._close(words, broken=broken)
         if greeted and not self._initiator and self._backlog.is_deaf(self.outbox, now):
             return self._close("it reads nothing of what waits for it")
         if greeted:
@@ -225,8 +252,14 @@ class Peer(Generic[Token]):
         """Whether the connection is open, and the peer was heard just now."""
         return self.state is _OPEN and self._life.is_heard
 
-    def request(self, message: Message, token: Token, deadline: float) -> None:
+    def request(
+        self, message: Message, token: Token, deadline: float, patience: float = 0.0
+    ) -> None:
         """Queues a request of the initiator; ``token`` comes back with its outcome.
+
+        Args:
+            patience: Seconds that it may wait after the last progress, whatever its
+                deadline (see `Requests`); 0: progress does not put that off.
 
         Raises:
             BusyError: Too many are open.
@@ -237,7 +270,7 @@ class Peer(Generic[Token]):
                 f"{self.name}: {len(self._requests)} requests are open, the most that "
                 "may be: wait for some of them"
             )
-        self._request(message, token, deadline)
+        self._request(message, token, deadline, patience)
 
     def notify(self, message: Message) -> None:
         """Queues a notice.
@@ -308,8 +341,6 @@ class Peer(Generic[Token]):
         self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         kind = announced.message_kind
-        if self.state is not _OPEN:
-            return self._ungreeted(kind)
         if kind in _UNORDERED:
             raise ProtocolError(
                 f"{kind.__name__} {announced.request}: it has no number"
@@ -332,18 +363,22 @@ class Peer(Generic[Token]):
         if waiting is None:
             self.late += 1
             return ()
+        if arrived.is_heavy:
+            self._requests.moved_back(number, self._life.heard_at)
         if type(message) is Failure:
             return (Failed(waiting.token, from_wire(message.error)),)
         if type(message) is Again:
             return self._repeat(number, waiting)
         return (Answered(waiting.token, message),)
 
-    def _request(self, message: Message, token: Token, deadline: float) -> None:
+    def _request(
+        self, message: Message, token: Token, deadline: float, patience: float
+    ) -> None:
         number = 2 * self._sent + 3
         in_chunks = self.outbox.put(message, number)
         self._sent += 1
         kept = message if in_chunks else None
-        self._requests.add(number, token, deadline, type(message), kept)
+        self._requests.add(number, token, deadline, type(message), kept, patience)
 
     def _repeat(self, number: int, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
         if waiting.message is None:
@@ -351,7 +386,8 @@ class Peer(Generic[Token]):
             # It ends with the connection, as the others do.
             self._requests.add(number, waiting.token, waiting.deadline, waiting.kind)
             raise ProtocolError(f"Again to {kind}, which was not sent in chunks")
-        self._request(waiting.message, waiting.token, waiting.deadline)
+        message, patience = waiting.message, waiting.patience
+        self._request(message, waiting.token, waiting.deadline, patience)
         return ()
 
     def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:
@@ -384,10 +420,10 @@ class Peer(Generic[Token]):
             case Chunk():
                 return self._on_chunk(message, raws)
             case Credit(chunks=chunks):
-                if chunks > 0:
-                    self.outbox.credited(chunks)
+                if number := self.outbox.credited(chunks):
+                    self._requests.moved_out(number, self._life.heard_at)
             case Beat(wanted=wanted):
-                if wanted and self.state is _OPEN and not self.outbox.is_urgent:
+                if wanted and not self.outbox.is_urgent:
                     self.outbox.say(_BEAT)
             case Released():
                 self._memory_offers.on_released(message)
@@ -404,8 +440,6 @@ class Peer(Generic[Token]):
             case Failure(error=plain):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
-        if self.state is OrderState.GREETING:
-            return self._ungreeted(type(message))
         return ()
 
     def _on_chunk(self, chunk: Chunk, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
@@ -413,6 +447,8 @@ class Peer(Generic[Token]):
             arrived = self._inbox.take_chunk(chunk, raws)
         except MemoryError as error:
             return self._close(str(error))
+        if self._initiator:
+            self._requests.moved_back(chunk.stream, self._life.heard_at)
         orders = () if arrived is None else self._deliver(arrived)
         self._return_credit(self._threshold)
         return orders
@@ -424,6 +460,8 @@ class Peer(Generic[Token]):
         if error is not None:
             return self.refuse(error)
         self.hello = hello
+        if hello.host == self._me.host and hello.pid != self._me.pid:
+            self._life.neighbour = hello.pid
         if not self._initiator:
             return (Greeted(hello),)
         self.state = OrderState.OPEN
@@ -441,20 +479,6 @@ class Peer(Generic[Token]):
     def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
         self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
         return self._close(f"it broke the protocol: {error}")
-
-    def _ungreeted(self, kind: type[Message]) -> Sequence[Order[Token]]:
-        """Somebody whom we gave up long ago goes on talking: he has to hear of it."""
-        words = f"expected Hello, got {kind.__name__}"
-        self.outbox.say(
-            Goodbye(
-                f"it does not know this connection ({words}): one of the two was "
-                "silent for too long, or was started again"
-            )
-        )
-        return self._close(
-            f"{words}: it goes on with a connection that was given up here, as after "
-            "a long silence, or is no task of this cluster"
-        )
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -499,5 +523,8 @@ _SPECIAL: Final = frozenset(
     {Hello, Beat, Chunk, Credit, Goodbye, Failure, Offer, Mapped, Released}
 )
 """What is outside the order, if its number is 0: a `Failure` has both meanings."""
+
+_BEFORE_OPEN: Final = frozenset({Hello, Goodbye, Failure})
+"""What may come before both have greeted."""
 
 _UNORDERED: Final = (_SPECIAL | {Placed}) - {Failure}
