@@ -219,13 +219,13 @@ class Accepted(NamedTuple):
         """Ends the connection, unless it has ended; what was not sent yet is lost."""
         with suppress(OSError):
             if os.fstat(self.descriptor).st_ino == self.inode:
-                with _borrowed(self.descriptor) as line:
+                with borrowed(self.descriptor) as line:
                     line.shutdown(socket.SHUT_RDWR)
 
     @property
     def received(self) -> int:
         """Bytes that have come over it; 0 where the system does not say."""
-        with suppress(OSError), _borrowed(self.descriptor) as line:
+        with suppress(OSError), borrowed(self.descriptor) as line:
             info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED)
             return int.from_bytes(info[_BYTES_RECEIVED - 8 :], sys.byteorder)
         return 0
@@ -233,7 +233,7 @@ class Accepted(NamedTuple):
     @property
     def address(self) -> str:
         """The host at the other end; "" if that cannot be told any more."""
-        with suppress(OSError), _borrowed(self.descriptor) as line:
+        with suppress(OSError), borrowed(self.descriptor) as line:
             name = line.getpeername()
             return str(name[0]) if name else ""
         return ""
@@ -251,7 +251,7 @@ def refuse_newcomers(listener: int) -> None:
     # A filter of one instruction, "return 0": of each packet that comes, no byte.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
-    with _borrowed(listener) as line:
+    with borrowed(listener) as line:
         line.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, count_and_place)
 
 
@@ -274,7 +274,7 @@ def allowed() -> int:
 
 
 @contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+def borrowed(descriptor: int) -> Iterator[socket.socket]:
     """libzmq's descriptor as a socket, for as long as the block lasts."""
     line = socket.socket(fileno=descriptor)
     try:
