@@ -28,6 +28,7 @@ FLOORS = {
     "zstrat.threads": 0,
     "zstrat.paths": 0,
     "zstrat.signals": 0,
+    "zstrat.streams": 0,
     "zstrat.initializers": 0,
     "zstrat.wire": 1,
     "zstrat.telemetry": 1,

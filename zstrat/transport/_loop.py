@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 import zmq.utils.garbage  # noqa: F401
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
+from zstrat.streams import occupy_descriptors
 from zstrat.threads import SteadyThread, ThreadBell
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ Result = TypeVar("Result")
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """A loop that does not run yet."""
+    occupy_descriptors()
     loop = _make_loop()
     _loops.add(loop)
     return loop
