@@ -116,6 +116,7 @@ class Forks:
             pid = os.fork()
         if pid == 0:
             self._forget()
+            _draw_anew()
             return True
         self._running[pid] = daemon.told
         with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
@@ -149,6 +150,14 @@ class Forks:
                     del self._running[pid]
                     os.close(told)
                     break
+
+
+def _draw_anew() -> None:
+    """Gives numpy's global generator the state of a process that has just imported it:
+    all that are forked would have the same. Python's `random` and what draws names and
+    ids do so by themselves."""
+    if (module := sys.modules.get("numpy.random")) is not None:
+        module.set_bit_generator(module.MT19937())
 
 
 def _word(status: int) -> int:
