@@ -17,6 +17,7 @@ from zstrat.cluster import (
 )
 from zstrat.config import environment, settings_from
 from zstrat.launch import UNNUMBERED, JoinPlace, TaskPlace
+from zstrat.streams import complete
 
 from ._main import Order
 
@@ -31,7 +32,9 @@ RESOLVERS = ("auto", "slurm", "tf_config")
 
 
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
-    """The arguments that every daemon takes; fewer of one that binds no address."""
+    """The arguments that every daemon takes; fewer of one that binds no address. Called
+    first: a wrong one is said on a stream, if there is one."""
+    complete()
     sources = (
         "TF_CONFIG, or --cluster and --index, or --bind and --index alone, or what "
         "started it: --resolver and --jobs."

@@ -46,6 +46,7 @@ from zstrat.launch import (
     WorkerJoin,
     kept_for_good,
 )
+from zstrat.signals import handle, handle_on
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
 from zstrat.transport.health import register, serve_as_told
@@ -54,6 +55,7 @@ from zstrat.wire import Job
 from ._log import start_logging
 from ._notify import Notifier
 from ._parent_watch import ParentWatch, die_with, is_there, watch_process
+from ._process_name import name_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +99,7 @@ def run(order: Order) -> int:
     """Serves the task of the order until it is told to end; returns the exit code."""
     incarnation = new_incarnation()
     start_logging(order.place.task, incarnation, as_json=order.settings.log_json)
+    name_children(order.place.task)
     tie = die_with if order.report >= 0 else is_there
     if order.parent and not tie(order.parent):
         log.error("the process %d, which started me, is gone already", order.parent)
@@ -150,6 +153,7 @@ def run_program(task: str, make: Callable[[], Program], settings: Settings) -> i
     of whoever started the daemon.
     """
     start_logging(task, new_incarnation(), as_json=settings.log_json)
+    name_children(task)
     notifier = Notifier(environment())
     try:
         serve_as_told(settings)
@@ -370,13 +374,13 @@ def _listen_to_signals(
         for each in signals:
             loop.remove_signal_handler(each)
             again = each != signal.SIGHUP
-            signal.signal(each, signal.SIG_DFL if again else signal.SIG_IGN)
+            handle(each, signal.SIG_DFL if again else signal.SIG_IGN)
         end(f"{number.name} (once more ends at once)")
 
     for each in signals:
-        loop.add_signal_handler(each, first, each)
+        handle_on(loop, each, first, each)
     # Engines send it to all tasks before they end a job; it is meant for the program,
-    # which saves what is here.
+    # which saves what is here. Processes that a step forks ignore it, too.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
@@ -384,7 +388,7 @@ def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
     """All is done: a signal now must not turn the exit code into a failure."""
     for each in _SIGNALS:
         loop.remove_signal_handler(each)
-        signal.signal(each, signal.SIG_IGN)
+        handle(each, signal.SIG_IGN)
 
 
 def _report(descriptor: int, task: Task) -> None:

@@ -17,7 +17,6 @@ import socket
 import sys
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
 from zstrat.launch import (
@@ -28,8 +27,10 @@ from zstrat.launch import (
     choose_devices,
     kept_for_good,
 )
+from zstrat.signals import handle
 
 from . import ps, worker
+from ._process_name import show_as
 
 MAINS: Final = {"ps": ps.main, "worker": worker.main}
 
@@ -77,7 +78,7 @@ class Forks:
         self._ends, told = os.pipe()
         for end in (self._ends, told):
             os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        handle(signal.SIGCHLD, lambda number, frame: None)  # not in what is forked
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         self._selector.register(self._ends, selectors.EVENT_READ)
         self._own = self._ends, told
@@ -115,6 +116,7 @@ class Forks:
             pid = os.fork()
         if pid == 0:
             self._forget()
+            _draw_anew()
             return True
         self._running[pid] = daemon.told
         with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
@@ -125,8 +127,6 @@ class Forks:
 
     def _forget(self) -> None:
         """What only the fork server needs."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
             if key.fileobj is not self._requests:
                 os.close(key.fd)
@@ -152,6 +152,14 @@ class Forks:
                     break
 
 
+def _draw_anew() -> None:
+    """Gives numpy's global generator the state of a process that has just imported it:
+    all that are forked would have the same. Python's `random` and what draws names and
+    ids do so by themselves."""
+    if (module := sys.modules.get("numpy.random")) is not None:
+        module.set_bit_generator(module.MT19937())
+
+
 def _word(status: int) -> int:
     if os.WIFSTOPPED(status):
         return STOPPED
@@ -162,7 +170,7 @@ def _word(status: int) -> int:
 
 def _take_place(daemon: ForkOrder) -> None:
     """Makes this process what the daemon would be if it were started."""
-    _show_as(f"zstrat-{daemon.job}", *daemon.arguments)
+    show_as(f"zstrat-{daemon.job}", *daemon.arguments)
     # Ctrl-C at the terminal is for the program; it then ends its daemons.
     os.setsid()
     os.fchdir(daemon.folder)
@@ -173,19 +181,6 @@ def _take_place(daemon: ForkOrder) -> None:
     os.environ.clear()
     os.environ.update(daemon.environment)
     choose_devices({"JAX_PLATFORMS": daemon.environment.get("JAX_PLATFORMS", "")})
-
-
-def _show_as(name: str, *arguments: str) -> None:
-    """What `ps` and `top` show in place of the words that the fork server was started
-    with: so many bytes as those had (proc(5): ``arg_start`` and ``arg_end``)."""
-    words = "\0".join((name, *arguments)).encode()
-    with contextlib.suppress(OSError):  # no /proc, or nobody may write there
-        Path("/proc/self/comm").write_text(name)
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = map(int, fields[45:47])
-        with open("/proc/self/mem", "r+b", 0) as memory:
-            memory.seek(start)
-            memory.write(words[: end - start - 1].ljust(end - start, b"\0"))
 
 
 def _ties(daemon: ForkOrder) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from zstrat.cluster import take_part
 from zstrat.launch.fleet import share, write_keys
+from zstrat.signals import handle
 from zstrat.transport import hello, new_incarnation
 
 from . import ps, worker
@@ -75,7 +76,7 @@ def _divide(place: int, workers: int) -> None:
 def _told(leash: float) -> dict[str, dict[str, str]]:
     """What the fleet says. It says nothing to a daemon that does not suit it."""
     late = f"did not say within {leash:g} s what it is to do"
-    signal.signal(signal.SIGALRM, lambda number, frame: _leave(late))
+    handle(signal.SIGALRM, lambda number, frame: _leave(late))
     signal.setitimer(signal.ITIMER_REAL, leash)
     line = sys.stdin.buffer.readline()
     signal.setitimer(signal.ITIMER_REAL, 0.0)

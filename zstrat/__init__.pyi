@@ -21,6 +21,7 @@ from zstrat.errors import ClosureInputError as ClosureInputError
 from zstrat.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from zstrat.errors import DataLossError as DataLossError
 from zstrat.errors import DeadlineExceededError as DeadlineExceededError
+from zstrat.errors import ForkedError as ForkedError
 from zstrat.errors import HeldError as HeldError
 from zstrat.errors import InvalidArgumentError as InvalidArgumentError
 from zstrat.errors import NotFoundError as NotFoundError

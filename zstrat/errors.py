@@ -64,6 +64,27 @@ class ClosedError(ZstratError):
     code = 5
 
 
+class ForkedError(ClosedError):
+    """The object belongs to the process that this one was forked from.
+
+    Its threads and connections stay there. Start processes by "spawn" or "forkserver",
+    or make the object in the process that uses it.
+    """
+
+    code = 34
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: this process was forked from the one that is connected, and "
+            "has none of its threads: start it with multiprocessing's 'spawn' or "
+            "'forkserver', or make the strategy (the group, the port) in this process"
+        )
+
+
 class PeerLostError(ZstratError):
     """The other side went away; the request may or may not have run.
 

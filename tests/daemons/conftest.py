@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,10 +37,11 @@ class Daemon:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a daemon: ``start("ps", "--index", "0", ...)``; kills it afterwards."""
+    """Starts a daemon: ``start("ps", "--index", "0", ...)``; kills it afterwards.
+    ``without_streams``: it has no standard streams."""
     running: list[Daemon] = []
 
-    def begin(job, *argv, **env):
+    def begin(job, *argv, without_streams=False, **env):
         manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         manager.bind(str(tmp_path / f"notify-{len(running)}"))
         manager.settimeout(60)
@@ -52,6 +54,7 @@ def start(tmp_path):
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                preexec_fn=partial(os.closerange, 0, 3) if without_streams else None,
             )
         running.append(Daemon(process, manager, log))
         return running[-1]

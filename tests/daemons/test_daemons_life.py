@@ -37,6 +37,14 @@ def test_ready_watched_and_drained(start, job):
     assert lines[-1].endswith("ended")
 
 
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_without_standard_streams(start, job):
+    daemon = start(job, *LOCAL, without_streams=True)
+    daemon.hear("READY=1")
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.process.wait(30) == 0
+
+
 def test_its_coordinator_ends_it(start):
     daemon = start("ps", *LOCAL)
     address = daemon.hear("READY=1").split()[-1]

@@ -11,6 +11,7 @@ import sys
 import psutil
 import pytest
 
+import zstrat as zs
 from zstrat.errors import UnavailableError
 from zstrat.launch import LocalCluster
 
@@ -88,3 +89,45 @@ def test_that_it_cannot_import_is_said(tmp_path):
     words = "ps:0 ended with exit code 1 before it was ready"
     with pytest.raises(UnavailableError, match=words):
         LocalCluster(1, 0, env={"PYTHONPATH": str(tmp_path)})
+
+
+def test_daemons_draw_other_random_numbers():
+    """As daemons that are started do, though they begin as copies of one process."""
+
+    def numbers():
+        import random
+        import tempfile
+        import uuid
+
+        import numpy as np
+
+        name = next(tempfile._get_candidate_names())
+        drawn = {
+            "numpy": np.random.bytes(4),
+            "its sequence": np.random.get_bit_generator().seed_seq.entropy,
+            "generator": np.random.default_rng().bytes(4),
+            "python": random.randbytes(4),
+            "uuid": uuid.uuid4().bytes,
+            "name": int.from_bytes(name.encode()),
+        }
+        while True:
+            yield {
+                key: np.int32(
+                    (value if isinstance(value, int) else hash(value)) % 2**31
+                )
+                for key, value in drawn.items()
+            }
+
+    drawn = []
+    draw = zs.function(lambda iterator: next(iterator))
+    for _ in range(3):
+        with (
+            zs.LocalCluster(1, 1) as cluster,
+            zs.ParameterServerStrategy(cluster) as strategy,
+        ):
+            coordinator = zs.ClusterCoordinator(strategy)
+            iterator = iter(coordinator.create_per_worker_dataset(numbers))
+            value = coordinator.schedule(draw, args=(iterator,))
+            drawn.append(value.fetch(timeout=60))
+    for kind in drawn[0]:
+        assert len({int(each[kind]) for each in drawn}) == len(drawn), kind

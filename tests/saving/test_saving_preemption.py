@@ -155,3 +155,25 @@ def test_bad_arguments(tmp_path):
     thread.start()
     thread.join()
     assert "only the main thread hears signals" in errors[0]
+
+
+def test_a_forked_process_is_not_the_program(tmp_path, programs):
+    """It ends by SIGTERM, and goes on through what only announces the end."""
+    body = """
+import os, signal, sys, warnings
+import zstrat as zs
+from zstrat.saving import Checkpoint
+warnings.simplefilter("ignore")  # of jax, about every fork
+
+with zs.PreemptionCheckpointHandler(None, Checkpoint(), sys.argv[1]) as handler:
+    if (child := os.fork()) == 0:
+        while True:
+            signal.pause()
+    os.kill(child, signal.SIGUSR1)
+    os.kill(child, signal.SIGTERM)
+    status = os.waitpid(child, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    handler.save_checkpoint_if_preempted()  # nothing was announced here
+"""
+    done = programs.run(["-c", body, str(tmp_path)], timeout=60)
+    assert done.returncode == 0

@@ -57,8 +57,6 @@ def _take_place(order):
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
     os.environ.clear()
     os.environ.update(order.environment)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # as others do by themselves
 
 
 def _tell_jax(before, now):

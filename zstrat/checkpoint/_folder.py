@@ -60,7 +60,9 @@ class FolderLock:
         with blamed(path, "locking"):
             descriptor = _locked(path)
         # Not __del__: at the end of the interpreter that may find no modules any more.
-        self._end = weakref.finalize(self, _unlocked, path, descriptor, os.getpid())
+        self._end = weakref.finalize(self, _unlocked, path, descriptor)
+        self._descriptor = descriptor
+        _held.add(self)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(descriptor, 0)
             write_all(descriptor, json.dumps(_myself()).encode())
@@ -69,6 +71,11 @@ class FolderLock:
         """May be called again; dropping the lock does it too."""
         self._end()
 
+    def forget(self) -> None:
+        """In a forked process, which does not have the lock."""
+        if self._end.detach() is not None:
+            os.close(self._descriptor)
+
     def __enter__(self) -> FolderLock:
         return self
 
@@ -76,12 +83,24 @@ class FolderLock:
         self.release()
 
 
-def _unlocked(path: str, descriptor: int, owner: int) -> None:
-    # Before it is unlocked: whoever waits for the old file sees that it is gone. Not by
-    # a forked child, whose parent holds the lock.
-    if os.getpid() == owner:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+_held: Final[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """After a fork: the parent has the locks, and holds them as long as it lives; the
+    child would hold them for longer."""
+    for lock in list(_held):
+        lock.forget()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _unlocked(path: str, descriptor: int) -> None:
+    # Before it is unlocked: whoever waits for the old file sees that it is gone.
+    with contextlib.suppress(OSError):
+        os.unlink(path)
     os.close(descriptor)
 
 

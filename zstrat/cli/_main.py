@@ -7,11 +7,12 @@ the processor time that a look at a cluster does.
 from __future__ import annotations
 
 import importlib
-from typing import Final, final
+from typing import Any, Final, final
 
 import click
 
 from zstrat import __version__
+from zstrat.streams import complete
 
 _BEHIND: Final = {
     "bench": "_bench.bench",
@@ -34,6 +35,10 @@ _BEHIND: Final = {
 @final
 class Commands(click.Group):
     """A group that imports the command that it is asked for, and no other."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        complete()
+        return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_BEHIND)

@@ -7,6 +7,8 @@ import contextlib
 import signal
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from zstrat.signals import handle, handle_on
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
@@ -24,12 +26,12 @@ def endings() -> list[signal.Signals]:
 def as_interrupts() -> Iterator[None]:
     """The signals raise KeyboardInterrupt, with their number, in the block; their
     handlers are restored behind it."""
-    before = {number: signal.signal(number, _interrupt) for number in endings()}
+    before = {number: handle(number, _interrupt) for number in endings()}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -42,7 +44,7 @@ def heard_by(hear: Callable[[signal.Signals], object]) -> Iterator[None]:
     a signal ends the program, as it ends any program without handlers."""
     loop, numbers = asyncio.get_running_loop(), endings()
     for number in numbers:
-        loop.add_signal_handler(number, hear, number)
+        handle_on(loop, number, hear, number)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ import click
 
 from zstrat.config import TRY_AGAIN, environment
 from zstrat.launch import GPUS_BY_NODE, requeue, run_beside, slurm, slurm_program
+from zstrat.signals import handle
 
 from ._options import failures, folder, settings
 from ._signals import as_interrupts
@@ -159,7 +160,7 @@ class _EndSoonError(BaseException):
 
 @contextlib.contextmanager
 def _usr1_ends() -> Iterator[None]:
-    before = signal.signal(signal.SIGUSR1, _end_soon)
+    before = handle(signal.SIGUSR1, _end_soon)
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ import click
 
 from zstrat.errors import ZstratError
 from zstrat.launch import run_beside, ssh
+from zstrat.signals import handle
 
 from ._cluster import how_to_connect, toml
 from ._options import QueueingCommand, fail, failures, settings
@@ -289,7 +290,7 @@ def _patience(folder: Path, seconds: float) -> Iterator[None]:
     def late(number: int, frame: object) -> NoReturn:
         raise ValueError(f"{_holder_words(folder)}, for {seconds:g} s by now (--queue)")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = handle(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

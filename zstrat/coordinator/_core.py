@@ -8,12 +8,13 @@ dispatcher do not know it, so when both coordinators are dropped, it is, and end
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.errors import ClosedError
+from zstrat.errors import ClosedError, ForkedError
 
 from ._calls import CallTable, Code, PickledArguments
 from ._dispatch import Dispatcher
@@ -208,7 +209,8 @@ class CoordinatorCore:
     def shutdown(self, cluster: bool) -> None:
         """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""
         cause = "the coordinator was shut down"
-        with self.session.lock:
+        # In a forked process nothing is left to end.
+        with contextlib.suppress(ForkedError), self.session.lock:
             if self.session.coordinators.get("core") is self:
                 # In this order, for an interrupt may come between any two lines: who
                 # makes the next coordinator must not issue a step number again.
@@ -276,11 +278,11 @@ def core_of(strategy: object, options: _Options) -> CoordinatorCore:
         )
     session = strategy.session
     given = {name: value for name, value in options.items() if value is not None}
-    if session.portal.is_closed:
-        raise ClosedError(
-            session.taken_over or "the strategy is closed; make a new one"
-        )
     with session.lock:
+        if session.portal.is_closed:
+            raise ClosedError(
+                session.taken_over or "the strategy is closed; make a new one"
+            )
         made = session.coordinators
         core: CoordinatorCore | None = made.get("core")
         if core is None:

@@ -13,9 +13,9 @@ import math
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast, final
 
-from zstrat.errors import BusyError, ClosedError, PSUnavailableError
+from zstrat.errors import BusyError, ClosedError, ForkedError, PSUnavailableError
 from zstrat.program import hide_frames
 
 from ._servers import ParameterServers
@@ -39,6 +39,17 @@ _CLOSED: Final = (
 )
 
 T = TypeVar("T")
+
+
+@final
+class _ForkedLock:
+    """A lock of the session in a forked process: what wants it would wait for the loop
+    of the parent, and is refused instead."""
+
+    def __enter__(self) -> NoReturn:
+        raise ForkedError("a strategy that works with parameter servers")
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 @final
@@ -263,6 +274,12 @@ class ClusterSession:
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
         self.portal.close(self.taken_over or _CLOSED)
+
+    def forget(self) -> None:
+        """In a forked process: refuses from now on what needs the cluster."""
+        self.lock = cast("threading.Lock", _ForkedLock())
+        if (core := self.coordinators.get("core")) is not None:
+            core.engine.lock = self.lock
 
     def leave(self) -> None:
         """Leaves the cluster. What has a name stays there for the next program."""

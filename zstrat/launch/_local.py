@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import GRACE, environment, settings_from
 from zstrat.errors import ClosedError, DeadlineExceededError
+from zstrat.streams import occupy_descriptors
 
 from ._child import Child, KeptLogs, wait_ready
 from ._fork_server import fork_server
@@ -93,6 +94,7 @@ class LocalCluster:
         settings: Settings | None = None,
         coordinates: bool = True,
     ) -> None:
+        occupy_descriptors()
         num_ps = _count("num_ps", num_ps, 1)
         num_workers = _count("num_workers", num_workers, 0)
         if logs not in ("files", "terminal"):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
+from zstrat.signals import handle
 from zstrat.threads import Promise, SteadyThread
 from zstrat.transport import close_portals
 from zstrat.transport import run as run_loop
@@ -54,7 +55,7 @@ class Departure:
         if threading.current_thread() is threading.main_thread():
             for each in _SIGNALS:
                 if signal.getsignal(each) is signal.SIG_DFL:
-                    signal.signal(each, self._told)
+                    handle(each, self._told)
 
     def leave(self) -> None:
         """There are no servers any more: the signals are as they were."""
@@ -74,7 +75,7 @@ class Departure:
 
     def _told(self, number: int, frame: FrameType | None) -> None:
         self.leave()  # the second one ends the process at once
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both go
+        handle(signal.SIGHUP, signal.SIG_IGN)  # shell and terminal may both go
         self._ask(f"{signal.Signals(number).name} (once more ends at once)")
         if not self._joins:
             self._wait()

@@ -31,6 +31,7 @@ from zstrat.collectives import Group
 from zstrat.config import TRY_AGAIN
 from zstrat.coordinator import ClusterSession
 from zstrat.errors import InvalidArgumentError, NotFoundError
+from zstrat.signals import handle
 
 from ._checkpoint import Checkpoint, local_counter
 from ._graph import graph_of
@@ -261,7 +262,9 @@ class PreemptionCheckpointHandler:
                 "it there, or give a TerminationConfig with a termination_watcher_fn"
             )
         for each in _SIGNALS:
-            self._before[each] = signal.signal(each, self._told)
+            # SIGUSR1 only announces the end: a loader's processes go on until then.
+            in_children = signal.SIG_IGN if each == signal.SIGUSR1 else signal.SIG_DFL
+            self._before[each] = handle(each, self._told, in_children=in_children)
 
     def _told(self, number: int, frame: FrameType | None) -> None:
         self._countdown.announced(time.monotonic())

@@ -27,6 +27,7 @@ from ._loop import LoopCall as LoopCall
 from ._loop import Portal as Portal
 from ._loop import close_portals as close_portals
 from ._loop import new_event_loop as new_event_loop
+from ._loop import require_own as require_own
 from ._loop import run as run
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool

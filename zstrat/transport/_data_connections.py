@@ -287,6 +287,10 @@ class DataConnections:
         self._router.close(linger=0)
         self._context.term()
 
+    def forget(self) -> None:
+        """In a forked process: they have ended here."""
+        self._closing, self._is_closed = threading.Lock(), True
+
     def _meet(self, routing: bytes, frame: zmq.Frame) -> int | None:
         """The member whose first message this is, if its credential says so, too."""
         member = self._known.get(str(frame.get("User-Id")))
@@ -307,6 +311,7 @@ class DataConnections:
         told = router.get_monitor_socket(int(Happening.LISTENING.value))
         try:
             router.bind(where.endpoint)
+            bound_to(router)
             return event_of(told.recv_multipart()).value
         finally:
             router.disable_monitor()
@@ -348,4 +353,12 @@ def _close_all() -> None:
             connections.close()
 
 
+def _forget() -> None:
+    """After a fork: they are the parent's."""
+    for connections in list(_open):
+        connections.forget()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 atexit.register(_close_all)

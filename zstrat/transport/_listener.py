@@ -222,12 +222,12 @@ class Accepted(NamedTuple):
         """Ends the connection, unless it has ended; what was not sent yet is lost."""
         with suppress(OSError):
             if os.fstat(self.descriptor).st_ino == self.inode:
-                with _borrowed(self.descriptor) as line:
+                with borrowed(self.descriptor) as line:
                     line.shutdown(socket.SHUT_RDWR)
 
     def carried(self) -> Carried:
         """Bytes that it has moved; all 0 where the system does not say."""
-        with suppress(OSError, struct.error), _borrowed(self.descriptor) as line:
+        with suppress(OSError, struct.error), borrowed(self.descriptor) as line:
             size = _TCP_INFO.size
             info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
             mss, unacknowledged, delivered, received, unsent = _TCP_INFO.unpack(info)
@@ -236,14 +236,14 @@ class Accepted(NamedTuple):
 
     def is_held_by(self, pid: int) -> bool:
         """As of `zstrat.wire.connection.Carrier`."""
-        with suppress(OSError), _borrowed(self.descriptor) as line:
+        with suppress(OSError), borrowed(self.descriptor) as line:
             return is_held_by(line, pid)
         return False
 
     @property
     def address(self) -> str:
         """The host at the other end; "" if that cannot be told any more."""
-        with suppress(OSError), _borrowed(self.descriptor) as line:
+        with suppress(OSError), borrowed(self.descriptor) as line:
             name = line.getpeername()
             return str(name[0]) if name else ""
         return ""
@@ -261,7 +261,7 @@ def refuse_newcomers(listener: int) -> None:
     # A filter of one instruction, "return 0": of each packet that comes, no byte.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
     count_and_place = struct.pack("HP", 1, ctypes.addressof(program))
-    with _borrowed(listener) as line:
+    with borrowed(listener) as line:
         line.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, count_and_place)
 
 
@@ -285,7 +285,7 @@ def allowed() -> int:
 
 
 @contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+def borrowed(descriptor: int) -> Iterator[socket.socket]:
     """libzmq's descriptor as a socket, for as long as the block lasts."""
     line = socket.socket(fileno=descriptor)
     try:

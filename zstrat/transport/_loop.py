@@ -5,7 +5,8 @@ runs on a background thread: scripts, notebooks and async programs all keep thei
 thread, and heartbeats go on while jax compiles or the user thinks.
 
 Law of the file: nothing of the user runs on the loop's thread, and nothing waits for it
-without a deadline.
+without a deadline. A process that is forked has the loop, but not its thread: it is
+refused at once (`require_own`).
 
 The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that
 is still open when the interpreter exits is closed before: a thread that is frozen in
@@ -24,6 +25,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -34,7 +36,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 # memory of messages that libzmq has not sent yet, whoever reads it then.
 import zmq.utils.garbage  # noqa: F401
 
-from zstrat.errors import ClosedError, DeadlineExceededError
+from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
+from zstrat.streams import occupy_descriptors
 from zstrat.threads import SteadyThread, ThreadBell
 
 if TYPE_CHECKING:
@@ -43,11 +46,33 @@ if TYPE_CHECKING:
 try:
     import uvloop
 except ImportError:  # no wheel for this platform: slower, and nothing else
-    new_event_loop = asyncio.new_event_loop
+    _make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 else:
-    new_event_loop = uvloop.new_event_loop
+    _make_loop = uvloop.new_event_loop
+
+_loops: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet()
+_of_parent: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet()
+"""Loops of the process that this one was forked from."""
 
 Result = TypeVar("Result")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A loop that does not run yet."""
+    occupy_descriptors()
+    loop = _make_loop()
+    _loops.add(loop)
+    return loop
+
+
+def require_own(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """Refuses what a loop would never do.
+
+    Raises:
+        ForkedError: This process was forked from the one that runs the loop.
+    """
+    if _of_parent and loop in _of_parent:
+        raise ForkedError(what)
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
@@ -218,7 +243,12 @@ class Portal:
             raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
         if self._closed:
             work.close()
+            require_own(self.loop, what)
             raise ClosedError(f"{what}: {self._why}")
+
+    def forget(self) -> None:
+        """In a forked process: it has ended here."""
+        self._closed = True
 
     def _live(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -306,6 +336,11 @@ class LoopCall(Generic[T]):
             self._bell.ring()
 
     def _ask(self) -> None:
+        try:
+            require_own(self._loop, self._what)
+        except ForkedError:
+            self._work.close()
+            raise
         # Before it is asked: a loop that is closed now raises, and one that is closed
         # later abandons it.
         _under_way.add(self)
@@ -384,4 +419,14 @@ def close_portals() -> None:
         portal.close()
 
 
+def _forget() -> None:
+    """After a fork: no loop runs here, and nobody waits."""
+    for portal in list(_open):
+        portal.forget()
+    _of_parent.update(_loops)
+    for each in (_open, _loops, _under_way):
+        each.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 atexit.register(close_portals)

@@ -11,6 +11,7 @@ import asyncio
 import enum
 import itertools
 import math
+import os
 import struct
 import threading
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import numpy as np
 import zmq
 
+from ._inherited import note_address
 from ._listener import Accepted, accepted
 from ._pump import Pump
 
@@ -79,6 +81,19 @@ async def return_context() -> None:
         last = _shared.pop() if _users == 0 else None
     if last is not None:
         await end_context(last)
+
+
+def _forget() -> None:
+    """After a fork: the context's thread is the parent's."""
+    global _lock, _users
+    _lock, _users = threading.Lock(), 0
+    # Kept, because what ends a context would wait for that thread.
+    _of_parent.extend(_shared)
+    _shared.clear()
+
+
+_of_parent: Final[list[zmq.Context[zmq.Socket[bytes]]]] = []
+os.register_at_fork(after_in_child=_forget)
 
 
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -143,6 +158,7 @@ def new_socket(
         # closes, the last answers among it. A link sends only after the handshake.
         socket.immediate = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
+        note_address(socket, address.endpoint)
     return socket
 
 
@@ -150,7 +166,9 @@ def bound_to(socket: zmq.Socket[bytes]) -> str:
     """The address that a socket got."""
     name = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(name, bytes)
-    return name.rstrip(b"\0").decode()
+    endpoint = name.rstrip(b"\0").decode()
+    note_address(socket, endpoint)
+    return endpoint
 
 
 _NUMBERS: Final = itertools.count()

@@ -28,6 +28,7 @@ from zstrat.errors import NotFoundError
 from zstrat.program import digest, here, not_shared
 from zstrat.ps import PsUpdate, Ref, RowsRef, ordinal, require_same
 from zstrat.telemetry import Phase
+from zstrat.transport import require_own
 from zstrat.variables import LOCAL, Variable, encoded
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Asking:
     def __call__(self, start: Callable[[PsClient], asyncio.Future[T]]) -> T:
         """Blocks until the request has its outcome: bounded by the deadlines of the
         links, which are put off while bodies move."""
+        require_own(self._loop, "reading or changing a variable in a step")
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._begin, start, answer)
         return answer.result()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
-from zstrat.transport import on_own_thread
+from zstrat.transport import on_own_thread, require_own
 
 from ._calls import GroupCalls, parameters_of
 from ._forming import form
@@ -292,6 +292,7 @@ class Group(GroupCalls):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(f"group {self.name!r} is closed")
+        require_own(self._runtime.node.loop, f"group {self.name!r}")
 
     def _options(
         self,

@@ -8,6 +8,7 @@ last one that closes ends them.
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -203,9 +204,20 @@ def only_daemon() -> tuple[str, int] | None:
         return next(iter(_daemons)) if len(_daemons) == 1 else None
 
 
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
 """Of the runtimes of programs; held while one is bound or closed."""
-_announcing: Final = threading.Lock()
+_announcing = threading.Lock()
 """Of the daemons, whose loops it does not hold up."""
 _runtimes: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
 _daemons: Final[dict[tuple[str, int], GroupRuntime]] = {}
+
+
+def _forget() -> None:
+    """After a fork: the loops of all of them are the parent's."""
+    global _lock, _announcing
+    _lock, _announcing = threading.Lock(), threading.Lock()
+    _runtimes.clear()
+    _daemons.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

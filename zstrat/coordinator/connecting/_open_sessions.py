@@ -129,6 +129,9 @@ class OpenSessions:
     def forget(self) -> None:
         """After a fork: the sessions are those of the parent."""
         self._lock = threading.Lock()
+        for claim in self._claims:
+            if (session := claim.session) is not None:
+                session.forget()
         self._claims = []
 
     def _rivals_of(self, claim: SessionClaim) -> list[SessionClaim]:

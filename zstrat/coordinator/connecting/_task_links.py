@@ -18,7 +18,7 @@ from zstrat.transport import Link, Security, hello, key_names
 from zstrat.wire import Job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings

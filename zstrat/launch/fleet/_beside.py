@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.launch._child import inherited
 from zstrat.launch._copies import WATCHING_PARENT
+from zstrat.signals import handle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,8 +49,8 @@ def run_beside(fleet: Fleet, command: Sequence[str]) -> int:
     try:
         for each in FORWARDED:
             if before[each] is not signal.SIG_IGN:
-                signal.signal(each, forward)
-        signal.signal(signal.SIGINT, lambda number, frame: None)
+                handle(each, forward)
+        handle(signal.SIGINT, lambda number, frame: None)
         process = subprocess.Popen([*WATCHING_PARENT, *command], env=env)
         for number in tuple(heard):  # that came while it was started
             process.send_signal(number)

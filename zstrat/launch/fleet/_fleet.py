@@ -27,6 +27,7 @@ from zstrat.errors import (
 )
 from zstrat.launch._child import KeptLogs, quoted_end
 from zstrat.launch._runtime_dir import RunFolder
+from zstrat.streams import occupy_descriptors
 from zstrat.threads import Promise, SteadyThread
 
 from ._engine import End, TaskLaunch
@@ -263,6 +264,7 @@ class Fleet:
     ) -> None:
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
+        occupy_descriptors()
         settings = settings or settings_from(environment())
         times = settings.timeouts
         told = {

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from zstrat.transport._inherited import give_up
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
@@ -191,6 +193,11 @@ class HttpServer:
         """Stops listening. Connections end with the loop."""
         if self._server is not None:
             self._server.close()
+
+    def forget(self) -> None:
+        """In a forked process: the port is the parent's."""
+        if self._server is not None:
+            give_up(each.fileno() for each in self._server.sockets)
 
     async def _converse(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -133,6 +133,10 @@ class HealthServer:
         """Stops to answer. Idempotent."""
         self._portal.close()
 
+    def forget(self) -> None:
+        """In a forked process: lets go of the port."""
+        self._http.forget()
+
     def __enter__(self) -> HealthServer:
         return self
 
@@ -245,6 +249,8 @@ class _Present:
 
     def forget(self) -> None:
         """After a fork: the thread that answers is the parent's."""
+        if self.server is not None:
+            self.server.forget()
         self.lock, self.server = threading.Lock(), None
 
 

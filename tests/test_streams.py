@@ -1,0 +1,85 @@
+"""Processes that are started without standard streams, which is not /dev/null: they
+work, end with 0, and nothing of theirs gets the descriptor of a stream."""
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+STREAMS = (0, 1, 2)
+
+
+def closing(descriptors):
+    """For `subprocess`: the process begins without these."""
+    return partial(_close, descriptors)
+
+
+def _close(descriptors):
+    for each in descriptors:
+        os.close(each)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 2), STREAMS])
+def test_a_loop_takes_no_descriptor_of_a_stream(closed):
+    body = """
+import os, subprocess, sys
+from zstrat.transport import Portal
+
+closed = [int(each) for each in sys.argv[1:]]
+before = sys.stdin, sys.stdout, sys.stderr
+assert [n for n in range(3) if before[n] is None] == closed
+Portal("of a test").close()
+for each in closed:
+    assert os.path.sameopenfile(each, os.open(os.devnull, os.O_RDONLY))
+# A process that is started has them, too.
+look = "import os; [os.fstat(each) for each in range(3)]"
+subprocess.run([sys.executable, "-c", look], check=True)
+assert (sys.stdin, sys.stdout, sys.stderr) == before, "they are the program's"
+"""
+    command = [sys.executable, "-c", body, *map(str, closed)]
+    done = subprocess.run(command, preexec_fn=closing(closed), timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closed", [(2,), STREAMS])
+def test_a_program_with_a_cluster(closed, tmp_path):
+    body = """
+import sys
+import numpy as np, zstrat as zs
+
+with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+    strategy = zs.ParameterServerStrategy(cluster)
+    with strategy.scope():
+        w = zs.Variable(np.zeros(2, "float32"), name="w")
+    step = zs.function(lambda: (print("said by a worker"), w.value())[1])
+    value = zs.ClusterCoordinator(strategy).schedule(step).fetch()
+with open(sys.argv[1], "w") as note:
+    note.write(str(value))
+"""
+    note = tmp_path / "note"
+    command = [sys.executable, "-c", body, str(note)]
+    done = subprocess.run(command, preexec_fn=closing(closed), timeout=100)
+    assert (done.returncode, note.read_text()) == (0, "[0. 0.]")
+
+
+@pytest.mark.processes
+def test_the_programs_of_zstrat(tmp_path):
+    script, note = tmp_path / "script.py", tmp_path / "note"
+    script.write_text(f"open({str(note)!r}, 'w').write('ran'); print('said')")
+    command = [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script)]
+    done = subprocess.run(command, preexec_fn=closing(STREAMS), timeout=100)
+    assert (done.returncode, note.read_text()) == (0, "ran")
+
+    command = [sys.executable, "-m", "zstrat.cli", "cluster"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=closing((0, 2))
+    ) as cluster:
+        while "task=worker:0" not in cluster.stdout.readline():
+            pass
+        cluster.send_signal(signal.SIGINT)
+        assert cluster.stdout.read() == "ending all tasks\n"
+    assert cluster.returncode == 0
