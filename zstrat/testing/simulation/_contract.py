@@ -34,6 +34,7 @@ from zstrat.config import Limits
 from zstrat.errors import CancelledError, ProtocolError
 from zstrat.wire import Exchange, Exchanged, Pull, Pulled, PullRows, decode
 
+from ._late_model import LateModel
 from ._script import FailedStepError
 from ._world import START
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator.recovery import Recovery
     from zstrat.wire import Message
 
+    from ._late_model import World as LateWorld
     from ._paths import Way
     from ._script import ScriptedFunction
     from ._world import World
@@ -88,6 +90,8 @@ class Saved:
     lost: frozenset[int]
     """Places that an earlier restore had lost."""
     doubtful: frozenset[int]
+    late: Sequence[LateWorld] = ({},)
+    """What it may have of what was made late."""
 
     def holds(self, number: int) -> bool:
         """Whether the step of that number is in it, as the coordinator says."""
@@ -136,6 +140,8 @@ class Training:
     """Places that are over, and what is there for good."""
     read_by: dict[int, list[np.ndarray]] = field(default_factory=dict)
     """What was read last, by reader."""
+    late: LateModel = field(default_factory=LateModel)
+    """What the program makes late."""
 
     _seen: int = 0
     """Restores of which the fields above know."""
@@ -171,6 +177,7 @@ class Training:
         for place, fate in self.own.items():
             self.own[place] = "perhaps" if fate == "done" else fate
         self.frozen.clear()
+        self.late.restored(saved.late)
         return True
 
     def done(self) -> frozenset[int]:
@@ -188,7 +195,8 @@ class Training:
 
     def go_on_with(self, lost: Training) -> None:
         """Another program, which is lost, has left what is there."""
-        past = self.past
+        past, self.late = self.past, lost.late
+        self.late.go_on()
         for place, step in lost.steps.items():
             past.steps[place] = "perhaps" if step.fate == "open" else step.fate
         for place, fate in lost.own.items():

@@ -34,6 +34,7 @@ class TrainingProgram:
 
     Args:
         kill: Kills the server at an address, and starts it again so many seconds later.
+        strike: Kills the server at an address, if nothing can be lost by that.
         is_calm: Whether no server has trouble that somebody may not know of yet.
         over: Called when all is done that was to be done.
         healed_at: When no fault will be left, as far as is known.
@@ -48,6 +49,7 @@ class TrainingProgram:
         addresses: tuple[Sequence[str], Sequence[str]],
         *,
         kill: Callable[[str, float], object],
+        strike: Callable[[str], object],
         is_calm: Callable[[], bool],
         over: Callable[[], object],
         healed_at: Callable[[], float],
@@ -62,6 +64,7 @@ class TrainingProgram:
             around.world.random.random,
             around.draw,
             kill,
+            strike,
             is_calm,
             healed_at,
             self._go_on,
@@ -108,6 +111,8 @@ class TrainingProgram:
             except (UnavailableError, DeadlineExceededError, BusyError) as error:
                 if not (self._was_hurt or self._scenario.restores) and is_lost(error):
                     training.broken(f"no server was lost, and there was {error!r}")
+                if self._scenario.restores and training.saved and is_lost(error):
+                    training.broken(f"there is a checkpoint of all, and {error!r}")
                 if "filling it again failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
                 if self._scenario.is_guarded:

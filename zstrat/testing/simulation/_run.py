@@ -31,7 +31,7 @@ from ._process import (
     settings_with,
 )
 from ._program import TrainingProgram
-from ._scenario import Scenario, scenario_of
+from ._scenario import Fault, Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
@@ -142,6 +142,7 @@ class Run:
             self._readers,
             (ps, workers),
             kill=self._kill,
+            strike=self._strike,
             is_calm=lambda: self._faults.is_calm,
             over=self._end,
             healed_at=lambda: self._faults.healed_at,
@@ -160,6 +161,11 @@ class Run:
         process = self._processes[self._network.hosts[f"tcp://{address}"]]
         process.kill()
         self._world.at(self._world.now + seconds, process.start_again)
+
+    def _strike(self, address: str) -> None:
+        name, now = self._network.hosts[f"tcp://{address}"], self._world.now - START
+        length = self._world.random.choice((0.1, 1.0, 3.0))
+        self._faults.strike(Fault(now, "kill", name, "chief0", length))
 
     def _end(self) -> None:
         self._is_over = True

@@ -24,15 +24,15 @@ from zstrat.errors import (
 )
 from zstrat.ps import Ref
 from zstrat.variables import VariableSpec
-from zstrat.wire import StoreEntry, UpdateOp
+from zstrat.wire import UpdateOp
 
+from ._checkpoints import MemoryPoint, late_of, read_pinned, values_of
 from ._contract import Saved, Scheduled, Training
+from ._late_changes import OPTIMIZER, LateChanges
 from ._script import DENSE, ScriptedFunction, one_hot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from zstrat.ps import PsClient
+    from collections.abc import Callable, Sequence
 
     from ._scenario import Scenario
     from ._script import Scripts
@@ -44,6 +44,8 @@ QUIET: Final = 1.0
 PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
 """Seconds that a session waits for a lost server, or for its last worker."""
+LATE_CHANCE: Final = 0.4
+"""How often a step is followed by a change of what is made late."""
 LIVES: Final = 8
 """Programs that go on one after the other with the same variables, at most."""
 PATIENCE: Final = 10.0
@@ -67,6 +69,8 @@ class SessionContext:
     """A number that no other start, session or snapshot has."""
     kill: Callable[[str, float], object]
     """Kills the server at an address, and starts it again so many seconds later."""
+    strike: Callable[[str], object]
+    """Kills the server at an address, if each store has two copies that are well."""
     is_calm: Callable[[], bool]
     """Whether no server has trouble that somebody may not know of yet."""
     healed_at: Callable[[], float]
@@ -74,38 +78,6 @@ class SessionContext:
     go_on: Callable[[Training, bool], int]
     """Told that the session is open, and whether it goes on with what another one has
     left; returns how many there were before it of its name."""
-
-
-@final
-class MemoryPoint:
-    """Stands for a whole checkpoint (`zstrat.coordinator.RestorePoint`)."""
-
-    def __init__(
-        self, training: Training, path: str, saved: Saved, specs: Sequence[VariableSpec]
-    ) -> None:
-        self._training, self.path, self._saved = training, path, saved
-        self._specs = specs
-        self.variables = frozenset(spec.key for spec in specs)
-        self.optimizers: frozenset[int] = frozenset()
-        self.lacks: Sequence[str] = ()
-        self.places: Mapping[int, Sequence[str]] = {}
-        self.values: list[np.ndarray] = []
-
-    async def check(self) -> None:
-        """Does nothing: what is in memory is whole."""
-
-    async def fill(self, client: PsClient) -> None:
-        """Has the servers take all values."""
-        for spec, value in zip(self._specs, self.values, strict=True):
-            await client.store(spec.ps, [StoreEntry(spec.key, 0, "", 0)], [value])
-        self._training.filled(self._saved)
-        self._look()
-
-    def _look(self) -> None:
-        """The restore is over soon, or is not."""
-        training = self._training
-        if not training.look() and training.is_filling:
-            asyncio.get_running_loop().call_later(1e-3, self._look)
 
 
 @final
@@ -129,6 +101,14 @@ class TrainingSession:
         self._marks = _specs(100, "marks", (length,), "int64", count)
         self._own = _specs(200, "own", (lives * OWN,), "int64", count)
         self._tables = _specs(300, "table", (length, 2), "float32", count)
+        self._late: Final = LateChanges(
+            coordinator,
+            training,
+            context.draw,
+            optimizes=self._scenario.optimizes,
+            creates=not self._scenario.restores,
+            is_guarded=self._scenario.is_guarded,
+        )
         self._updates: set[asyncio.Task[None]] = set()
         self._beside: asyncio.Task[Any] | None = None
         self._change: asyncio.Task[None] | None = None
@@ -143,6 +123,8 @@ class TrainingSession:
             self._coordinator.cluster.recover(PS_WAIT)
             self._training.recovery = self._coordinator.cluster.recovery
         await self._create()
+        if self._scenario.late:
+            await self._late.begin(2 if self._scenario.restores else 0)
         self._coordinator.coordinate(
             in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
         )
@@ -179,6 +161,8 @@ class TrainingSession:
                 self._change_soon(draw())
             if not self._scenario.only_steps:
                 await self._something_else(draw())
+            if self._scenario.late and draw() < LATE_CHANCE:
+                await self._look(self._change_late)
         if self._beside is not None:
             await self._beside
 
@@ -194,6 +178,35 @@ class TrainingSession:
             await self._join()
         elif chance < (0.45 if self._scenario.restores else 0.40):
             await self._save()
+
+    async def _change_late(self) -> None:
+        """Changes what was made late; or looks, when the process that serves it was
+        killed behind the change."""
+        while True:
+            await self._late.one()
+            if self._context.draw() < 0.5:
+                break
+        if (store := self._late.changed) is None:
+            return
+        self._late.changed = None
+        replication = self._coordinator.cluster.replication
+        if self._scenario.is_guarded and replication is not None:
+            placement = replication.placement.stores[store]
+            if self._context.draw() < 0.7 and (copy := placement.primary) is not None:
+                self._context.strike(replication.processes[copy.process].address)
+        if self._context.draw() < 0.3:
+            await self._look_at_late()
+
+    async def _look_at_late(self) -> None:
+        """What was made late is what it has to be."""
+        training = self._training
+        training.look()
+        fills = training.fills
+        found = await self._steadily(self._late.look)
+        if found is None or training.fills != fills or training.is_filling:
+            return
+        if not training.late.found(found):
+            training.broken(f"late is {found}, and not {training.late.worlds}")
 
     async def _look(self, work: Callable[[], Any]) -> None:
         """Between two steps; or beside them, one look at a time."""
@@ -368,46 +381,38 @@ class TrainingSession:
         if coordinator.cluster.outage_error is not None:
             return
         client, number = coordinator.cluster.client, self._context.new_number()
-        holder, fills = object(), training.fills
-        specs = (*self._marks, *self._own, *self._tables)
+        holder, fills, late = object(), training.fills, training.late
+        specs = [*self._marks, *self._own, *self._tables]
+        specs += map(self._late.spec, late.keys)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
+        optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
         try:
             cut = await coordinator.cluster.pause.begin(holder)
-            await client.pin(number, refs, [])
+            pinned = await client.pin(number, refs, list(optimizers))
         except ZstratError:  # and if a server was lost, it is told by the next call
             return
         finally:
             coordinator.cluster.pause.end(holder)
         try:
-            values = await self._pinned(client, number, specs)
+            tensors = await read_pinned(client, number, pinned, self._scenario.delay)
             await client.release(number)
         except ZstratError:
             return
         if training.fills != fills or training.is_filling:
             return
-        count = training.servers
-        marks, own = values[:count], values[count : 2 * count]
+        values, found = values_of(tensors), late_of(tensors, late.keys)
+        marks, own = ([values[s.key] for s in of] for of in (self._marks, self._own))
         lost, doubtful = frozenset(training.lost), frozenset(training.doubtful)
-        saved = Saved(cut, marks, own, lost, doubtful)
+        saved = Saved(cut, marks, own, lost, doubtful, [found])
         training.saved.append(saved)
         training.check_saved(saved)
+        if not late.found(found):
+            training.broken(f"a checkpoint has {found} of {late.worlds}")
         if (recovery := coordinator.cluster.recovery) is not None:
-            point = MemoryPoint(training, f"{len(training.saved)}", saved, specs)
-            point.values = values
-            recovery.remember(point, cut, fills)
-
-    async def _pinned(
-        self, client: PsClient, number: int, specs: Sequence[VariableSpec]
-    ) -> list[np.ndarray]:
-        """The values of a snapshot; training goes on meanwhile."""
-        places = dict.fromkeys(range(self._training.servers), 0)
-        values = []
-        for spec in specs:
-            place, places[spec.ps] = places[spec.ps], places[spec.ps] + 1
-            await asyncio.sleep(self._scenario.delay)
-            part = await client.read_snapshot(spec.ps, number, place, 0, spec.nbytes)
-            values.append(part.view(spec.numpy_dtype).reshape(spec.shape))
-        return values
+            path = f"{len(training.saved)}"
+            point = MemoryPoint(training, path, saved, tensors, optimizers)
+            if missing := recovery.remember(point, cut, fills):
+                training.broken(f"a checkpoint of all lacks {missing}")
 
     async def _finish(self) -> None:
         await self._join()
@@ -438,6 +443,8 @@ class TrainingSession:
                 tables = await self._steadily(read)
             if training.fills == fills and not training.is_filling:
                 break
+        if self._scenario.late:
+            await self._look_at_late()
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
