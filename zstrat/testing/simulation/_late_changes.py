@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
     RetryDiffersError,
+    StaleSessionError,
     ZstratError,
 )
 from zstrat.initializers import constant
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from zstrat.coordinator.unthreaded import LoopCoordinator
+    from zstrat.ps import PsClient
 
     from ._contract import Training
-
-T = TypeVar("T")
+    from ._late_model import LateModel
 
 OPTIMIZER: Final = 1
 """Its number."""
@@ -95,6 +96,8 @@ class LateChanges:
         self._knows_optimizer = False
         """This program has made it, or has found it."""
         self._count = 0
+        self._claimed: Callable[[], Awaitable[None]] | None = None
+        """Pushes for a run of which another one has begun."""
         self.changed: int | None = None
         """The store of the last change."""
         work: list[Callable[[], Coroutine[Any, Any, None]]] = [
@@ -111,7 +114,7 @@ class LateChanges:
         """Each way to change a store."""
 
     @property
-    def _model(self):  # type: ignore[no-untyped-def]
+    def _model(self) -> LateModel:
         return self._training.late
 
     async def begin(self, count: int) -> None:
@@ -139,6 +142,8 @@ class LateChanges:
             await self._make_optimizer()
         else:
             await self.all[int(self._draw() * len(self.all))]()
+        if self._draw() < 0.5:
+            await self.push_late_part()
 
     async def look(self) -> World | None:
         """What is there now; None: it is not known what was made."""
@@ -287,18 +292,17 @@ class LateChanges:
             await self._do(partial(_traced, key, trace), work, spec.ps)
 
     async def _forget_slots(self) -> None:
-        if self._knows_optimizer:
-            key = self._model.keys[0]
-            entry, ps = (
-                LoadEntry(key, OPTIMIZER, "", "", "", 0, 0, 0),
-                self.spec(key).ps,
-            )
-            deadline = asyncio.get_running_loop().time() + _LOADING
-            work = partial(
-                self._steadily,
-                lambda client: client.load(ps, [entry], deadline=deadline),
-            )
-            await self._do(partial(_traced, key, _full(0)), work, ps)
+        if not self._knows_optimizer:
+            return
+        key = self._model.keys[0]
+        entry, ps = LoadEntry(key, OPTIMIZER, "", "", "", 0, 0, 0), self.spec(key).ps
+        deadline = asyncio.get_running_loop().time() + _LOADING
+
+        async def forget(client: PsClient) -> None:
+            await client.load(ps, [entry], deadline=deadline)
+
+        work = partial(self._steadily, forget)
+        await self._do(partial(_traced, key, _full(0)), work, ps)
 
     async def _delete(self) -> None:
         keys = self._model.keys
@@ -330,15 +334,15 @@ class LateChanges:
         update = [PsUpdate(ps, key, UpdateOp.ADD, 0, (value,))]
 
         async def push(attempt: int, part: int) -> None:
-            run = EagerRun(step, attempt, 0)
+            run, names = EagerRun(step, attempt, 0), [f"part {part}"]
             await self._steadily(
-                lambda client: client.push_part(run, part, [f"part {part}"], update)
+                lambda client: client.push_part(run, part, names, update)
             )
 
         async def again() -> None:
             applied: Mapping[int, object] = {}
 
-            async def ask(client: Any) -> None:
+            async def ask(client: PsClient) -> None:
                 nonlocal applied
                 applied = await client.applied_parts(EagerRun(step, 2, 0))
 
@@ -350,12 +354,26 @@ class LateChanges:
 
         add = partial(_updated, key, UpdateOp.ADD, (value,))
         await self._do(add, partial(push, 1, 0), ps)
-        fills = self._training.fills
-        if not self._model.is_unsure and not self._training.is_filling:
-            if self._training.fills == fills:
-                await self._do(add, again, ps)
+        if not self._model.is_unsure:
+            await self._do(add, again, ps)
+            self._claimed = partial(push, 1, 2)
 
-    async def _steadily(self, work: Callable[[Any], Awaitable[object]]) -> None:
+    async def push_late_part(self) -> None:
+        """The first run of the eager step goes on, in vain."""
+        late, self._claimed = self._claimed, None
+        if late is None or self._model.is_unsure:
+            return
+        try:
+            await late()
+        except StaleSessionError:
+            return
+        except ZstratError:  # nobody is there who could say so
+            if self._is_guarded:
+                raise
+            return
+        self._training.broken("the first run of a step pushed behind the second")
+
+    async def _steadily(self, work: Callable[[PsClient], Awaitable[object]]) -> None:
         """Of what may be asked twice, as `ParameterServers` asks."""
         servers = self._coordinator.servers
 

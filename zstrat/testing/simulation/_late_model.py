@@ -82,7 +82,7 @@ _SCATTERED: Final[Mapping[UpdateOp, Callable[..., None]]] = {
 
 @final
 class LateModel:
-    """What was made late in one session, or in several that went on with one another."""
+    """What was made late in one session, or in several that go on with one another."""
 
     def __init__(self, worlds: Iterable[World] = ({},)) -> None:
         self.worlds: list[World] = list(worlds)

@@ -16,8 +16,9 @@ from zstrat.errors import (
     UnavailableError,
 )
 
+from ._cluster_changes import SessionContext
 from ._contract import Training
-from ._training_session import LIVES, SessionContext, TrainingSession
+from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,6 +81,8 @@ class TrainingProgram:
         there are none, nobody is left who could tell the next one of it."""
         self._was_hurt = False
         """A server was killed, which may have held something."""
+        self._hurts = 0
+        """How often that was so."""
         self._chain: list[Training] = []
         """Those that go on with one another, of the present name."""
         self._names = 0
@@ -107,7 +110,11 @@ class TrainingProgram:
                 self._context, coordinator, training
             )
             try:
+                hurts = self._hurts
                 await session.run()
+                self._readers.check(training)
+                if training.fills > self._hurts - hurts:
+                    training.broken(f"filled {training.fills} times, lost less often")
             except (UnavailableError, DeadlineExceededError, BusyError) as error:
                 if not (self._was_hurt or self._scenario.restores) and is_lost(error):
                     training.broken(f"no server was lost, and there was {error!r}")
@@ -171,6 +178,7 @@ class TrainingProgram:
     def hurt(self, server: str) -> None:
         """Called when a server was killed."""
         self._left, self._was_hurt = None, True
+        self._hurts += 1
         self._holders.discard(server)
 
     @property

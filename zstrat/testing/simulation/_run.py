@@ -127,7 +127,7 @@ class Run:
 
     def _made(self) -> Iterator[Process]:
         scenario, around = self._scenario, self._around
-        scripts = Scripts(self._readers.ran)
+        scripts = Scripts(self._readers.ran, self._broken)
         ports = itertools.count(_FIRST_PORT)
         ps = [f"127.0.0.1:{next(ports)}" for _ in range(scenario.servers)]
         workers = [f"127.0.0.1:{next(ports)}" for _ in range(scenario.workers)]
@@ -274,6 +274,7 @@ def _alone(scenario: Scenario) -> Iterator[None]:
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
         ),
+        mock.patch("zstrat.coordinator._resources._numbers", itertools.count(1)),
         mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:

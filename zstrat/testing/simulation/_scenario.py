@@ -87,6 +87,12 @@ class Scenario:
     nothing may be lost, the server that has made a change may be killed behind it."""
     optimizes: bool = False
     """An optimizer is among what it makes late."""
+    draws: bool = False
+    """Steps draw elements from an iterator of their worker."""
+    cancels: bool = False
+    """The program cancels what waits, now and then."""
+    turns_over: bool = False
+    """It lets workers go, and takes them in again."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
@@ -98,6 +104,13 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     forty, of all these kinds, servers come and go."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
+    chance = random.Random(f"workers {seed}")
+    scenario = replace(
+        scenario,
+        draws=chance.random() < 0.4,
+        cancels=chance.random() < 0.3,
+        turns_over=workers > 2 and chance.random() < 0.25,
+    )
     if scenario.replicas or scenario.restores or scenario.hands_over:
         chance = random.Random(f"late {seed}")
         late, optimizes = chance.random() < 0.8, chance.random() < 0.5

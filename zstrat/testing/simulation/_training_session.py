@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
 from zstrat.coordinator.unthreaded import Code, LoopCoordinator
+from zstrat.data import Dataset
 from zstrat.errors import (
+    CancelledError,
+    ClosureAbortedError,
     DeadlineExceededError,
-    InvalidArgumentError,
     PSUnavailableError,
     UnavailableError,
     WorkerLostError,
     ZstratError,
 )
+from zstrat.program import dump_code
 from zstrat.ps import Ref
 from zstrat.variables import VariableSpec
 from zstrat.wire import UpdateOp
 
 from ._checkpoints import MemoryPoint, late_of, read_pinned, values_of
+from ._cluster_changes import PS_WAIT, ClusterChanges, SessionContext
 from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
 from ._script import DENSE, ScriptedFunction, one_hot
@@ -34,16 +37,13 @@ from ._script import DENSE, ScriptedFunction, one_hot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._scenario import Scenario
-    from ._script import Scripts
 
 OWN: Final = 16
 """Own updates of a session, at most."""
 QUIET: Final = 1.0
 """Seconds that a program waits when all has healed, for zombies that wake up."""
-PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
-"""Seconds that a session waits for a lost server, or for its last worker."""
+"""Seconds that a session waits for its last worker."""
 LATE_CHANCE: Final = 0.4
 """How often a step is followed by a change of what is made late."""
 LIVES: Final = 8
@@ -52,32 +52,6 @@ PATIENCE: Final = 10.0
 """Seconds between two looks at a session that is broken."""
 
 _PLACE: Final = np.int64
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SessionContext:
-    """What a session has of its program and of its run."""
-
-    scenario: Scenario
-    scripts: Scripts
-    servers: Sequence[str]
-    """Addresses of all that there are."""
-    draw: Callable[[], float]
-    """A number below 1."""
-    new_number: Callable[[], int]
-    """A number that no other start, session or snapshot has."""
-    kill: Callable[[str, float], object]
-    """Kills the server at an address, and starts it again so many seconds later."""
-    strike: Callable[[str], object]
-    """Kills the server at an address, if each store has two copies that are well."""
-    is_calm: Callable[[], bool]
-    """Whether no server has trouble that somebody may not know of yet."""
-    healed_at: Callable[[], float]
-    """When no fault will be left, as far as is known."""
-    go_on: Callable[[Training, bool], int]
-    """Told that the session is open, and whether it goes on with what another one has
-    left; returns how many there were before it of its name."""
 
 
 @final
@@ -110,8 +84,10 @@ class TrainingSession:
             is_guarded=self._scenario.is_guarded,
         )
         self._updates: set[asyncio.Task[None]] = set()
+        self._elements = 0
+        """The number of the iterators that steps draw from."""
         self._beside: asyncio.Task[Any] | None = None
-        self._change: asyncio.Task[None] | None = None
+        self._changes: Final = ClusterChanges(context, coordinator, training)
 
     async def run(self) -> None:
         """Trains, reads and saves as the scenario says, to the session's end."""
@@ -128,6 +104,7 @@ class TrainingSession:
         self._coordinator.coordinate(
             in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
         )
+        self._prepare()
         if self._scenario.restores:
             await self._save()
         await self._train()
@@ -139,6 +116,12 @@ class TrainingSession:
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
         )
         self._training.has_created = True
+
+    def _prepare(self) -> None:
+        """Makes the step."""
+        if self._scenario.draws:
+            numbers = Code(dump_code(Dataset.range(2**20)))
+            self._elements = self._coordinator.iterate("numbers", numbers)
         function = ScriptedFunction(
             self._training.number,
             self._marks,
@@ -147,6 +130,7 @@ class TrainingSession:
             frozenset({self._first + place for place in self._scenario.fails}),
             _nobody,
             self._scenario.reads_ahead,
+            self._elements,
         )
         code = Code(b"%s of session %d" % (DENSE, self._training.number))
         self._context.scripts.add(code.code, function)
@@ -158,7 +142,9 @@ class TrainingSession:
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
             if self._scenario.moves:
-                self._change_soon(draw())
+                self._changes.move_soon(draw())
+            if self._scenario.turns_over:
+                self._changes.turn_over_soon(draw())
             if not self._scenario.only_steps:
                 await self._something_else(draw())
             if self._scenario.late and draw() < LATE_CHANCE:
@@ -172,11 +158,15 @@ class TrainingSession:
             self._update_soon()
         elif chance < 0.32:
             await self._look(partial(self._steadily, self._read))
+        elif chance < 0.42:
+            await self._fetch()
+        elif chance < 0.45 and self._scenario.cancels:
+            await self._cancel()
         elif self._scenario.reads_beside:
             pass  # steps go on, whatever the servers do
-        elif chance < 0.37:
+        elif chance < 0.50:
             await self._join()
-        elif chance < (0.45 if self._scenario.restores else 0.40):
+        elif chance < (0.58 if self._scenario.restores else 0.53):
             await self._save()
 
     async def _change_late(self) -> None:
@@ -244,6 +234,33 @@ class TrainingSession:
                 if step.fate == "open":
                     self._training.broken(f"step {place} is open behind a join")
             return
+
+    async def _fetch(self) -> None:
+        """The result of a step is its number; a large one may be lost."""
+        steps = self._training.steps
+        done = [place for place, step in steps.items() if step.fate == "done"]
+        if not done:
+            return
+        place = done[-1 - int(self._context.draw() * min(4, len(done)))]
+        try:
+            result = await steps[place].value.fetch()
+        except (ClosureAbortedError, CancelledError, UnavailableError):
+            if place % 4 != 1:
+                raise
+        except DeadlineExceededError:
+            pass
+        else:
+            if not np.array_equal(result, np.full(np.shape(result), place)):
+                self._training.broken(f"step {place} has returned {result}")
+
+    async def _cancel(self) -> None:
+        """Nothing waits or runs any more, and what has not begun never will."""
+        await self._coordinator.engine.cancel_async()
+        for place, step in self._training.steps.items():
+            if step.fate == "open":
+                self._training.broken(f"step {place} is open behind a cancel")
+        values = await self._steadily(self._read)
+        self._training.freeze(values[: self._training.servers])
 
     async def _told(self, error: Exception) -> None:
         """The error of some step, or of the cluster, was raised; nothing runs now."""
@@ -328,52 +345,8 @@ class TrainingSession:
 
     @property
     def is_changing(self) -> bool:
-        return self._change is not None and not self._change.done()
-
-    def _change_soon(self, chance: float) -> None:
-        """Now and then, one change at a time; the program may think better of it. Where
-        nothing may be lost it begins none while a server is in trouble: a store that
-        moves has one copy meanwhile, and that may be where the trouble is."""
-        if self._change is not None and not self._change.done():
-            if chance > 0.98:
-                self._change.cancel()
-        elif chance < 0.2 and (
-            not self._scenario.is_guarded or self._context.is_calm()
-        ):
-            loop = asyncio.get_running_loop()
-            self._change = loop.create_task(self._changed(), name="change of servers")
-
-    async def _changed(self) -> None:
-        moves, draw = self._coordinator.cluster.moves, self._context.draw
-        present = list(moves.addresses.values())
-        away = [each for each in self._context.servers if each not in present]
-        try:
-            if away and draw() < 0.6:
-                await moves.add(away[int(draw() * len(away))], None, PS_WAIT)
-            elif draw() < 0.2:
-                await moves.level(PS_WAIT)
-            else:
-                address = present[int(draw() * len(present))]
-                await moves.vacate(address, 0.3 + 5.0 * draw())
-                self._drained(address)
-        except InvalidArgumentError as error:
-            if "cannot be drained" not in str(error):
-                raise
-        except (DeadlineExceededError, UnavailableError, PSUnavailableError) as error:
-            if isinstance(error, PSUnavailableError):
-                self._look_at(error)
-
-    def _drained(self, address: str) -> None:
-        """Nothing is left there that anybody could lose."""
-        replication = self._coordinator.cluster.replication
-        assert replication is not None
-        for store in replication.placement.stores:
-            for copy in filter(None, (store.primary, store.backup)):
-                process = replication.processes[copy.process]
-                if process.address == address and process.is_closed:
-                    self._training.broken(f"store {store.number} is in a drained ps")
-        if self._context.draw() < 0.5:
-            self._context.kill(address, 2.0 * self._context.draw())
+        """Whether servers come or go."""
+        return self._changes.is_moving
 
     async def _save(self) -> None:
         """Saves a checkpoint; one that fails is none."""
@@ -418,10 +391,7 @@ class TrainingSession:
         await self._join()
         for task in list(self._updates):
             await task
-        if self._change is not None:
-            await asyncio.wait([self._change])
-            if not self._change.cancelled():
-                self._change.result()
+        await self._changes.end()
         await self._settle()
         loop = asyncio.get_running_loop()
         now = loop.time()
