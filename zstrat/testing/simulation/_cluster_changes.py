@@ -44,6 +44,11 @@ class SessionContext:
     """Kills the server at an address, and starts it again so many seconds later."""
     strike: Callable[[str], object]
     """Kills the server at an address, if each store has two copies that are well."""
+    strike_at: Callable[[str], object]
+    """Kills the server that sends the next message of that kind to a second copy,
+    unless one was killed for that."""
+    has_struck: Callable[[str], bool]
+    """Whether one was."""
     is_calm: Callable[[], bool]
     """Whether no server has trouble that somebody may not know of yet."""
     healed_at: Callable[[], float]

@@ -8,6 +8,7 @@ all the same.
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -108,8 +109,8 @@ class LateChanges:
             work += [self._create, self._initialize, self._delete, self._withdraw]
             work += [self._push_parts]
         if optimizes:
-            work += 2 * [partial(self._update, op) for op in _GRADIENTS]
             work += [self._write_slot, self._forget_slots]
+            work += 2 * [partial(self._update, op) for op in _GRADIENTS]
         self.all: Final = tuple(work)
         """Each way to change a store."""
 
@@ -318,7 +319,12 @@ class LateChanges:
     async def _withdraw(self) -> None:
         """As behind a creation that has failed: its numbers are given again."""
         spec, servers = self._new(), self._coordinator.servers
-        await self._do(dict, partial(self._create_one, spec, _full(9)), spec.ps)
+
+        async def create() -> None:
+            await self._create_one(spec, _full(9))
+            await servers.read([spec])
+
+        await self._do(dict, create, spec.ps)
         if not self._model.is_unsure:
             await self._do(dict, partial(servers.withdraw, [spec], []), spec.ps)
         if not self._model.is_unsure:
@@ -417,14 +423,21 @@ def _optimizer_code() -> bytes:
     return dump_code(Momentum())
 
 
-@cache
 def _tree(key: int) -> bytes:
-    """What servers are told of the optimizer's tree: one variable."""
-    import jax
-
-    from zstrat.optimizers import Binding, TreeRule, TreeStructure
-
-    structure = TreeStructure(jax.tree.structure({"late": 0}))
-    kind, dtype = jax.ShapeDtypeStruct(SHAPE, np.float32), np.dtype(np.float32)
-    rule = TreeRule("late", Momentum(), structure, (kind,), (dtype,))
-    return Binding(rule, ((key,),)).encoded()
+    """What servers are told of the optimizer's tree, which has one variable, as
+    `zstrat.optimizers.Binding.encoded` makes it."""
+    kind = [list(SHAPE), "float32"]
+    told = {
+        "structure": ["d", ["late"], [0]],
+        "kinds": [kind],
+        "gradients": ["float32"],
+        "further": ["d", [], []],
+        "further_kinds": [],
+        "wide": False,
+        "early": False,
+        "grows": False,
+        "random": ["threefry2x32", True],
+        "keys": [[key]],
+        "cut": {"slots": [["['trace']"]], "operands": [], "uses": [[]]},
+    }
+    return json.dumps(told).encode()

@@ -16,17 +16,16 @@ from zstrat.errors import (
     UnavailableError,
 )
 
-from ._cluster_changes import SessionContext
 from ._contract import Training
 from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ._cluster_changes import SessionContext
     from ._contract import Readers
     from ._process import Surroundings
     from ._scenario import Scenario
-    from ._script import Scripts
 
 
 @final
@@ -34,42 +33,24 @@ class TrainingProgram:
     """All sessions of one run.
 
     Args:
-        kill: Kills the server at an address, and starts it again so many seconds later.
-        strike: Kills the server at an address, if nothing can be lost by that.
-        is_calm: Whether no server has trouble that somebody may not know of yet.
+        context: Makes what sessions have of the run, of what is told when one is open.
         over: Called when all is done that was to be done.
-        healed_at: When no fault will be left, as far as is known.
     """
 
     def __init__(
         self,
         around: Surroundings,
         scenario: Scenario,
-        scripts: Scripts,
         readers: Readers,
         addresses: tuple[Sequence[str], Sequence[str]],
         *,
-        kill: Callable[[str, float], object],
-        strike: Callable[[str], object],
-        is_calm: Callable[[], bool],
+        context: Callable[[Callable[[Training, bool], int]], SessionContext],
         over: Callable[[], object],
-        healed_at: Callable[[], float],
     ) -> None:
         self._around, self._scenario, self._readers = around, scenario, readers
         self._ps, self._workers = addresses
         self._over = over
-        self._context = SessionContext(
-            scenario,
-            scripts,
-            self._ps,
-            around.world.random.random,
-            around.draw,
-            kill,
-            strike,
-            is_calm,
-            healed_at,
-            self._go_on,
-        )
+        self._context = context(self._go_on)
         self.trainings: list[Training] = []
         self._coordinator: LoopCoordinator | None = None
         self._session: TrainingSession | None = None

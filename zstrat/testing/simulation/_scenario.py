@@ -89,6 +89,9 @@ class Scenario:
     """An optimizer is among what it makes late."""
     draws: bool = False
     """Steps draw elements from an iterator of their worker."""
+    strikes: tuple[str, ...] = ()
+    """Kinds of messages to second copies. One after the other: whatever changes stores
+    is done until the first of that kind has arrived, and its sender is killed."""
     cancels: bool = False
     """The program cancels what waits, now and then."""
     turns_over: bool = False

@@ -33,6 +33,7 @@ from ._cluster_changes import PS_WAIT, ClusterChanges, SessionContext
 from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
 from ._script import DENSE, ScriptedFunction, one_hot
+from ._strikes import Strikes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +84,12 @@ class TrainingSession:
             creates=not self._scenario.restores,
             is_guarded=self._scenario.is_guarded,
         )
+        self._strikes: Final = Strikes(
+            context, coordinator, training, self._late, self._look_at_late, self._save
+        )
         self._updates: set[asyncio.Task[None]] = set()
+        self._pinned: set[int] = set()
+        """Snapshots that were not released, as their servers were away."""
         self._elements = 0
         """The number of the iterators that steps draw from."""
         self._beside: asyncio.Task[Any] | None = None
@@ -138,6 +144,7 @@ class TrainingSession:
 
     async def _train(self) -> None:
         draw = self._context.draw
+        is_late = self._scenario.late and not self._scenario.strikes
         for place in range(self._first, self._first + self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
@@ -147,8 +154,11 @@ class TrainingSession:
                 self._changes.turn_over_soon(draw())
             if not self._scenario.only_steps:
                 await self._something_else(draw())
-            if self._scenario.late and draw() < LATE_CHANCE:
+            if is_late and draw() < LATE_CHANCE:
                 await self._look(self._change_late)
+            if self._scenario.strikes and self._beside is None:
+                loop = asyncio.get_running_loop()
+                self._beside = loop.create_task(self._strikes.run(), name="strikes")
         if self._beside is not None:
             await self._beside
 
@@ -179,11 +189,8 @@ class TrainingSession:
         if (store := self._late.changed) is None:
             return
         self._late.changed = None
-        replication = self._coordinator.cluster.replication
-        if self._scenario.is_guarded and replication is not None:
-            placement = replication.placement.stores[store]
-            if self._context.draw() < 0.7 and (copy := placement.primary) is not None:
-                self._context.strike(replication.processes[copy.process].address)
+        if self._scenario.is_guarded and self._context.draw() < 0.7:
+            self._strikes.at_store(store)
         if self._context.draw() < 0.3:
             await self._look_at_late()
 
@@ -193,6 +200,7 @@ class TrainingSession:
         training.look()
         fills = training.fills
         found = await self._steadily(self._late.look)
+        await self._steadily(self._late.miss)
         if found is None or training.fills != fills or training.is_filling:
             return
         if not training.late.found(found):
@@ -366,11 +374,13 @@ class TrainingSession:
             return
         finally:
             coordinator.cluster.pause.end(holder)
+        self._pinned.add(number)
         try:
             tensors = await read_pinned(client, number, pinned, self._scenario.delay)
             await client.release(number)
         except ZstratError:
             return
+        self._pinned.discard(number)
         if training.fills != fills or training.is_filling:
             return
         values, found = values_of(tensors), late_of(tensors, late.keys)
@@ -415,6 +425,7 @@ class TrainingSession:
                 break
         if self._scenario.late:
             await self._look_at_late()
+        await self._look_at_servers()
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
@@ -425,6 +436,22 @@ class TrainingSession:
                 self._training.broken(f"half of a row: {table}")
             if not np.array_equal(table[:, 0], mark):
                 self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
+
+    async def _look_at_servers(self) -> None:
+        """They hold what was created, and nothing of what is over."""
+        training, late = self._training, self._training.late
+        fills = training.fills
+        client = self._coordinator.cluster.client
+        told = await self._steadily(client.statistics)
+        if late.is_unsure or training.fills != fills or training.is_filling:
+            return
+        homes = [spec.ps for spec in (*self._marks, *self._own, *self._tables)]
+        homes += [self._late.spec(key).ps for key in late.keys]
+        for store, each in enumerate(told):
+            if each["variables"] != homes.count(store):
+                training.broken(f"store {store} holds {each['variables']} variables")
+            if not self._pinned and (each["snapshots"] or each["undo_bytes"]):
+                training.broken(f"store {store} keeps {each['snapshots']} snapshots")
 
 
 def _specs(
