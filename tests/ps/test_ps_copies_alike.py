@@ -341,3 +341,35 @@ def test_who_took_the_key_of_a_variable_is_in_no_tree_of_it():
         await rig.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_who_writes_a_slot_by_hand_need_not_say_that_it_has_rows(is_taken_over):
+    """As `optimizer.state` is assigned, before or after a backup takes over: the next
+    gradient of some rows is added to what was written, on either of the two."""
+
+    async def run():
+        rig = Copies()
+        await rig.ask(CreateOptimizer(SESSION, 9, "momentum", b"momentum"))
+        await rig.ask(create(1, 0))
+        told = of_values(OPTIMIZERS[b"momentum"](), {1: value(1, 0)})
+        await rig.ask(message(SESSION, 9, told))
+        await rig.ask(gradient(1, 1, 1, rows=False))
+        await rig.attach()
+        entry = StoreEntry(1, 9, "[0].trace", 0)
+        written = StoreTensors(SESSION, [entry], (value(1, 2),))
+        if not is_taken_over:
+            await rig.ask(written)
+        await rig.ask(DetachBackup(SESSION, 8))
+        await rig.promote(9)
+        for service in (rig.primary, rig.backup):
+            if is_taken_over:
+                await rig.ask(written, service)
+            await rig.ask(gradient(2, 1, 0, rows=True), service)
+            pulled = await rig.ask(Pull(SESSION, [Read(1, -1)]), service)
+            # One step of 0.1, and of the rows 1 and 4 one of 0.1 times 0.9 times 2.
+            wanted = np.float32([[-0.1], [-0.28], [-0.1], [-0.1], [-0.28]])
+            np.testing.assert_allclose(pulled.arrays[0], wanted * [1, 1], rtol=1e-5)
+        await rig.close()
+
+    asyncio.run(run())

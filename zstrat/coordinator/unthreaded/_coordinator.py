@@ -15,6 +15,7 @@ from zstrat.coordinator._cluster import Cluster
 from zstrat.coordinator._dispatch import Dispatcher
 from zstrat.coordinator._engine import ClosureEngine
 from zstrat.coordinator._queue import Queue
+from zstrat.coordinator._resources import Record
 from zstrat.coordinator._servers import ParameterServers
 from zstrat.coordinator._values import Result
 from zstrat.coordinator.connecting import SessionOptions
@@ -100,6 +101,15 @@ class LoopCoordinator:
     def engine(self) -> ClosureEngine:
         assert self._engine is not None, "coordinate comes first"
         return self._engine
+
+    def iterate(self, name: str, maker: Code) -> int:
+        """Has every worker iterate a dataset; returns the number of its iterators."""
+        members = self._dispatcher.members.members
+        places = [member.place for member in members]
+        record = Record(self.engine, places, name=name, purpose="iterator", maker=maker)
+        self._dispatcher.builder.add_soon(record)
+        self._dispatcher.turn_soon()
+        return record.number
 
     def call(self, name: str, code: Code, example: np.generic) -> ScheduledCall:
         """A call of a function with one number, which each closure brings."""

@@ -171,10 +171,14 @@ class Loading:
                 target.moves[0].held.version += 1
 
     def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
-        """What is where it was moved to, by targets. After `commit`."""
+        """What is where it was moved to, by targets, with the rows that are known of
+        it. After `commit`."""
         for target in self._targets:
             value = target.cell.lease()
-            yield [(move, target.place(value, move)) for move in target.moves]
+            yield [
+                (move._replace(rows=target.rows), target.place(value, move))
+                for move in target.moves
+            ]
 
     def _check(
         self, moves: list[Move], made: dict[tuple[int, int], Slots]
@@ -235,6 +239,9 @@ def _make_room(move: Move, slots: Unbound) -> None:
     """Makes room for a leaf as it comes, as nobody has told how it has to look."""
     source, cell = move.source, move.held.cell
     rows, shape = move.rows and bool(cell.shape), source.shape
+    for leaf, known in zip(slots.leaves, slots.cells, strict=True):
+        if leaf.name == move.leaf and known.shape == shape:
+            rows = leaf.rows  # who writes one by hand does not say
     if rows:
         shape = (cell.shape[0], *shape[1:])
     slots.make_room(SlotArray(move.leaf, rows), shape, source.dtype, move.who)

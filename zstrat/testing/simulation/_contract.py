@@ -25,6 +25,7 @@ asked later on one connection is not older, whichever answer leaves first.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
@@ -34,6 +35,7 @@ from zstrat.config import Limits
 from zstrat.errors import CancelledError, ProtocolError
 from zstrat.wire import Exchange, Exchanged, Pull, Pulled, PullRows, decode
 
+from ._late_model import LateModel
 from ._script import FailedStepError
 from ._world import START
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from zstrat.coordinator.recovery import Recovery
     from zstrat.wire import Message
 
+    from ._late_model import World as LateWorld
     from ._paths import Way
     from ._script import ScriptedFunction
     from ._world import World
@@ -88,6 +91,8 @@ class Saved:
     lost: frozenset[int]
     """Places that an earlier restore had lost."""
     doubtful: frozenset[int]
+    late: Sequence[LateWorld] = ({},)
+    """What it may have of what was made late."""
 
     def holds(self, number: int) -> bool:
         """Whether the step of that number is in it, as the coordinator says."""
@@ -136,6 +141,8 @@ class Training:
     """Places that are over, and what is there for good."""
     read_by: dict[int, list[np.ndarray]] = field(default_factory=dict)
     """What was read last, by reader."""
+    late: LateModel = field(default_factory=LateModel)
+    """What the program makes late."""
 
     _seen: int = 0
     """Restores of which the fields above know."""
@@ -156,6 +163,8 @@ class Training:
     def filled(self, saved: Saved) -> None:
         """The servers have the values of this checkpoint; `look` again and again until
         it is known that training goes on with them."""
+        if saved is not self.saved[-1]:
+            self.broken("servers are filled from an older checkpoint than the last one")
         done = {p for p, step in self.steps.items() if step.fate == "done"}
         self._filled = saved, frozenset(done)
 
@@ -171,6 +180,7 @@ class Training:
         for place, fate in self.own.items():
             self.own[place] = "perhaps" if fate == "done" else fate
         self.frozen.clear()
+        self.late.restored(saved.late)
         return True
 
     def done(self) -> frozenset[int]:
@@ -189,6 +199,9 @@ class Training:
     def go_on_with(self, lost: Training) -> None:
         """Another program, which is lost, has left what is there."""
         past = self.past
+        if lost.late.next_key:  # else it has made nothing, and may not have looked
+            self.late = lost.late
+            self.late.go_on()
         for place, step in lost.steps.items():
             past.steps[place] = "perhaps" if step.fate == "open" else step.fate
         for place, fate in lost.own.items():
@@ -316,6 +329,13 @@ class Readers:
         self.runs = 0
         self._numbers: Final[dict[int, int]] = {}
         self._kept: Final[list[ScriptedFunction]] = []
+        self._ran: Final[dict[int, list[int]]] = {}
+        """Steps that ran, by reader."""
+        self._count: Final = Counter[tuple[int, int]]()
+        """How often each step of a session ran."""
+        self._lacking: Final[list[tuple[int, int, list[int]]]] = []
+        """Sessions with steps that did not read what those had done which ran on their
+        worker before."""
 
     def ran(
         self,
@@ -334,9 +354,29 @@ class Readers:
             reader = self._numbers[id(function)] = len(self._kept)
         if training is None or function.training != training.number:
             return  # of a session that is over
+        before = self._ran.setdefault(reader, [])
+        if not function.reads_ahead:
+            own = values[: training.servers]
+            lacks = [n for n in before if any(not marks[n] for marks in own)]
+            self._lacking.append((training.number, number, lacks))
+        before.append(number)
+        self._count[training.number, number] += 1
         step = training.steps.get(number)
         known = step.known if step is not None and not training.fills else ()
         training.heard(reader, values[: training.servers], known)
+
+    def check(self, training: Training) -> None:
+        """Steps have read what those had done which their worker ran before."""
+        if training.fills:
+            return
+        for session, number, lacks in self._lacking:
+            if session != training.number:
+                continue
+            for before in lacks:
+                ran_once = self._count[session, before] == 1
+                step = training.steps.get(before)
+                if step is not None and step.fate == "done" and ran_once:
+                    training.broken(f"step {number} lacks step {before} of its worker")
 
 
 _LIMITS: Final = Limits()

@@ -70,6 +70,10 @@ class Faults:
         else:
             self._world.at(at, partial(self._happen, fault))
 
+    def strike(self, fault: Fault) -> None:
+        """Has it happen now, unless it befalls the only one to have something."""
+        self._wait(fault, self._world.now)
+
     def _servers_of(self, fault: Fault) -> list[str]:
         """Whom it concerns of the servers, all of which are then said to be ill."""
         ends = (fault.target, fault.other)

@@ -55,6 +55,9 @@ TIMES: Final = Timeouts(
 )
 """Shorter than the real ones, in the same order: virtual seconds cost real ones."""
 
+INLINE: Final = 256
+"""Bytes of a result that travels with the end of its step."""
+
 _COMPILATIONS: Final = Compilations()
 """One for all simulated workers: each would listen to jax for ever."""
 
@@ -62,7 +65,7 @@ _COMPILATIONS: Final = Compilations()
 def settings_with(chunk: int, state: Path | None) -> Settings:
     """Of all processes; bodies above ``chunk`` bytes travel in pieces. ``state``: where
     servers that are told to stop leave what they hold."""
-    limits = Limits(chunk=chunk, window=4)
+    limits = Limits(chunk=chunk, window=4, inline=INLINE)
     return Settings(
         TIMES, limits, lane="tcp", insecure=True, state=state
     )

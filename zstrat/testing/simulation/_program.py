@@ -17,15 +17,15 @@ from zstrat.errors import (
 )
 
 from ._contract import Training
-from ._training_session import LIVES, SessionContext, TrainingSession
+from ._training_session import LIVES, TrainingSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ._cluster_changes import SessionContext
     from ._contract import Readers
     from ._process import Surroundings
     from ._scenario import Scenario
-    from ._script import Scripts
 
 
 @final
@@ -33,39 +33,24 @@ class TrainingProgram:
     """All sessions of one run.
 
     Args:
-        kill: Kills the server at an address, and starts it again so many seconds later.
-        is_calm: Whether no server has trouble that somebody may not know of yet.
+        context: Makes what sessions have of the run, of what is told when one is open.
         over: Called when all is done that was to be done.
-        healed_at: When no fault will be left, as far as is known.
     """
 
     def __init__(
         self,
         around: Surroundings,
         scenario: Scenario,
-        scripts: Scripts,
         readers: Readers,
         addresses: tuple[Sequence[str], Sequence[str]],
         *,
-        kill: Callable[[str, float], object],
-        is_calm: Callable[[], bool],
+        context: Callable[[Callable[[Training, bool], int]], SessionContext],
         over: Callable[[], object],
-        healed_at: Callable[[], float],
     ) -> None:
         self._around, self._scenario, self._readers = around, scenario, readers
         self._ps, self._workers = addresses
         self._over = over
-        self._context = SessionContext(
-            scenario,
-            scripts,
-            self._ps,
-            around.world.random.random,
-            around.draw,
-            kill,
-            is_calm,
-            healed_at,
-            self._go_on,
-        )
+        self._context = context(self._go_on)
         self.trainings: list[Training] = []
         self._coordinator: LoopCoordinator | None = None
         self._session: TrainingSession | None = None
@@ -77,6 +62,8 @@ class TrainingProgram:
         there are none, nobody is left who could tell the next one of it."""
         self._was_hurt = False
         """A server was killed, which may have held something."""
+        self._hurts = 0
+        """How often that was so."""
         self._chain: list[Training] = []
         """Those that go on with one another, of the present name."""
         self._names = 0
@@ -104,10 +91,16 @@ class TrainingProgram:
                 self._context, coordinator, training
             )
             try:
+                hurts = self._hurts
                 await session.run()
+                self._readers.check(training)
+                if training.fills > self._hurts - hurts:
+                    training.broken(f"filled {training.fills} times, lost less often")
             except (UnavailableError, DeadlineExceededError, BusyError) as error:
                 if not (self._was_hurt or self._scenario.restores) and is_lost(error):
                     training.broken(f"no server was lost, and there was {error!r}")
+                if self._scenario.restores and training.saved and is_lost(error):
+                    training.broken(f"there is a checkpoint of all, and {error!r}")
                 if "filling it again failed: " in str(error):
                     training.broken(f"a defect in a restore: {error}")
                 if self._scenario.is_guarded:
@@ -166,6 +159,7 @@ class TrainingProgram:
     def hurt(self, server: str) -> None:
         """Called when a server was killed."""
         self._left, self._was_hurt = None, True
+        self._hurts += 1
         self._holders.discard(server)
 
     @property

@@ -13,11 +13,15 @@ import traceback
 import warnings
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 from unittest import mock
 
+from zstrat import wire
+
+from ._cluster_changes import SessionContext
 from ._contract import BrokenPromiseError, GivenOut, Readers
 from ._faults import Faults
 from ._paths import Weather
@@ -31,19 +35,23 @@ from ._process import (
     settings_with,
 )
 from ._program import TrainingProgram
-from ._scenario import Scenario, scenario_of
+from ._scenario import Fault, Scenario, scenario_of
 from ._script import Scripts
 from ._sockets import Network, digest_of
 from ._world import START, SpinningError, StuckError, VirtualLoop, World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from ._contract import Training
     from ._paths import Way
     from ._world import Meter
 
 LIMIT: Final = 240.0
 """Seconds in which every program has come to its end."""
+
+KINDS: Final = {kind.__name__: kind.kind for kind in get_args(wire.Message)}
+"""Of messages, by name."""
 
 _FIRST_PORT: Final = 7000
 """That of the first server or worker; the others have the ones behind it."""
@@ -86,6 +94,10 @@ class Run:
         world.meter = meter
         self._trace = self._messages = 0
         self._is_over = False
+        self._strikes_at = ""
+        """A kind of message whose sender is killed next."""
+        self._struck: set[str] = set()
+        """Those of which it was."""
         weather = Weather(world, scenario.delay)
         self._network = Network(world, weather, scenario.capacity, self._note)
         settings = settings_with(scenario.chunk, state)
@@ -127,7 +139,7 @@ class Run:
 
     def _made(self) -> Iterator[Process]:
         scenario, around = self._scenario, self._around
-        scripts = Scripts(self._readers.ran)
+        scripts = Scripts(self._readers.ran, self._broken)
         ports = itertools.count(_FIRST_PORT)
         ps = [f"127.0.0.1:{next(ports)}" for _ in range(scenario.servers)]
         workers = [f"127.0.0.1:{next(ports)}" for _ in range(scenario.workers)]
@@ -135,18 +147,33 @@ class Run:
             yield ServerProcess(around, "ps", index, address)
         for index, address in enumerate(workers):
             yield WorkerProcess(around, index, address, scripts)
+        context = partial(self._context, scripts, ps)
         self._program = TrainingProgram(
-            around,
-            scenario,
-            scripts,
-            self._readers,
-            (ps, workers),
-            kill=self._kill,
-            is_calm=lambda: self._faults.is_calm,
+            around, scenario, self._readers, (ps, workers), context=context,
             over=self._end,
-            healed_at=lambda: self._faults.healed_at,
-        )
+        )  # fmt: skip
         yield ProgramProcess(around, self._program.main)
+
+    def _context(
+        self,
+        scripts: Scripts,
+        ps: Sequence[str],
+        go_on: Callable[[Training, bool], int],
+    ) -> SessionContext:
+        return SessionContext(
+            self._scenario,
+            scripts,
+            ps,
+            draw=self._world.random.random,
+            new_number=self._around.draw,
+            kill=self._kill,
+            strike=self._strike,
+            strike_at=self._strike_at,
+            has_struck=self._struck.__contains__,
+            is_calm=lambda: self._faults.is_calm,
+            healed_at=lambda: self._faults.healed_at,
+            go_on=go_on,
+        )
 
     def _quick(self) -> float:
         random = self._world.random
@@ -160,6 +187,29 @@ class Run:
         process = self._processes[self._network.hosts[f"tcp://{address}"]]
         process.kill()
         self._world.at(self._world.now + seconds, process.start_again)
+
+    def _strike(self, address: str) -> None:
+        name, now = self._network.hosts[f"tcp://{address}"], self._world.now - START
+        length = self._world.random.choice((0.1, 1.0, 3.0))
+        self._faults.strike(Fault(now, "kill", name, "chief0", length))
+
+    def _strike_at(self, name: str) -> None:
+        if name not in self._struck:
+            self._strikes_at = name
+
+    def _look_at_change(self, way: Way, frames: Sequence[bytes]) -> None:
+        """Kills who has sent a change to a second copy, if it is of that kind, as soon
+        as nothing is lost by that."""
+        if not (way.source.startswith("ps") and way.target.startswith("ps")):
+            return
+        header = frames[0]
+        if len(header) < 2 or header[1] != KINDS.get(self._strikes_at):
+            return
+        self._struck.add(self._strikes_at)
+        self._strikes_at = ""
+        now = self._world.now - START
+        fault = Fault(now, "kill", way.source, "chief0", 0.5)
+        self._faults.plan(fault, is_guarded=True)
 
     def _end(self) -> None:
         self._is_over = True
@@ -185,6 +235,8 @@ class Run:
             now = self._world.now - START
             self._told(f"{now:10.6f} {way.source} -> {way.target} {frames}")
         self._given_out.note(way, frames)
+        if self._strikes_at:
+            self._look_at_change(way, frames)
 
     def _broken(self, words: str) -> None:
         at = self._world.now - START
@@ -268,6 +320,7 @@ def _alone(scenario: Scenario) -> Iterator[None]:
         mock.patch(
             "zstrat.coordinator._calls.PickledArguments._numbers", itertools.count(1)
         ),
+        mock.patch("zstrat.coordinator._resources._numbers", itertools.count(1)),
         mock.patch("zstrat.ps._requests.INLINE", 0 if scenario.threaded else 4 * 2**20),
     ]
     try:

@@ -82,6 +82,20 @@ class Scenario:
     moves: bool = False
     """The program drains servers, adds them again and levels, beside its steps."""
     stores_per_ps: int = 1
+    late: bool = False
+    """The program makes variables late, and changes them by all that there is; where
+    nothing may be lost, the server that has made a change may be killed behind it."""
+    optimizes: bool = False
+    """An optimizer is among what it makes late."""
+    draws: bool = False
+    """Steps draw elements from an iterator of their worker."""
+    strikes: tuple[str, ...] = ()
+    """Kinds of messages to second copies. One after the other: whatever changes stores
+    is done until the first of that kind has arrived, and its sender is killed."""
+    cancels: bool = False
+    """The program cancels what waits, now and then."""
+    turns_over: bool = False
+    """It lets workers go, and takes them in again."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
@@ -93,6 +107,17 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     forty, of all these kinds, servers come and go."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
+    chance = random.Random(f"workers {seed}")
+    scenario = replace(
+        scenario,
+        draws=chance.random() < 0.4,
+        cancels=chance.random() < 0.3,
+        turns_over=workers > 2 and chance.random() < 0.25,
+    )
+    if scenario.replicas or scenario.restores or scenario.hands_over:
+        chance = random.Random(f"late {seed}")
+        late, optimizes = chance.random() < 0.8, chance.random() < 0.5
+        scenario = replace(scenario, late=late, optimizes=late and optimizes)
     if seed % 40 not in _MOVING:
         return scenario
     chance = random.Random(f"moves {seed}")

@@ -2,7 +2,12 @@
 
 Step ``i`` reads the marks of all servers, and pushes to each a one at place ``i``: of a
 dense variable as a one-hot vector, of a table as one row. A step that is told to fails,
-and leaves none.
+and leaves none. Its result is its number, now and then so often that it stays on the
+worker until it is fetched.
+
+Steps may draw from the iterator of their worker. There each element goes to one step at
+most, and none is lost: who has drawn one runs, or gives it back, before the next one
+runs.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
 
     from zstrat.variables import VariableSpec
 
+LARGE: Final = 64
+"""Numbers of a large result."""
 DENSE: Final = b"a step that pushes a vector to each server"
 ROWS: Final = b"a step that looks rows up and pushes one to each server"
 
@@ -54,6 +61,7 @@ class ScriptedPlan:
     lookups: tuple[object, ...] = ()
     calls: tuple[object, ...] = ()
     draws: tuple[object, ...] = ()
+    """Not empty: each step draws an element."""
 
 
 @dataclass(eq=False)
@@ -65,6 +73,9 @@ class ScriptedFunction:
         marks, tables: One on each server.
         reads_ahead: Its updates are said to be an optimizer's, so that a pipeline reads
             ahead of them.
+        resource: The number of the iterators that steps draw from; 0: they draw from
+            none.
+        broken: Told in words what must not be.
     """
 
     training: int
@@ -75,16 +86,27 @@ class ScriptedFunction:
     fails: frozenset[int]
     ran: Callable[[int, Sequence[np.ndarray]], None]
     reads_ahead: bool = False
+    resource: int = 0
+    broken: Callable[[str], None] | None = None
     eager: bool = False
     plan: ScriptedPlan = field(init=False)
-    layout: ResultLayout = field(init=False)
+    layouts: tuple[ResultLayout, ResultLayout] = field(init=False)
+    """Of a small result, and of a large one."""
+    iterator: Any = field(init=False, default=None)
+    """Of the worker that has loaded it."""
+    drawn: dict[ScriptedStep, None] = field(init=False, default_factory=dict)
+    """Steps that have drawn, and neither run nor given back."""
+    used: set[int] = field(init=False, default_factory=set)
+    """Elements of the steps that ran."""
 
     def __post_init__(self) -> None:
         op = UpdateOp.SCATTER_ADD if self.by_rows else UpdateOp.ADD
         said = UpdateOp.OPERANDS if self.reads_ahead else op
         updates = tuple([PlannedMark(said) for _ in self.marks])
-        self.plan = ScriptedPlan(self.marks, updates, self.by_rows)
-        self.layout = ResultLayout(("int64",), ((),), 0)
+        draws = (self.resource,) if self.resource else ()
+        self.plan = ScriptedPlan(self.marks, updates, self.by_rows, draws=draws)
+        small = ResultLayout(("int64",), ((),), 0)
+        self.layouts = small, replace(small, shapes=((LARGE,),))
 
 
 @final
@@ -100,12 +122,24 @@ class ScriptedStep:
             rows = tuple([WantedRows(table, at) for table in function.tables])
             self.wanted = Wanted(function.marks, rows)
 
+        self.examples = 0
+        if function.iterator is not None:
+            self._element = int(function.iterator.draw())
+            self.examples = 1
+            function.drawn[self] = None
+
     def unread(self) -> None:
-        """Does nothing: the step has drawn nothing."""
+        """Gives back what it has drawn."""
+        function = self._function
+        if function.iterator is not None:
+            del function.drawn[self]
+            function.iterator.unread(np.int64(self._element))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step."""
         function, number = self._function, self._number
+        if function.iterator is not None:
+            self._use()
         function.ran(number, values)
         if number in function.fails:
             raise FailedStepError(f"step {number} was to fail")
@@ -113,8 +147,22 @@ class ScriptedStep:
             StepUpdate(spec, op, 0, arrays)
             for spec, op, arrays in _marks(function, number)
         ]
-        result = np.asarray(number, np.int64)
-        return StepResult([result], function.layout, updates)
+        is_large = number % 4 == 1
+        layout = function.layouts[is_large]
+        result = np.full(layout.shapes[0], number, np.int64)
+        return StepResult([result], layout, updates)
+
+    def _use(self) -> None:
+        """Uses the element, which is the next one."""
+        function, element = self._function, self._element
+        assert function.broken is not None, "a copy on a worker"
+        if element in function.used:
+            function.broken(f"two steps of one worker have drawn {element}")
+        if next(iter(function.drawn), None) is not self:
+            lost = [step._element for step in function.drawn]
+            function.broken(f"step {self._number} runs before steps with {lost} end")
+        function.used.add(element)
+        function.drawn.pop(self, None)
 
 
 def _marks(function: ScriptedFunction, number: int) -> list[Any]:
@@ -156,8 +204,9 @@ class Scripts:
     def __init__(
         self,
         ran: Callable[[str, ScriptedFunction, int, Sequence[np.ndarray]], None],
+        broken: Callable[[str], None],
     ) -> None:
-        self._ran = ran
+        self._ran, self._broken = ran, broken
         self._made: dict[bytes, ScriptedFunction] = {}
 
     def add(self, code: bytes, function: ScriptedFunction) -> None:
@@ -177,6 +226,9 @@ class Scripts:
             return load(code, arrays, resolve)
         loaded = replace(made, ran=_untold)
         loaded.ran = partial(self._ran, worker, loaded)
+        loaded.broken = self._broken
+        if made.resource:
+            loaded.iterator = resolve(made.resource)
         return loaded
 
 

@@ -7,105 +7,52 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
 from zstrat.coordinator.unthreaded import Code, LoopCoordinator
+from zstrat.data import Dataset
 from zstrat.errors import (
+    CancelledError,
+    ClosureAbortedError,
     DeadlineExceededError,
-    InvalidArgumentError,
     PSUnavailableError,
     UnavailableError,
     WorkerLostError,
     ZstratError,
 )
+from zstrat.program import dump_code
 from zstrat.ps import Ref
 from zstrat.variables import VariableSpec
-from zstrat.wire import StoreEntry, UpdateOp
+from zstrat.wire import UpdateOp
 
+from ._checkpoints import MemoryPoint, late_of, read_pinned, values_of
+from ._cluster_changes import PS_WAIT, ClusterChanges, SessionContext
 from ._contract import Saved, Scheduled, Training
+from ._late_changes import OPTIMIZER, LateChanges
 from ._script import DENSE, ScriptedFunction, one_hot
+from ._strikes import Strikes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from zstrat.ps import PsClient
-
-    from ._scenario import Scenario
-    from ._script import Scripts
 
 OWN: Final = 16
 """Own updates of a session, at most."""
 QUIET: Final = 1.0
 """Seconds that a program waits when all has healed, for zombies that wake up."""
-PS_WAIT: Final = 20.0
 WORKER_WAIT: Final = 15.0
-"""Seconds that a session waits for a lost server, or for its last worker."""
+"""Seconds that a session waits for its last worker."""
+LATE_CHANCE: Final = 0.4
+"""How often a step is followed by a change of what is made late."""
 LIVES: Final = 8
 """Programs that go on one after the other with the same variables, at most."""
 PATIENCE: Final = 10.0
 """Seconds between two looks at a session that is broken."""
 
 _PLACE: Final = np.int64
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SessionContext:
-    """What a session has of its program and of its run."""
-
-    scenario: Scenario
-    scripts: Scripts
-    servers: Sequence[str]
-    """Addresses of all that there are."""
-    draw: Callable[[], float]
-    """A number below 1."""
-    new_number: Callable[[], int]
-    """A number that no other start, session or snapshot has."""
-    kill: Callable[[str, float], object]
-    """Kills the server at an address, and starts it again so many seconds later."""
-    is_calm: Callable[[], bool]
-    """Whether no server has trouble that somebody may not know of yet."""
-    healed_at: Callable[[], float]
-    """When no fault will be left, as far as is known."""
-    go_on: Callable[[Training, bool], int]
-    """Told that the session is open, and whether it goes on with what another one has
-    left; returns how many there were before it of its name."""
-
-
-@final
-class MemoryPoint:
-    """Stands for a whole checkpoint (`zstrat.coordinator.RestorePoint`)."""
-
-    def __init__(
-        self, training: Training, path: str, saved: Saved, specs: Sequence[VariableSpec]
-    ) -> None:
-        self._training, self.path, self._saved = training, path, saved
-        self._specs = specs
-        self.variables = frozenset(spec.key for spec in specs)
-        self.optimizers: frozenset[int] = frozenset()
-        self.lacks: Sequence[str] = ()
-        self.places: Mapping[int, Sequence[str]] = {}
-        self.values: list[np.ndarray] = []
-
-    async def check(self) -> None:
-        """Does nothing: what is in memory is whole."""
-
-    async def fill(self, client: PsClient) -> None:
-        """Has the servers take all values."""
-        for spec, value in zip(self._specs, self.values, strict=True):
-            await client.store(spec.ps, [StoreEntry(spec.key, 0, "", 0)], [value])
-        self._training.filled(self._saved)
-        self._look()
-
-    def _look(self) -> None:
-        """The restore is over soon, or is not."""
-        training = self._training
-        if not training.look() and training.is_filling:
-            asyncio.get_running_loop().call_later(1e-3, self._look)
 
 
 @final
@@ -129,9 +76,24 @@ class TrainingSession:
         self._marks = _specs(100, "marks", (length,), "int64", count)
         self._own = _specs(200, "own", (lives * OWN,), "int64", count)
         self._tables = _specs(300, "table", (length, 2), "float32", count)
+        self._late: Final = LateChanges(
+            coordinator,
+            training,
+            context.draw,
+            optimizes=self._scenario.optimizes,
+            creates=not self._scenario.restores,
+            is_guarded=self._scenario.is_guarded,
+        )
+        self._strikes: Final = Strikes(
+            context, coordinator, training, self._late, self._look_at_late, self._save
+        )
         self._updates: set[asyncio.Task[None]] = set()
+        self._pinned: set[int] = set()
+        """Snapshots that were not released, as their servers were away."""
+        self._elements = 0
+        """The number of the iterators that steps draw from."""
         self._beside: asyncio.Task[Any] | None = None
-        self._change: asyncio.Task[None] | None = None
+        self._changes: Final = ClusterChanges(context, coordinator, training)
 
     async def run(self) -> None:
         """Trains, reads and saves as the scenario says, to the session's end."""
@@ -143,9 +105,12 @@ class TrainingSession:
             self._coordinator.cluster.recover(PS_WAIT)
             self._training.recovery = self._coordinator.cluster.recovery
         await self._create()
+        if self._scenario.late:
+            await self._late.begin(2 if self._scenario.restores else 0)
         self._coordinator.coordinate(
             in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
         )
+        self._prepare()
         if self._scenario.restores:
             await self._save()
         await self._train()
@@ -157,6 +122,12 @@ class TrainingSession:
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
         )
         self._training.has_created = True
+
+    def _prepare(self) -> None:
+        """Makes the step."""
+        if self._scenario.draws:
+            numbers = Code(dump_code(Dataset.range(2**20)))
+            self._elements = self._coordinator.iterate("numbers", numbers)
         function = ScriptedFunction(
             self._training.number,
             self._marks,
@@ -165,6 +136,7 @@ class TrainingSession:
             frozenset({self._first + place for place in self._scenario.fails}),
             _nobody,
             self._scenario.reads_ahead,
+            self._elements,
         )
         code = Code(b"%s of session %d" % (DENSE, self._training.number))
         self._context.scripts.add(code.code, function)
@@ -172,13 +144,21 @@ class TrainingSession:
 
     async def _train(self) -> None:
         draw = self._context.draw
+        is_late = self._scenario.late and not self._scenario.strikes
         for place in range(self._first, self._first + self._scenario.steps):
             await asyncio.sleep(-self._scenario.pace * math.log(1.0 - draw()))
             await self._schedule(place)
             if self._scenario.moves:
-                self._change_soon(draw())
+                self._changes.move_soon(draw())
+            if self._scenario.turns_over:
+                self._changes.turn_over_soon(draw())
             if not self._scenario.only_steps:
                 await self._something_else(draw())
+            if is_late and draw() < LATE_CHANCE:
+                await self._look(self._change_late)
+            if self._scenario.strikes and self._beside is None:
+                loop = asyncio.get_running_loop()
+                self._beside = loop.create_task(self._strikes.run(), name="strikes")
         if self._beside is not None:
             await self._beside
 
@@ -188,12 +168,43 @@ class TrainingSession:
             self._update_soon()
         elif chance < 0.32:
             await self._look(partial(self._steadily, self._read))
+        elif chance < 0.42:
+            await self._fetch()
+        elif chance < 0.45 and self._scenario.cancels:
+            await self._cancel()
         elif self._scenario.reads_beside:
             pass  # steps go on, whatever the servers do
-        elif chance < 0.37:
+        elif chance < 0.50:
             await self._join()
-        elif chance < (0.45 if self._scenario.restores else 0.40):
+        elif chance < (0.58 if self._scenario.restores else 0.53):
             await self._save()
+
+    async def _change_late(self) -> None:
+        """Changes what was made late; or looks, when the process that serves it was
+        killed behind the change."""
+        while True:
+            await self._late.one()
+            if self._context.draw() < 0.5:
+                break
+        if (store := self._late.changed) is None:
+            return
+        self._late.changed = None
+        if self._scenario.is_guarded and self._context.draw() < 0.7:
+            self._strikes.at_store(store)
+        if self._context.draw() < 0.3:
+            await self._look_at_late()
+
+    async def _look_at_late(self) -> None:
+        """What was made late is what it has to be."""
+        training = self._training
+        training.look()
+        fills = training.fills
+        found = await self._steadily(self._late.look)
+        await self._steadily(self._late.miss)
+        if found is None or training.fills != fills or training.is_filling:
+            return
+        if not training.late.found(found):
+            training.broken(f"late is {found}, and not {training.late.worlds}")
 
     async def _look(self, work: Callable[[], Any]) -> None:
         """Between two steps; or beside them, one look at a time."""
@@ -231,6 +242,33 @@ class TrainingSession:
                 if step.fate == "open":
                     self._training.broken(f"step {place} is open behind a join")
             return
+
+    async def _fetch(self) -> None:
+        """The result of a step is its number; a large one may be lost."""
+        steps = self._training.steps
+        done = [place for place, step in steps.items() if step.fate == "done"]
+        if not done:
+            return
+        place = done[-1 - int(self._context.draw() * min(4, len(done)))]
+        try:
+            result = await steps[place].value.fetch()
+        except (ClosureAbortedError, CancelledError, UnavailableError):
+            if place % 4 != 1:
+                raise
+        except DeadlineExceededError:
+            pass
+        else:
+            if not np.array_equal(result, np.full(np.shape(result), place)):
+                self._training.broken(f"step {place} has returned {result}")
+
+    async def _cancel(self) -> None:
+        """Nothing waits or runs any more, and what has not begun never will."""
+        await self._coordinator.engine.cancel_async()
+        for place, step in self._training.steps.items():
+            if step.fate == "open":
+                self._training.broken(f"step {place} is open behind a cancel")
+        values = await self._steadily(self._read)
+        self._training.freeze(values[: self._training.servers])
 
     async def _told(self, error: Exception) -> None:
         """The error of some step, or of the cluster, was raised; nothing runs now."""
@@ -315,52 +353,8 @@ class TrainingSession:
 
     @property
     def is_changing(self) -> bool:
-        return self._change is not None and not self._change.done()
-
-    def _change_soon(self, chance: float) -> None:
-        """Now and then, one change at a time; the program may think better of it. Where
-        nothing may be lost it begins none while a server is in trouble: a store that
-        moves has one copy meanwhile, and that may be where the trouble is."""
-        if self._change is not None and not self._change.done():
-            if chance > 0.98:
-                self._change.cancel()
-        elif chance < 0.2 and (
-            not self._scenario.is_guarded or self._context.is_calm()
-        ):
-            loop = asyncio.get_running_loop()
-            self._change = loop.create_task(self._changed(), name="change of servers")
-
-    async def _changed(self) -> None:
-        moves, draw = self._coordinator.cluster.moves, self._context.draw
-        present = list(moves.addresses.values())
-        away = [each for each in self._context.servers if each not in present]
-        try:
-            if away and draw() < 0.6:
-                await moves.add(away[int(draw() * len(away))], None, PS_WAIT)
-            elif draw() < 0.2:
-                await moves.level(PS_WAIT)
-            else:
-                address = present[int(draw() * len(present))]
-                await moves.vacate(address, 0.3 + 5.0 * draw())
-                self._drained(address)
-        except InvalidArgumentError as error:
-            if "cannot be drained" not in str(error):
-                raise
-        except (DeadlineExceededError, UnavailableError, PSUnavailableError) as error:
-            if isinstance(error, PSUnavailableError):
-                self._look_at(error)
-
-    def _drained(self, address: str) -> None:
-        """Nothing is left there that anybody could lose."""
-        replication = self._coordinator.cluster.replication
-        assert replication is not None
-        for store in replication.placement.stores:
-            for copy in filter(None, (store.primary, store.backup)):
-                process = replication.processes[copy.process]
-                if process.address == address and process.is_closed:
-                    self._training.broken(f"store {store.number} is in a drained ps")
-        if self._context.draw() < 0.5:
-            self._context.kill(address, 2.0 * self._context.draw())
+        """Whether servers come or go."""
+        return self._changes.is_moving
 
     async def _save(self) -> None:
         """Saves a checkpoint; one that fails is none."""
@@ -368,55 +362,46 @@ class TrainingSession:
         if coordinator.cluster.outage_error is not None:
             return
         client, number = coordinator.cluster.client, self._context.new_number()
-        holder, fills = object(), training.fills
-        specs = (*self._marks, *self._own, *self._tables)
+        holder, fills, late = object(), training.fills, training.late
+        specs = [*self._marks, *self._own, *self._tables]
+        specs += map(self._late.spec, late.keys)
         refs = [Ref(spec.ps, spec.key) for spec in specs]
+        optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
         try:
             cut = await coordinator.cluster.pause.begin(holder)
-            await client.pin(number, refs, [])
+            pinned = await client.pin(number, refs, list(optimizers))
         except ZstratError:  # and if a server was lost, it is told by the next call
             return
         finally:
             coordinator.cluster.pause.end(holder)
+        self._pinned.add(number)
         try:
-            values = await self._pinned(client, number, specs)
+            tensors = await read_pinned(client, number, pinned, self._scenario.delay)
             await client.release(number)
         except ZstratError:
             return
+        self._pinned.discard(number)
         if training.fills != fills or training.is_filling:
             return
-        count = training.servers
-        marks, own = values[:count], values[count : 2 * count]
+        values, found = values_of(tensors), late_of(tensors, late.keys)
+        marks, own = ([values[s.key] for s in of] for of in (self._marks, self._own))
         lost, doubtful = frozenset(training.lost), frozenset(training.doubtful)
-        saved = Saved(cut, marks, own, lost, doubtful)
+        saved = Saved(cut, marks, own, lost, doubtful, [found])
         training.saved.append(saved)
         training.check_saved(saved)
+        if not late.found(found):
+            training.broken(f"a checkpoint has {found} of {late.worlds}")
         if (recovery := coordinator.cluster.recovery) is not None:
-            point = MemoryPoint(training, f"{len(training.saved)}", saved, specs)
-            point.values = values
-            recovery.remember(point, cut, fills)
-
-    async def _pinned(
-        self, client: PsClient, number: int, specs: Sequence[VariableSpec]
-    ) -> list[np.ndarray]:
-        """The values of a snapshot; training goes on meanwhile."""
-        places = dict.fromkeys(range(self._training.servers), 0)
-        values = []
-        for spec in specs:
-            place, places[spec.ps] = places[spec.ps], places[spec.ps] + 1
-            await asyncio.sleep(self._scenario.delay)
-            part = await client.read_snapshot(spec.ps, number, place, 0, spec.nbytes)
-            values.append(part.view(spec.numpy_dtype).reshape(spec.shape))
-        return values
+            path = f"{len(training.saved)}"
+            point = MemoryPoint(training, path, saved, tensors, optimizers)
+            if missing := recovery.remember(point, cut, fills):
+                training.broken(f"a checkpoint of all lacks {missing}")
 
     async def _finish(self) -> None:
         await self._join()
         for task in list(self._updates):
             await task
-        if self._change is not None:
-            await asyncio.wait([self._change])
-            if not self._change.cancelled():
-                self._change.result()
+        await self._changes.end()
         await self._settle()
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -438,6 +423,9 @@ class TrainingSession:
                 tables = await self._steadily(read)
             if training.fills == fills and not training.is_filling:
                 break
+        if self._scenario.late:
+            await self._look_at_late()
+        await self._look_at_servers()
         count = training.servers
         marks, own = values[:count], values[count:]
         training.check(marks, own)
@@ -448,6 +436,22 @@ class TrainingSession:
                 self._training.broken(f"half of a row: {table}")
             if not np.array_equal(table[:, 0], mark):
                 self._training.broken(f"rows {table[:, 0]}, and marks {mark}")
+
+    async def _look_at_servers(self) -> None:
+        """They hold what was created, and nothing of what is over."""
+        training, late = self._training, self._training.late
+        fills = training.fills
+        client = self._coordinator.cluster.client
+        told = await self._steadily(client.statistics)
+        if late.is_unsure or training.fills != fills or training.is_filling:
+            return
+        homes = [spec.ps for spec in (*self._marks, *self._own, *self._tables)]
+        homes += [self._late.spec(key).ps for key in late.keys]
+        for store, each in enumerate(told):
+            if each["variables"] != homes.count(store):
+                training.broken(f"store {store} holds {each['variables']} variables")
+            if not self._pinned and (each["snapshots"] or each["undo_bytes"]):
+                training.broken(f"store {store} keeps {each['snapshots']} snapshots")
 
 
 def _specs(
