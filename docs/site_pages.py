@@ -9,10 +9,15 @@ docstring, and what the site does not have (sources, tests) keeps its text alone
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import json
+import operator
 import posixpath
 import re
+import textwrap
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -66,16 +71,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """The site loads nothing from elsewhere.
+    """The site loads nothing from elsewhere, and its reference has all `members`.
 
     Raises:
-        PluginError: A page does; names it, and what it would load.
+        PluginError: Names the page and what it loads, or the member without entry.
     """
     from mkdocs.exceptions import PluginError
 
     for page in Path(config.site_dir).rglob("*.html"):
         if found := _LOADED.search(page.read_text()):
             raise PluginError(f"{page} loads {found[1]}: put it into docs/ instead")
+    for page in _reference():
+        made = Path(config.site_dir, "reference", f"{page['file']}.html").read_text()
+        for name in page["names"]:
+            for member in members(name):
+                if f' id="{place(name)}.{member}"' not in made:
+                    raise PluginError(f"the reference has no entry zs.{name}.{member}")
 
 
 def pages() -> dict[str, str]:
@@ -109,8 +120,13 @@ def reference() -> dict[str, str]:
         uri = f"reference/{page['file']}.md"
         parts = [f"# {page['title']}", page["about"].strip()]
         for name in page["names"]:
-            options = f"      heading: zs.{name}\n      toc_label: {name}"
+            shown = json.dumps(members(name))
+            options = f"      heading: zs.{name}\n      toc_label: {name}\n"
+            options += f"      members: {shown}\n      inherited_members: {shown}\n"
+            options += f"      show_bases: {json.dumps(_has_public_bases(name))}\n"
+            options += f"      merge_init_into_class: {json.dumps(_is_called(name))}"
             parts.append(f"::: {place(name)}\n    options:\n{options}")
+            parts += _inherited_links(name)
         made[uri] = "\n\n".join(parts) + "\n"
         about = page["about"].strip().split(". [")[0].rstrip(".").replace("\n", " ")
         lines.append(f"- [{page['title']}]({uri}): {about}.")
@@ -125,6 +141,100 @@ def place(name: str) -> str:
     if isinstance(found, ModuleType):
         return f"{found.__name__}.{rest}"
     return f"{homes_of('zstrat')[first][0]}.{name}"
+
+
+def members(name: str) -> list[str]:
+    """Names of the members that the reference shows with a class: all that are public,
+    also those of its bases, but for ``[internal]`` of reference.toml, and for what the
+    reference shows with one of the bases."""
+    return [member for member, shown in _shown_at(name).items() if shown == name]
+
+
+def inherited(name: str) -> dict[str, str]:
+    """The other public members of a class -> the base with which they are shown."""
+    return {member: at for member, at in _shown_at(name).items() if at != name}
+
+
+@functools.cache
+def _shown_at(name: str) -> dict[str, str]:
+    """Each public member of a class -> the class of the reference that shows it."""
+    if name not in classes():
+        return {}
+    kind = classes()[name]
+    names = {each: name for name, each in classes().items()}
+    bases = [each for each in kind.__mro__ if each in names]
+    hidden = {each for base in bases for each in _internal().get(names[base], ())}
+    found = {}
+    for member, owner in _public(kind).items():
+        shown = [names[base] for base in bases if _public(base).get(member) is owner]
+        if member not in hidden:
+            found[member] = shown[-1]
+    return found
+
+
+@functools.cache
+def _public(kind: type) -> dict[str, type]:
+    """The public members of a class -> the nearest base that has them. Attributes that
+    ``__init__`` assigns count if they have a docstring."""
+    found: dict[str, type] = {}
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] != "zstrat":
+            continue
+        for member in (*inspect.get_annotations(each), *vars(each), *_assigned(each)):
+            if not member.startswith("_"):
+                found.setdefault(member, each)
+    return found
+
+
+def _assigned(kind: type) -> Iterator[str]:
+    try:
+        source = inspect.getsource(vars(kind)["__init__"])
+    except (KeyError, TypeError, OSError):  # none, or not written by hand
+        return
+    (function,) = ast.parse(textwrap.dedent(source)).body
+    for line, after in pairwise(getattr(function, "body", ())):
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            target = re.match(r"self\.(\w+)[ :]", ast.unparse(line))
+            if target is not None:
+                yield target[1]
+
+
+def _has_public_bases(name: str) -> bool:
+    """Whether what a class is made of are Python's own and those of the reference."""
+    bases = classes()[name].__bases__ if name in classes() else ()
+    public = {*classes().values()}
+    return all(each in public or each.__module__ == "builtins" for each in bases)
+
+
+def _is_called(name: str) -> bool:
+    """Whether programs call a class to make an object."""
+    kind: Any = classes().get(name, object)
+    given: list[Any] = [
+        classes()[base] for base, each in _internal().items() if "__init__" in each
+    ]
+    return not any(
+        issubclass(kind, base) and kind.__init__ is base.__init__ for base in given
+    )
+
+
+def _inherited_links(name: str) -> list[str]:
+    """A paragraph with links to what a class inherits, for each base that shows it."""
+    by_base: dict[str, list[str]] = {}
+    for member, base in inherited(name).items():
+        by_base.setdefault(base, []).append(f"[`{member}`][{place(base)}.{member}]")
+    last = name.rpartition(".")[2]
+    return [
+        f"`{last}` inherits from [`zs.{base}`][{place(base)}]: {', '.join(links)}."
+        for base, links in by_base.items()
+    ]
+
+
+@functools.cache
+def classes() -> dict[str, type]:
+    """The classes of the reference, by name."""
+    names = [name for page in _reference() for name in page["names"]]
+    found = {name: operator.attrgetter(name)(zstrat) for name in names}
+    return {name: each for name, each in found.items() if isinstance(each, type)}
 
 
 def relinked(text: str, uri: str) -> str:
@@ -173,13 +283,25 @@ def _relinked(link: re.Match[str], origin: str, uri: str) -> str:
 def _documented(name: str) -> str:
     """The place of the longest beginning of a name that is in the reference."""
     names = {each for page in _reference() for each in page["names"]}
-    while name and name not in names:
-        name = name.rpartition(".")[0]
-    return place(name) if name else ""
+    rest = name
+    while rest and rest not in names:
+        rest = rest.rpartition(".")[0]
+    member = name.removeprefix(rest).removeprefix(".")
+    shown = _shown_at(rest).get(member) if rest else None
+    return f"{place(shown)}.{member}" if shown else place(rest) if rest else ""
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "docs" / "reference.toml").read_text())
 
 
 def _reference() -> list[dict[str, Any]]:
-    return tomllib.loads((ROOT / "docs" / "reference.toml").read_text())["page"]
+    return _tables()["page"]
+
+
+def _internal() -> dict[str, list[str]]:
+    return _tables()["internal"]
 
 
 def _examples() -> list[Path]:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_every_page_is_in_the_navigation_and_the_other_way_round(site_pages):
     assert sorted(named) == sorted(made | written)
 
 
+def test_the_site_follows_the_scheme_that_the_browser_prefers():
+    """Material keeps the first scheme that it chose, unless one is named for that."""
+    theme = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["theme"]
+    first, *schemes = [each["media"] for each in theme["palette"]]
+    assert first == "(prefers-color-scheme)"
+    wanted = {f"(prefers-color-scheme: {scheme})" for scheme in ("light", "dark")}
+    assert {*schemes} == wanted
+
+
 def headings(page):
     """What a link to a part of a page says, as GitHub and the site make it."""
     found = re.findall(
@@ -74,6 +84,72 @@ def test_every_public_name_is_in_the_reference_once(site_pages):
         assert getattr(sys.modules[package], last) is found
 
 
+@pytest.fixture
+def of_tf(site_pages, monkeypatch):
+    """Class of the reference -> those of its members that tf.distribute has."""
+    monkeypatch.delitem(sys.modules, "tf_names", raising=False)
+    import tf_names
+
+    names = tomllib.loads((ROOT / "docs" / "names.toml").read_text())
+    paths = {here for page in names["page"] for here in page["names"].values()}
+    inventory = tomllib.loads((ROOT / "docs" / "tf_names.toml").read_text())
+    for fact in tf_names._facts(inventory):
+        if fact.name and "(" not in fact.name and not tf_names._missing(fact, names):
+            paths.add(f"{tf_names._place(fact.owner, names)}.{fact.name}")
+    by_class = {}
+    for path in paths:
+        owner, _, member = path.rpartition(".")
+        if isinstance(kind := tf_names.found_at(owner), type):
+            by_class.setdefault(kind, set()).add(member)
+    return {
+        name: {each for base in kind.__mro__ for each in by_class.get(base, ())}
+        for name, kind in site_pages.classes().items()
+    }
+
+
+def test_classes_are_shown_with_all_members_that_tensorflow_has(site_pages, of_tf):
+    shown = {
+        name: {*site_pages.members(name), *site_pages.inherited(name)} for name in of_tf
+    }
+    lacking = {name: members - shown[name] for name, members in of_tf.items()}
+    assert {name: each for name, each in lacking.items() if each} == {}
+    assert {"assign", "scatter_add", "numpy"} <= {*of_tf["Variable"]} & shown[
+        "Variable"
+    ]
+    assert {"run", "scope", "gather"} <= of_tf["MirroredStrategy"]
+
+
+def test_what_is_internal_is_there_and_nothing_of_tensorflow(site_pages, of_tf):
+    for name, members in site_pages._internal().items():
+        kind = site_pages.classes()[name]
+        assert {*members} <= {*site_pages._public(kind), "__init__"}, name
+        assert not {*members} & of_tf[name], name
+        for other, below in site_pages.classes().items():
+            if issubclass(below, kind):
+                assert not {*members} & {*site_pages.members(other)}, other
+
+
+def test_a_variable_is_shown_with_what_programs_call(site_pages):
+    shown = site_pages.members("Variable")
+    assert {"assign", "assign_add", "numpy", "value", "scatter_add"} <= {*shown}
+    assert not {"spec", "home", "owner"} & {*shown}
+    made = site_pages.reference()["reference/variables.md"]
+    (of_variable,) = re.findall(r"::: \S+\.Variable\n(?: .*\n)*", made)
+    assert '"scatter_max"' in of_variable
+
+
+def test_what_the_reference_shows_with_a_base_is_linked(site_pages):
+    assert site_pages.members("MirroredStrategy") == [
+        "num_replicas_in_sync",
+        "extended",
+    ]
+    assert site_pages.inherited("MirroredStrategy")["run"] == "Strategy"
+    page = site_pages.reference()["reference/strategies.md"]
+    base = "zstrat.strategy.Strategy"
+    assert f"`MirroredStrategy` inherits from [`zs.Strategy`][{base}]: " in page
+    assert f"[`run`][{base}.run]" in page
+
+
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
@@ -86,7 +162,12 @@ def test_every_public_name_is_in_the_reference_once(site_pages):
         (
             "api.md",
             "[`zs.data.Dataset.batch`](../zstrat/data/_dataset.py)",
-            "[`zs.data.Dataset.batch`][zstrat.data.Dataset]",
+            "[`zs.data.Dataset.batch`][zstrat.data.Dataset.batch]",
+        ),
+        (
+            "api.md",
+            "[`zs.TPUStrategy.run`](../zstrat/strategy/_strategy.py)",
+            "[`zs.TPUStrategy.run`][zstrat.strategy.Strategy.run]",
         ),
         ("data.md", "[a](#files), ['a']['b'] `x['a']`", "[a](#files), \\['a']\\['b'] "),
     ],

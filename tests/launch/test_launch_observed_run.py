@@ -10,6 +10,7 @@ def worker(problem="", steps=0.0):
     waited = Windowed()
     waited.add_many([0.25, 0.25], 0.0)
     values = {"rates": {"steps": steps}, "phases": {"draw": waited.plain(0.0)}}
+    values["log"] = "/logs/worker-0.log"
     return TaskStatus(
         "worker:0", "node7:5000", problem, values={} if problem else values
     )
@@ -41,6 +42,7 @@ def test_who_does_not_answer_is_lost_and_says_why():
     told = metrics(run)
     task = told["tasks"]["worker:0"]
     assert (task["state"], task["last_error"]) == ("lost", "silent for 5 s")
+    assert (task["log"], task["steps_per_s"]) == ("/logs/worker-0.log", 0.0)
     assert run.readiness() == "no answer from worker:0"
     # Once, and not each second.
     assert [line[2] for line in told["logs"]] == ["INFO", "ERROR"]

@@ -2,7 +2,16 @@
 
 import pytest
 
-from zstrat.telemetry import Histogram, TaskTold, Unit, limits, over, report, slowest
+from zstrat.telemetry import (
+    Histogram,
+    TaskTold,
+    Unit,
+    held_up,
+    limits,
+    over,
+    report,
+    slowest,
+)
 
 
 def worker(draw=0.0, compute=0.0, pull=0.0, idle=0.0, **more):
@@ -55,6 +64,23 @@ def test_a_step_that_takes_long():
     assert slowest(metrics) == {"task": "worker:0", "why": found.words}
     soon = worker(compute=1.0, now=now | {"seconds": 3.0})
     assert "step 17" not in worst(worker_0=soon).words
+
+
+def test_a_worker_that_is_lost_does_not_hide_what_holds_the_others_up():
+    lost = {"state": "lost", "time": {}, "steps_per_s": 0.0, "last_error": "killed"}
+    tasks = {
+        "ps:0": server(busy=0.75),
+        "worker:0": lost,
+        "worker:1": worker(compute=0.5),
+        "worker:2": worker(draw=0.66) | {"steps_per_s": 1.0},
+    }
+    metrics = {"tasks": tasks, "slowest": slowest({"tasks": tasks})}
+    assert metrics["slowest"]["task"] == "worker:2"
+    assert "66 %" in metrics["slowest"]["why"]
+    tasks_shown = [each["task"] for each in held_up(metrics)]
+    assert tasks_shown == ["worker:2", "ps:0", "worker:1"]
+    alone = slowest({"tasks": {"worker:0": lost, "ps:0": server()}})
+    assert alone == {"task": "worker:0", "why": "is lost: killed"}
 
 
 def test_the_network_of_one_of_two_parameter_servers():

@@ -158,7 +158,7 @@ def test_a_small_terminal_has_whole_names_and_what_holds_the_run_up(
     lines = in_terminal(looks, 24, 60)
     assert not [line for line in lines if "…" in line]
     assert max(map(len, lines)) <= 60
-    assert [line for line in lines if line.startswith("slowest: worker:1 is lost")]
+    assert [line for line in lines if line.startswith("slowest: worker:0 ")]
     assert "lost: worker:1, worker:2, worker:3, worker:4 and 26 more" in lines
     (more,) = [line for line in lines if line.endswith("not lost and not slower")]
     shown = [line for line in lines if re.match(r"worker:\d+ +(lost|open)", line)]
@@ -207,11 +207,16 @@ def test_scalars_are_numbers_with_names(name, value, error, words):
 
 @pytest.mark.processes
 def test_a_killed_worker_is_seen_to_be_lost(cluster, trained):
+    log = f"{cluster.directory}/worker-0.log"
+    before = until(trained, lambda m: m["tasks"]["worker:0"]["cores"])
+    assert before["tasks"]["worker:0"]["cpu_seconds"] > 0
+    assert before["tasks"]["worker:0"]["log"] == log
     cluster.kill("worker:0")
     metrics = until(trained, lambda m: m["tasks"]["worker:0"]["state"] == "lost")
     task = metrics["tasks"]["worker:0"]
     assert task["steps_per_s"] == 0, "what it told is not told any more"
     assert task["last_error"]
+    assert task["log"] == log
     assert metrics["slowest"]["task"] == "worker:0"
     assert metrics["slowest"]["why"].startswith("is lost: ")
     assert any(task == "program" for _, task, _, _ in metrics["logs"])

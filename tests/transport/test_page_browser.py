@@ -42,7 +42,9 @@ def told():
                 "bytes_in_per_s": 2048.0,
                 "bytes_out_per_s": 1024.0,
                 "memory": 3 * 2**20,
+                "cores": 1.25,
                 "last_error": "",
+                "log": "/a/long/path/to/the/folder/of/a/run/that/has/logs/ps-0.log",
             },
             HOSTILE: {
                 "state": HOSTILE,
@@ -115,6 +117,10 @@ def test_what_is_seen_is_what_the_run_told(browser):
         ) == [5, 40, 7]
         # Texts are texts, wherever they came from, and nothing of them has run.
         shown = browser.run(TEXT, "main")
+        server_row = "tr[data-task='ps:0'] td[data-label="
+        assert browser.run(TEXT, f"{server_row}'Processor']") == "125 %"
+        words = browser.run(TEXT, f"{server_row}'Last error, log file']")
+        assert words == metrics["tasks"]["ps:0"]["log"]
         for text in (f"up: {HOSTILE} {HOSTILE}", f"{HOSTILE} {HOSTILE} {HOSTILE}"):
             assert text.replace("\udc80", "\ufffd") in shown
         assert browser.run("return document.images.length") == 0
@@ -141,6 +147,7 @@ def test_it_can_be_read_in_the_dark_and_on_a_phone(browser):
             assert browser.run(CONTRAST) == []
         browser.devtools("Emulation.setDeviceMetricsOverride", PHONE)
         assert browser.run(OVERFLOWS) == []
+        assert browser.run(BROKEN) == []
         browser.devtools("Emulation.clearDeviceMetricsOverride", {})
         assert browser.run(UNLABELLED) == []
 
@@ -175,6 +182,17 @@ return [...document.querySelectorAll("main, .card, table, td, #logs li, #alerts 
   .map((node) => node.outerHTML.slice(0, 80));
 """
 
+BROKEN = """
+const pen = document.createElement("canvas").getContext("2d");
+return [...document.querySelectorAll("td")].filter((cell) => cell.checkVisibility())
+  .filter((cell) => {
+    const label = getComputedStyle(cell, "::before");
+    pen.font = label.font;
+    return parseFloat(label.width) < pen.measureText(cell.dataset.label).width - 1;
+  }).map((cell) => cell.dataset.label);
+"""
+"""Labels of cells that are narrower than their text, so that it breaks."""
+
 UNLABELLED = """
 return [...document.querySelectorAll("svg, section, select, input, [role=region]")]
   .filter((node) => node.checkVisibility()).filter((node) => !(
@@ -182,6 +200,66 @@ return [...document.querySelectorAll("svg, section, select, input, [role=region]
     || document.getElementById(node.getAttribute("aria-labelledby"))?.textContent))
   .map((node) => node.outerHTML.slice(0, 80));
 """
+
+
+CHARTED = """
+const [points, options] = arguments, holder = make("div");
+at("rate").append(holder);
+const words = { elapsed, plain, bytes }, y = words[options.y], x = words[options.x];
+const steps = options.x === "elapsed" ? OF_CLOCKS : null;
+const all = { ...options, name: "", xWords: x, yWords: y, xSteps: steps };
+const chart = new LineChart(holder, all);
+chart.show(points);
+const [path] = holder.querySelectorAll(".curve");
+const [, height] = path.getAttribute("d").match(/^M[0-9.]+ ([0-9.]+)/);
+const texts = [...holder.querySelectorAll("text")].map((text) => [
+  text.getAttribute("text-anchor") === "end" ? "y" : "x", text.textContent,
+  Number(text.getAttribute("y")) - 4 - height]);
+holder.remove();
+return texts;
+"""
+"""Of a chart of these points: for each label of an axis which it is, its text, and how
+far below the first point it is."""
+
+
+AXES = [
+    (
+        [[5, 0.001], [85, 0.001]],
+        {},
+        {"0:20", "0:40", "1:00", "1:20"},
+        {"0.0006", "0.0008", "0.001", "0.0012", "0.0014"},
+    ),
+    ([[0, -4], [50, -4]], {}, {"0 s", "20 s", "50 s"}, {"-5", "-4", "-3"}),
+    ([[0, 0], [7300, 0]], {}, {"0:00:00", "1:00:00", "2:00:00"}, {"-0.4", "0"}),
+    ([[0, 5000.1], [1, 5000.3]], {"x": "plain"}, {"0", "0.5"}, {"5,000.2"}),
+    ([[0, 1e-12], [1, 3e-12]], {}, set(), {"1.00e-12", "2.00e-12", "3.00e-12"}),
+    (
+        [[0, 0], [1, 3 * 2**20]],
+        {"y": "bytes", "fromZero": True},
+        {"0 s", "1 s"},
+        {"0 MiB", "1 MiB", "2 MiB", "3 MiB"},
+    ),
+]
+"""Points, options, and labels of the axis of x and of that of y."""
+
+
+@pytest.mark.processes
+def test_an_axis_has_one_unit_and_its_labels_differ(browser):
+    with running(told()), zs.dashboard() as server:
+        browser.open(server.url)
+        browser.wait("return document.querySelector('#tasks tr')")
+        for points, options, x, y in AXES:
+            options = {"x": "elapsed", "y": "plain", **options}
+            found = browser.run(CHARTED, points, options)
+            for axis, some in (("x", x), ("y", y)):
+                shown = [text for which, text, _ in found if which == axis]
+                assert len(shown) == len(set(shown))
+                assert some <= set(shown)
+            if points[0][1] == points[1][1]:  # beside its own value
+                (beside,) = [
+                    each for each in found if each[0] == "y" and abs(each[2]) < 1
+                ]
+                assert float(beside[1]) == points[0][1]
 
 
 @pytest.mark.processes

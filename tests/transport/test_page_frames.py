@@ -43,6 +43,11 @@ def test_a_whole_frame_has_the_metrics_as_they_are():
     assert frame["metrics"] == told
     assert frame["history"] == [[0.0, 12.5, 5.0, 0.0, 120.0]]
     assert frame["since"] == {"ps:0": 0.0, "worker:0": 0.0}
+    assert frame["held_up"] == []
+    busy = {"ps:0": {"state": "open", "busy": 0.75}}
+    frame = seen(picture, RunLook(1, "chief:0", {**told, "tasks": busy}), 101.0)
+    (limit,) = frame["held_up"]
+    assert (limit["task"], "75 %" in limit["why"]) == ("ps:0", True)
 
 
 def test_a_change_has_of_what_grows_the_new_alone():

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zstrat.launch import Observer, told_by
-from zstrat.telemetry import WORKER_PHASES, limits, report
+from zstrat.telemetry import WORKER_PHASES, held_up, report
 from zstrat.transport import run as run_loop
 
 from ._options import Seconds, cluster_options, failures, settings, spec
@@ -120,8 +120,6 @@ def observed(seen: Iterable[TaskStatus]) -> dict[str, Any]:
     return report({status.task: told_by(status) for status in seen})
 
 
-WORST: Final = 3
-"""Of what holds the run up, so much is shown."""
 NAMED: Final = 4
 """So many of the lost tasks are named above the tables."""
 BETWEEN: Final = 2
@@ -192,14 +190,13 @@ def _summary(metrics: Mapping[str, Any]) -> str:
 
 
 def _held_up(metrics: Mapping[str, Any]) -> list[str]:
-    found = []
     slowest = metrics["slowest"]
-    if slowest is not None:
-        found.append(f"slowest: {slowest['task']} {slowest['why']}")
-    worst = [
-        limit for limit in limits(metrics) if limit.task != (slowest or {}).get("task")
+    return [
+        f"slowest: {each['task']} {each['why']}"
+        if each is slowest
+        else f"{each['task']}: {each['why']}"
+        for each in held_up(metrics)
     ]
-    return found + [f"{each.task}: {each.words}" for each in worst[:WORST]]
 
 
 def _lost(metrics: Mapping[str, Any]) -> str:

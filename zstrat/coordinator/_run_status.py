@@ -110,8 +110,9 @@ class RunStatus:
         self._told[short(task)] = values
 
     def task_lost(self, task: str, reason: str) -> None:
-        """A task is not there any more."""
-        self._told.pop(short(task), None)
+        """A task is lost. Of what it told only the name of its log still holds."""
+        told = self._told.pop(short(task), {})
+        self._told[short(task)] = {"log": told.get("log")}
         self._losses[short(task)] = reason[:LINE_CHARACTERS]
 
     def printed(self, task: str, texts: Iterable[PrintedText]) -> None:

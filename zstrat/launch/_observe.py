@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import ZstratError
@@ -191,6 +191,8 @@ class ObservedRun:
                 self._answered[status.task] = self._clock()
             elif self._is_patient(status.task):
                 continue
+            elif before is not None:
+                told = replace(told, told={"log": before.told.get("log")})
             if before is None or before.state != told.state:
                 self._line(status.task, told)
             self._seen[status.task] = told

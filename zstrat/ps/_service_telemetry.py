@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, final
 
-from zstrat.telemetry import PS_PHASES, Phase, Recorder, SpanCapture, resident_bytes
+from zstrat.telemetry import (
+    PS_PHASES,
+    Phase,
+    Recorder,
+    SpanCapture,
+    log_file,
+    resident_bytes,
+)
 from zstrat.telemetry.timeline import columns_of
 from zstrat.transport import lanes, moved_bytes
 from zstrat.transport.health import TelemetryNotices
@@ -79,11 +87,17 @@ class ServiceTelemetry:
         recorder.reach(self._sums(), now)
         gauges: dict[str, PlainTree] = {
             "memory": resident_bytes(),
+            "cpu_seconds": time.process_time(),
             "waiting": len(self._serving),
             "programs": self._store.engine.programs,
         }
         told: PlainTree = {name: dict(lane) for name, lane in lanes().items()}
-        return {**recorder.plain(now), "lanes": told, "gauges": gauges}
+        more: dict[str, PlainTree] = {
+            "lanes": told,
+            "gauges": gauges,
+            "log": log_file(),
+        }
+        return {**recorder.plain(now), **more}
 
     def waited(self, began: float, ended: float) -> None:
         """An answer had to wait for its way, or for its reader."""
@@ -93,8 +107,13 @@ class ServiceTelemetry:
         """The counts whose rates are told. They are of all sessions; the bytes are
         those of the whole process."""
         counts, (got, sent) = self._store.counts, moved_bytes()
-        pulls, pushes = counts.pulls, counts.pushes
-        return {"pulls": pulls, "pushes": pushes, "bytes_in": got, "bytes_out": sent}
+        return {
+            "pulls": counts.pulls,
+            "pushes": counts.pushes,
+            "bytes_in": got,
+            "bytes_out": sent,
+            "cpu": time.process_time(),
+        }
 
     def start_notices(self, tell: Callable[[Message], None]) -> None:
         """Tells the coordinator about once a second from now on, if that changes."""

@@ -7,6 +7,7 @@ from ._histogram import Unit as Unit
 from ._histogram import Windowed as Windowed
 from ._histogram import merged as merged
 from ._limits import Limit as Limit
+from ._limits import held_up as held_up
 from ._limits import limits as limits
 from ._limits import slowest as slowest
 from ._phases import PS_PHASES as PS_PHASES
@@ -20,6 +21,7 @@ from ._recorder import EagerNotes as EagerNotes
 from ._recorder import EagerTimes as EagerTimes
 from ._recorder import Recorder as Recorder
 from ._recorder import StepTimes as StepTimes
+from ._recorder import log_file as log_file
 from ._recorder import resident_bytes as resident_bytes
 from ._report import TaskTold as TaskTold
 from ._report import over as over

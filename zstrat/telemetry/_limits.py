@@ -30,6 +30,8 @@ OLD: Final = 3.0
 ahead doubles it or a little more, and was asked for."""
 LONG_PHASE_SECONDS: Final = 10.0
 """Seconds after which it is said of a step that it has not ended."""
+WORST: Final = 3
+"""Limits that people are shown beside the slowest worker."""
 SLOWER: Final = 0.8
 """A worker that does less than so many times what the median does is slow."""
 
@@ -80,25 +82,21 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
     """The worker that does the fewest steps, and why, in words; None if nobody works.
 
     ``task`` and ``why``. With several workers of about the same speed it is the one
-    that waits most.
+    that waits most. A worker that is lost is named only where no other one works.
     """
     workers = _of_job(metrics.get("tasks", {}), "worker")
     servers = _of_job(metrics.get("tasks", {}), "ps")
-    absent = {
-        name: worker
-        for name, worker in workers.items()
-        if worker.get("state") not in ("open", "up")
-    }
     working = {
         name: worker
         for name, worker in workers.items()
-        if name not in absent and (worker.get("steps_per_s") or worker.get("now"))
+        if worker.get("state") in ("open", "up")
+        and (worker.get("steps_per_s") or worker.get("now"))
     }
-    for name, worker in absent.items():
-        if worker.get("state") == "lost":
-            reason = worker.get("last_error") or "nobody knows why"
-            return {"task": name, "why": f"is lost: {reason}"}
     if not working:
+        for name, worker in workers.items():
+            if worker.get("state") == "lost":
+                reason = worker.get("last_error") or "nobody knows why"
+                return {"task": name, "why": f"is lost: {reason}"}
         return None
     rates = {name: worker.get("steps_per_s", 0.0) for name, worker in working.items()}
     median = sorted(rates.values())[len(rates) // 2]
@@ -107,8 +105,21 @@ def slowest(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
         name, worker = max(working.items(), key=lambda item: (_waits(item[1]), item[0]))
     found = sorted(_of_worker(name, worker, servers), key=lambda limit: -limit.share)
     if not found:
-        return {"task": name, "why": "nothing in particular holds it up"}
+        return {"task": name, "why": "is held up by nothing in particular"}
     return {"task": name, "why": found[0].words}
+
+
+def held_up(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What people are shown of what holds a run up: the slowest worker, then the worst
+    `limits` of others, each with ``task`` and ``why``."""
+    first = metrics.get("slowest")
+    found = [] if first is None else [first]
+    others = [
+        limit
+        for limit in limits(metrics)
+        if first is None or limit.task != first["task"]
+    ]
+    return found + [{"task": each.task, "why": each.words} for each in others[:WORST]]
 
 
 def _waits(worker: Mapping[str, Any]) -> float:

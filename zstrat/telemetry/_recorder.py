@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -373,6 +374,17 @@ def _rows(numbers: list[float], width: int) -> np.ndarray:
 
 def _ignore(_: object) -> None:
     pass
+
+
+def log_file() -> str:
+    """Path of the file that standard error, which is the log, goes to; "" if it goes
+    elsewhere, and where there is no /proc."""
+    try:
+        if not stat.S_ISREG(os.fstat(2).st_mode):
+            return ""
+        return os.readlink(b"/proc/self/fd/2").decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def resident_bytes() -> int:

@@ -38,7 +38,8 @@ class TaskTold:
     """One task as the program, or an observer, knows it.
 
     ``told`` is what it has last said of itself: ``phases``, ``staleness``, ``rates``,
-    ``time``, ``now``, ``lanes`` and ``gauges``; empty if nothing, or nothing of late.
+    ``time``, ``now``, ``lanes``, ``gauges`` and ``log``; empty if nothing, and of a
+    task that is lost its ``log`` alone.
     """
 
     state: str
@@ -93,7 +94,10 @@ def _task(
         "bytes_in_per_s": _rate(told, "bytes_in"),
         "bytes_out_per_s": _rate(told, "bytes_out"),
         "lanes": _part(told, "lanes"),
+        "log": str(told.get("log") or ""),
         "memory": int(_number(gauges.get("memory"))),
+        "cpu_seconds": _number(gauges.get("cpu_seconds")),
+        "cores": _rate(told, "cpu"),
         "waiting": int(_number(gauges.get("waiting"))),
     }
     if job == WORKER:

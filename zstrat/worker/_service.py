@@ -26,7 +26,7 @@ from zstrat.errors import (
     StaleSessionError,
     WorkerLostError,
 )
-from zstrat.telemetry import resident_bytes
+from zstrat.telemetry import log_file, resident_bytes
 from zstrat.transport import lanes, moved_bytes
 from zstrat.transport.health import TelemetryNotices
 from zstrat.wire import (
@@ -379,6 +379,7 @@ class WorkerService:
         values: dict[str, PlainTree] = {}
         gauges: dict[str, PlainTree] = {
             "memory": resident_bytes(),
+            "cpu_seconds": time.process_time(),
             "waiting": 0 if session is None else session.queued,
             "compilations": self._compilations.count,
             "compile_seconds": self._compilations.seconds,
@@ -390,13 +391,15 @@ class WorkerService:
             gauges["cached_programs"] = session.runner.statistics()["programs"]
             gauges |= session.program_left(now)
             gauges["retries"] = session.client.repeats
-        return {**values, "lanes": _plain_lanes(), "gauges": gauges}
+        values |= {"lanes": _plain_lanes(), "gauges": gauges, "log": log_file()}
+        return values
 
     def _sums(self) -> dict[str, float]:
         """Of which rates are told; of all sessions of this process."""
         got, sent = moved_bytes()
         counted = {name: self._counts[name] for name in ("pulls", "pushes")}
-        return {**counted, "bytes_in": got, "bytes_out": sent}
+        cpu = time.process_time()
+        return {**counted, "bytes_in": got, "bytes_out": sent, "cpu": cpu}
 
 
 def _plain_lanes() -> PlainTree:

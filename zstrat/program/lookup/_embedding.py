@@ -270,7 +270,12 @@ class RaggedIds:
 
     @staticmethod
     def pairs(values: Any, row_ids: Any, nrows: int) -> RaggedIds:
-        """Ids ``[m]``; that at i belongs to row ``row_ids[i]`` of ``[0, nrows)``."""
+        """Ids ``[m]``; that at i belongs to row ``row_ids[i]`` of ``[0, nrows)``, or
+        does not count if there is no such row.
+
+        Of row splits (a RaggedTensor) they are ``np.repeat(np.arange(nrows),
+        np.diff(row_splits))``, of a SparseTensor ``indices[:, 0]``.
+        """
         return RaggedIds(values, None, row_ids, operator.index(nrows))
 
 

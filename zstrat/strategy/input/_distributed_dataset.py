@@ -139,9 +139,16 @@ class DistributedIterator(StepIterator, CheckpointableIterator):
         return []
 
     def get_state(self) -> dict[str, Any]:
+        """The place in the data, of numbers, texts and lists that JSON has."""
         return self._pass.place(self._drawn).plain
 
     def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes to a place that `get_state` gave, of an iterator of the same dataset.
+
+        Raises:
+            InvalidArgumentError: It is the place of another dataset; nothing changed.
+            ClosedError: The iterator was closed.
+        """
         if self.is_closed:
             raise ClosedError(f"{self.name} is closed: build its iterator again")
         require_fit(self, state)

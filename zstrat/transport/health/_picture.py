@@ -1,9 +1,10 @@
 """What a page is shown of a run, decided without I/O: looks come in, frames go out.
 
 A frame is JSON. A *whole* one has all that the page shows: the ``metrics`` of the run
-as they are, its history, and since when its tasks are in their states. A *change* has
-the same, but of what only grows (history, scalars, lines of the log) the new alone. It
-can be given to who has the frame before; everybody else is given a whole one.
+as they are, its history, what holds it up, and since when its tasks are in their
+states. A *change* has the same, but of what only grows (history, scalars, lines of the
+log) the new alone. It can be given to who has the frame before; everybody else is given
+a whole one.
 
 JSON knows no NaN, and a loss that is NaN is what somebody looks for: such numbers are
 the words "NaN", "Infinity" and "-Infinity", which JavaScript's ``Number`` reads.
@@ -15,6 +16,8 @@ import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
+
+from zstrat.telemetry import held_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +89,7 @@ class RunPicture:
         self._run, self._began = 0, 0.0
         self._about: Metrics = {}
         self._metrics: Metrics = {}
+        self._held_up: Rows = []
         self._history = RunHistory()
         self._states: dict[str, tuple[str, float]] = {}
         self._grown: dict[str, PlainTree] = {}
@@ -105,6 +109,8 @@ class RunPicture:
             "words": look.words,
             "seconds": _at(told, now - self._began) if told else self._last_seconds(),
         }
+        if told:
+            self._held_up = [{**each} for each in held_up(told)]
         self._only_grew, self._grown = True, {"history": [], "scalars": {}, "logs": []}
         if told:
             self._take(told, _at(told, now - self._began))
@@ -121,13 +127,12 @@ class RunPicture:
             history = self._grown["history"]  # type: ignore[assignment]
         since: PlainTree = {name: at for name, (_, at) in self._states.items()}
         about = {"kind": "change" if only_new else "whole", **self._about}
-        return as_json(
-            {**about, "metrics": metrics, "history": history, "since": since}
-        )
+        about |= {"held_up": self._held_up, "since": since}
+        return as_json({**about, "metrics": metrics, "history": history})
 
     def _begin(self, look: RunLook, now: float) -> None:
         """Another run: nothing of the one before is shown any more."""
-        self._run, self._began, self._metrics = look.run, now, {}
+        self._run, self._began, self._metrics, self._held_up = look.run, now, {}, []
         self._history, self._states, self._about = RunHistory(), {}, {}
 
     def _state(self, look: RunLook) -> str:

@@ -69,9 +69,12 @@ class Optimizer:
         from zstrat.optimizers import RandomNumbers, checked
 
         self.name = "Optimizer" if name is None else name
+        """Names the optimizer in errors."""
         if not isinstance(self.name, str):
             raise TypeError(f"name={name!r:.80}: expected that of an optimizer, text")
         self.iterations: Variable | None = None
+        """Number of calls of `apply_gradients` so far; None without
+        ``count_iterations``."""
         self._transformation: Any = checked(transformation)
         self._random = RandomNumbers.of_this_thread()
         """Of the program, for parameter servers, whose processes were not told."""

@@ -54,58 +54,78 @@ function numberOf(value) {
   return value === null || value === undefined || value === "" ? NaN : Number(value);
 }
 
-function plain(value) {
+/* Numbers on one axis have one unit, and as many digits as tell them apart: `axis` has the
+   `most` of them, and the `step` from one to the next. */
+
+function plain(value, axis) {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
-  const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(2);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return (value || 0).toLocaleString("en", { maximumSignificantDigits: 4 }); // no -0
+  const size = Math.abs(value), most = axis?.most || size;
+  const digits = axis?.step ? Math.min(12, Math.max(4, Math.ceil(Math.log10(most / axis.step)) + 1)) : 4;
+  if (size !== 0 && (most < 1e-3 || most >= 1e9)) return value.toExponential(digits - 2);
+  if (size >= 1000 && digits === 4) return Math.round(value).toLocaleString("en");
+  return (value || 0).toLocaleString("en", { maximumSignificantDigits: digits }); // no -0
 }
 
-function scaled(value, base, units) {
+function scaled(value, base, units, most) {
   if (!Number.isFinite(value)) return "–";
   let at = 0;
-  while (Math.abs(value) >= base && at < units.length - 1) { value /= base; at += 1; }
+  while (Math.abs(most) >= base && at < units.length - 1) { value /= base; most /= base; at += 1; }
   return `${value.toLocaleString("en", { maximumSignificantDigits: value >= 100 ? 4 : 3 })} ${units[at]}`;
 }
 
-const bytes = (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
-const bytesPerSecond = (value) => Number.isFinite(value) ? `${bytes(value)}/s` : "–";
+const bytes = (value, axis) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"], axis?.most || value);
+const bytesPerSecond = (value, axis) => Number.isFinite(value) ? `${bytes(value, axis)}/s` : "–";
+const percent = (value) => Number.isFinite(value) ? `${Math.round(100 * value)} %` : "–";
 
-function seconds(value) {
+function seconds(value, axis) {
   if (!Number.isFinite(value)) return "–";
-  return value < 1 ? scaled(value * 1e6, 1000, ["µs", "ms"]) : `${plain(value)} s`;
+  const most = axis?.most || value;
+  return most < 1 ? scaled(value * 1e6, 1000, ["µs", "ms"], most * 1e6) : `${plain(value)} s`;
 }
 
 /** Of a clock: 42 s, 3:05, 2:03:05, 1 d 02:03. */
-function elapsed(value) {
+function elapsed(value, axis) {
   if (!Number.isFinite(value)) return "";
-  const whole = Math.floor(value), two = (number) => String(number).padStart(2, "0");
-  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
-  if (h >= 24) return `${Math.floor(h / 24)} d ${two(h % 24)}:${two(m)}`;
-  return h ? `${h}:${two(m)}:${two(s)}` : m ? `${m}:${two(s)}` : `${s} s`;
+  const whole = Math.floor(value), most = Math.max(whole, axis?.most ?? 0);
+  const two = (number) => String(number).padStart(2, "0");
+  const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60), whole % 60];
+  if (most >= 86400) return `${Math.floor(h / 24)} d ${two(h % 24)}:${two(m % 60)}`;
+  return most >= 3600 ? `${h}:${two(m % 60)}:${two(s)}` : most >= 60 ? `${m}:${two(s)}` : `${s} s`;
 }
 
 /* ---- lines ------------------------------------------------------------------------- */
 
-/** Round numbers from `low` to `high`, about `count` of them; of bytes, round in KiB, MiB, ... */
-function ticks(low, high, count, areBytes = false) {
-  const unit = areBytes && high >= 1 ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
-  if (unit > 1) return ticks(low / unit, high / unit, count).map((each) => each * unit);
-  const rough = (high - low) / Math.max(1, count);
+/** What steps of an axis of time are round: seconds, minutes, hours, days. */
+const OF_CLOCKS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+
+function roundSteps(rough) {
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
+  return [1, 2, 5, 10].map((each) => each * power);
+}
+
+/** A round step from `low` to `high` for `count` marks or fewer; of bytes, round in KiB, MiB, ... */
+function stepFor(low, high, count, areBytes = false, of = null) {
+  const unit = areBytes && high >= 1 ? 1024 ** Math.floor(Math.log(high) / Math.log(1024)) : 1;
+  const rough = (high - low) / unit / Math.max(1, count);
+  const steps = of === null || rough > of[of.length - 1] ? roundSteps(rough) : of;
+  return unit * steps.find((each) => each >= rough);
+}
+
+function ticks(low, high, step) {
   const found = [];
   for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) found.push(at * step || 0);
   return found;
 }
 
 const LEFT = 58, RIGHT = 10, TOP = 24, BOTTOM = 24;
+const FLAT = 1e-6; // how much a float32 that stays the same may seem to change
+
+const axisOf = ([low, high], step) => ({ most: Math.max(Math.abs(low), Math.abs(high)), step });
 
 /** One line over time or steps, with a cursor for the pointer and the arrow keys. */
 class LineChart {
-  constructor(holder, { name, xWords, yWords, fromZero = false, height = 190 }) {
-    Object.assign(this, { holder, name, xWords, yWords, fromZero, height, isLog: false, points: [], cursor: null });
+  constructor(holder, { name, xWords, xSteps = null, yWords, fromZero = false, height = 190 }) {
+    Object.assign(this, { holder, name, xWords, xSteps, yWords, fromZero, height, isLog: false, points: [], cursor: null });
     this.svg = drawn("svg", { role: "img", tabindex: 0, height });
     this.said = make("p", { class: "said", "aria-live": "off" });
     holder.append(this.svg, this.said);
@@ -140,7 +160,11 @@ class LineChart {
     const xs = this.points.map(([x]) => x);
     let [low, high] = ys.length ? [Math.min(...ys), Math.max(...ys)] : [0, 1];
     if (this.fromZero && !this.isLog) low = Math.min(0, low);
-    if (low === high) [low, high] = this.fromZero ? [low, high + 1] : [low - 0.5, high + 0.5];
+    const size = Math.max(Math.abs(low), Math.abs(high));
+    if (high - low <= FLAT * size) { // it lies in the middle, and its axis is as large as it is
+      const around = this.isLog || !size ? 0.5 : size / 2;
+      [low, high] = this.fromZero ? [low, low + 1] : [low - around, high + around];
+    }
     const pad = this.fromZero && !this.isLog ? 0 : (high - low) * 0.05;
     this.y = [low - pad, high + (high - low) * 0.05];
     this.x = xs.length > 1 ? [xs[0], xs[xs.length - 1]] : [xs[0] ?? 0, (xs[0] ?? 0) + 1];
@@ -151,13 +175,21 @@ class LineChart {
   }
 
   axes(width) {
-    for (const y of ticks(...this.y, this.height / 50, [bytes, bytesPerSecond].includes(this.yWords))) {
+    const areBytes = [bytes, bytesPerSecond].includes(this.yWords);
+    const yStep = stepFor(...this.y, (this.height - TOP - BOTTOM) / 22, areBytes);
+    const yAxis = this.isLog ? undefined : axisOf(this.y, yStep);
+    for (const y of ticks(...this.y, yStep)) {
       const at = this.toY(this.isLog ? 10 ** y : y);
       this.svg.append(drawn("line", { class: "tick", x1: LEFT, x2: width - RIGHT, y1: at, y2: at }),
-        drawn("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, this.yWords(this.isLog ? 10 ** y : y)));
+        drawn("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, this.yWords(this.isLog ? 10 ** y : y, yAxis)));
     }
-    for (const x of ticks(...this.x, Math.max(2, Math.floor(width / 130)))) {
-      this.svg.append(drawn("text", { x: this.toX(x), y: this.height - 6, "text-anchor": "middle" }, this.xWords(x)));
+    const wide = (words) => 6.5 * words.length; // about
+    const room = wide(this.xWords(Math.round(this.x[1]), axisOf(this.x))) + 16;
+    const xStep = stepFor(...this.x, Math.floor((width - LEFT - RIGHT) / room), false, this.xSteps);
+    this.xAxis = axisOf(this.x, xStep);
+    for (const x of ticks(...this.x, xStep)) {
+      const words = this.xWords(x, this.xAxis), at = Math.min(this.toX(x), width - wide(words) / 2);
+      this.svg.append(drawn("text", { x: at, y: this.height - 6, "text-anchor": "middle" }, words));
     }
   }
 
@@ -202,7 +234,7 @@ class LineChart {
     this.cursor = index !== null && index < this.points.length ? index : null;
     this.svg.querySelectorAll(".cursor, .dot").forEach((node) => node.remove());
     const point = this.points[this.cursor ?? this.points.length - 1];
-    setText(this.said, point ? `${this.yWords(point[1])} at ${this.xWords(point[0])}` : "");
+    setText(this.said, point ? `${this.yWords(point[1])} at ${this.xWords(point[0], this.xAxis)}` : "");
     if (this.cursor === null) return;
     const x = this.toX(point[0]);
     this.svg.append(drawn("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: this.height - BOTTOM }));
@@ -219,23 +251,24 @@ class LineChart {
 
 /* ---- bars and columns -------------------------------------------------------------- */
 
-/** Rows `{name, parts: [{name, value, color}], words}`; all have one scale. */
-function bars(list, rows) {
-  const sum = (row) => row.parts.reduce((all, part) => all + (part.value || 0), 0);
-  const most = Math.max(...rows.map(sum), Number.MIN_VALUE);
+const sumOf = (row) => row.parts.reduce((all, part) => all + (part.value || 0), 0);
+
+/** Rows `{name, parts: [{name, value, color}]}`; all have one scale, and one unit of `words`. */
+function bars(list, rows, words) {
+  const most = Math.max(...rows.map(sumOf), Number.MIN_VALUE), axis = { most };
   keyed(list, rows, (row) => row.name, () => make("li", {}, make("span", { class: "who" }),
     make("span", { class: "track", "aria-hidden": "true" }), make("data", { class: "sum" })), (node, row) => {
-    const [who, track, words] = node.children;
+    const [who, track, sum] = node.children;
     setText(who, row.name);
     setAttribute(who, "title", row.name);
     keyed(track, row.parts, (part) => part.name, () => make("i"), (bar, part) => {
       bar.style.setProperty("--of", part.color);
       bar.style.width = `${(100 * (part.value || 0)) / most}%`;
-      setAttribute(bar, "title", `${part.name}: ${part.words}`);
+      setAttribute(bar, "title", `${part.name}: ${words(part.value, axis)}`);
     });
-    setText(words, row.words);
-    setAttribute(words, "value", sum(row));
-    setAttribute(node, "aria-label", `${row.name}: ${row.parts.map((part) => `${part.name} ${part.words}`).join(", ")}`);
+    setText(sum, sumOf(row) || words !== seconds ? words(sumOf(row), axis) : "–");
+    setAttribute(sum, "value", sumOf(row));
+    setAttribute(node, "aria-label", `${row.name}: ${row.parts.map((part) => `${part.name} ${words(part.value, axis)}`).join(", ")}`);
   });
 }
 

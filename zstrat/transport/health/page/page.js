@@ -66,7 +66,7 @@ function say(state, words = "") {
 
 /* ---- the picture ------------------------------------------------------------------- */
 
-function show({ metrics, history, since, name, seconds: now }) {
+function show({ metrics, history, since, held_up, name, seconds: now }) {
   setText(at("name"), name);
   setText(at("elapsed"), elapsed(now));
   document.title = name ? `${name} · zstrat` : "zstrat";
@@ -75,7 +75,7 @@ function show({ metrics, history, since, name, seconds: now }) {
   const servers = tasks.filter(([task]) => task.startsWith("ps:"));
   showTiles(metrics, tasks);
   showAlerts(tasks, since, now);
-  showSlowest(metrics.slowest);
+  showHeldUp(held_up ?? []);
   showHistory(history);
   showScalars(metrics.scalars);
   showPhases(workers);
@@ -145,9 +145,10 @@ function showAlerts(tasks, since, now) {
   });
 }
 
-function showSlowest(slowest) {
-  at("slowest").hidden = !slowest;
-  if (slowest) setText(at("slowest"), `What holds it up: ${slowest.task} ${slowest.why}`);
+function showHeldUp(heldUp) {
+  at("held-up").hidden = !heldUp.length;
+  keyed(at("held-up"), heldUp.map((each, index) => [index, each]), ([index]) => index, () => make("li"),
+    (node, [index, { task, why }]) => setText(node, `${index ? "And: " : "What holds it up: "}${task} ${why}`));
 }
 
 function line(key, holder, name, points, options) {
@@ -166,7 +167,7 @@ const LINES = [
 function showHistory(history) {
   for (const [id, name, of, yWords, height] of LINES) {
     const points = history.map(([when, ...row]) => [when, of(row.map(numberOf))]);
-    line(id, at(id), name, points, { xWords: elapsed, yWords, height, fromZero: true });
+    line(id, at(id), name, points, { xWords: elapsed, xSteps: OF_CLOCKS, yWords, height, fromZero: true });
   }
 }
 
@@ -186,7 +187,7 @@ function showScalars(scalars) {
   }, (card, [name, points]) => {
     forget.delete(`scalar ${name}`);
     const pairs = points.map(([step, , value]) => [numberOf(step), numberOf(value)]);
-    line(`scalar ${name}`, card.lastChild, name, pairs, { xWords: (step) => `step ${plain(step)}`, yWords: plain });
+    line(`scalar ${name}`, card.lastChild, name, pairs, { xWords: (step, axis) => `step ${plain(step, axis)}`, yWords: plain });
   });
   for (const key of forget) charts.delete(key);
 }
@@ -198,14 +199,12 @@ function showPhases(workers) {
     const parts = PHASES.map((phase) => {
       // Not every step draws or pulls: of all seconds, those for each step.
       const { mean = 0, count = 0 } = task.phases[phase] ?? {};
-      const value = (numberOf(mean) * count) / steps || 0;
-      return { name: phase, value, color: colorOf(phase), words: seconds(value) };
+      return { name: phase, value: (numberOf(mean) * count) / steps || 0, color: colorOf(phase) };
     });
-    const all = parts.reduce((sum, part) => sum + part.value, 0);
-    return { name, parts, all, words: all ? seconds(all) : "–" };
+    return { name, parts };
   });
-  const slowest = [...rows].sort((one, other) => other.all - one.all).slice(0, ROWS);
-  bars(at("phases"), rows.filter((row) => slowest.includes(row)));
+  const slowest = [...rows].sort((one, other) => sumOf(other) - sumOf(one)).slice(0, ROWS);
+  bars(at("phases"), rows.filter((row) => slowest.includes(row)), seconds);
 }
 
 function showStaleness(staleness) {
@@ -222,21 +221,16 @@ function showBytes(servers) {
   const kinds = [["in", "bytes_in_per_s", colorOf("pull")], ["out", "bytes_out_per_s", colorOf("draw")]];
   legend(at("bytes-legend"), kinds.map(([name, , color]) => [name, color]));
   bars(at("bytes"), servers.slice(0, ROWS).map(([name, task]) => {
-    const parts = kinds.map(([kind, key, color]) => {
-      const value = numberOf(task[key]) || 0;
-      return { name: kind, value, color, words: bytesPerSecond(value) };
-    });
-    return { name, parts, words: bytesPerSecond(parts[0].value + parts[1].value) };
-  }));
+    return { name, parts: kinds.map(([kind, key, color]) => ({ name: kind, value: numberOf(task[key]) || 0, color })) };
+  }), bytesPerSecond);
 }
 
 function showMemory(tasks) {
   const known = tasks.filter(([, task]) => task.memory);
   const largest = [...known].sort(([, one], [, other]) => (other.memory || 0) - (one.memory || 0)).slice(0, ROWS);
-  bars(at("memory"), known.filter((task) => largest.includes(task)).map(([name, task]) => {
-    const value = numberOf(task.memory) || 0;
-    return { name, words: bytes(value), parts: [{ name: "memory", value, color: colorOf("accent"), words: bytes(value) }] };
-  }));
+  bars(at("memory"), known.filter((task) => largest.includes(task)).map(([name, task]) => (
+    { name, parts: [{ name: "memory", value: numberOf(task.memory) || 0, color: colorOf("accent") }] }
+  )), bytes);
 }
 
 /* Heading, kind, and what a task has there: a number with its words, or words. */
@@ -250,9 +244,10 @@ const COLUMNS = [
   ["In", "number", (name, task) => [task.bytes_in_per_s, bytesPerSecond]],
   ["Out", "number", (name, task) => [task.bytes_out_per_s, bytesPerSecond]],
   ["Memory", "number", (name, task) => [task.memory, bytes]],
+  ["Processor", "number", (name, task) => [task.cores, percent]],
   ["Compiled", "number", (name, task) => [task.compilations, plain]],
   ["Address", "place", (name, task) => task.address ?? ""],
-  ["Last error", "words", (name, task) => task.last_error ?? ""],
+  ["Last error, log file", "words", (name, task) => [task.last_error, task.log].filter(Boolean).join("\n")],
 ];
 
 function showTable(tasks, since, now) {
