@@ -90,6 +90,17 @@ class Structure:
         """The plain form."""
         return encode(self.treedef, self.slots)
 
+    def difference(self, other: Structure) -> tuple[str, str, str]:
+        """The place of the first difference, what is there, and what the other has."""
+        if self.treedef == other.treedef:
+            numbered = self.treedef.unflatten(range(len(self.slots)))
+            paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
+            slots = zip(paths, self.slots, other.slots, strict=True)
+            for (path, _), mine, its in slots:
+                if mine != its:
+                    return _place(path), _slot_words(mine), _slot_words(its)
+        return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
+
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The result with these arrays."""
         return self.treedef.unflatten(
@@ -290,6 +301,10 @@ def _node_of(data: tuple[type, Any], children: int) -> TreeDef:
             f"not know as a pytree in this program: {error}. Register the class where "
             "it is defined, at the top of a module"
         ) from error
+
+
+def _slot_words(slot: int | Static) -> str:
+    return repr(slot.value) if isinstance(slot, Static) else "an array"
 
 
 def _slot(slot: int | Static) -> PlainTree:
