@@ -408,3 +408,42 @@ def test_done_wakes_those_who_were_forgotten(world, monkeypatch):
         coordinator.schedule(constant)
     while not coordinator.done():
         pass  # as a program would that does something else meanwhile
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        float,
+        int,
+        abs,
+        len,
+        lambda value: value + 1,
+        lambda value: 1 - value,
+        lambda value: np.float32(1) * value,
+        lambda value: jnp.float32(1) / value,
+        lambda value: value < 1,
+        lambda value: value[0],
+        lambda value: f"{value:.3f}",
+        np.asarray,
+        np.mean,
+        np.exp,
+        jnp.asarray,
+        lambda value: sum([value, value]),
+    ],
+)
+def test_what_takes_a_number_asks_for_fetch(world, use):
+    value = world.coordinator().schedule(zs.function(lambda: jnp.float32(3)))
+    with pytest.raises(TypeError, match=r"RemoteValue.*value\.fetch\(\)"):
+        use(value)
+    assert value.fetch() == 3
+
+
+def test_what_an_array_has_a_remote_value_has_after_fetch(world):
+    value = world.coordinator().schedule(zs.function(lambda: jnp.float32(3)))
+    with pytest.raises(AttributeError, match=r"'item'.*value\.fetch\(\)"):
+        value.item()
+    with pytest.raises(AttributeError, match=r"no attribute 'itm'$"):
+        _ = value.itm
+    assert value
+    assert value == value  # by identity
+    assert f"{value}".startswith("<RemoteValue")

@@ -123,9 +123,16 @@ def test_an_eager_step_is_given_what_a_captured_one_is():
             assert x.tolist() == y.tolist() == z.tolist()
 
 
-def test_an_eager_result_that_nobody_could_rebuild(home):
+def test_an_eager_result_of_classes_is_rebuilt_without_a_trace(home):
     v = home.variable(np.float32(1))
     step = zs.function(lambda: {"pair": Pair(v.value(), 2)}, eager=True)
-    assert step()["pair"] == Pair(1, 2)  # here it need not cross a wire
-    with pytest.raises(TypeError, match=r"'.*' returns PyTreeDef.*Pair.*plain tuples"):
+    result = zs.run_eager(step, (), {}, home)
+    assert zs.rebuild(result.layout.structure, result.leaves) == {"pair": Pair(1, 2)}
+
+
+def test_an_eager_result_that_nobody_could_rebuild(home):
+    partial = jax.tree_util.Partial(lambda x: x, 1.0)  # keeps the function beside it
+    step = zs.function(lambda: {"pair": partial}, eager=True)
+    assert step()["pair"]() == 1  # here it need not cross a wire
+    with pytest.raises(TypeError, match=r"'.*' returns PyTreeDef.*Partial"):
         zs.run_eager(step, (), {}, home)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import ABSENT, Optimizer, Variable
+from zstrat.variables import ABSENT, IndexedSlices, Optimizer, Variable
 
 RNG = np.random.default_rng(2)
 TABLE = RNG.normal(size=(11, 3)).astype(np.float32)
@@ -63,6 +63,49 @@ def test_rows_come_in_the_order_of_their_ids(home, kind):
 
 
 @pytest.mark.shows("tf.nn.embedding_lookup")
+@pytest.mark.parametrize("kind", ["whole", "in parts", "a list", "arrays", "local"])
+def test_ids_in_lists(home, kind):
+    """As constants, and as arguments of a step, whose numbers are traced."""
+    table, how = kinds(home)[kind]
+    for ids in ([10, 0, 10], [[10, 0], [4, 5]], (3, 1), [], 2):
+        wanted = TABLE[np.asarray(ids, int)]
+        constant = everywhere(lambda ids=ids: zs.embedding_lookup(table, ids, **how))
+        np.testing.assert_array_equal(constant, wanted)
+        given = everywhere(lambda ids: zs.embedding_lookup(table, ids, **how), ids)
+        np.testing.assert_array_equal(given, wanted)
+    pairs = everywhere(
+        lambda ids, rows, weights: zs.embedding_lookup_sparse(
+            table, (ids, rows, 2), weights, "sum", **how
+        ),
+        [1, 2, 0],
+        [0, 0, 1],
+        [1.0, 2.0, 3.0],
+    )
+    wanted = np.stack([TABLE[1] + 2 * TABLE[2], 3 * TABLE[0]])
+    np.testing.assert_allclose(pairs, wanted, rtol=1e-5)
+    if kind in ("whole", "in parts", "local"):
+        read = everywhere(lambda ids: table.sparse_read(ids), [10, 0])
+        np.testing.assert_array_equal(read, TABLE[[10, 0]])
+    with pytest.raises(ValueError, match="different lengths"):
+        zs.embedding_lookup(table, [[1, 2], [3]], **how)
+
+
+def test_values_in_lists_with_traced_numbers(home):
+    v = home.variable(np.zeros(2, np.float32))
+    tables = home.variable(TABLE), home.sharded(TABLE, 2)
+
+    @zs.function
+    def step(a, ids):
+        v.assign_add([a, 2.0])
+        for table in tables:
+            table.scatter_add(IndexedSlices(jnp.ones((2, 3)), ids))
+
+    step(1.0, [4, 7])
+    assert v.numpy().tolist() == [1, 2]
+    for table in tables:
+        np.testing.assert_array_equal(table.numpy()[[4, 7]], TABLE[[4, 7]] + 1)
+
+
 def test_what_is_not_asked_for_does_not_travel(home):
     dealt = [home.variable(TABLE[n::3], f"d{n}") for n in range(3)]
     zs.function(lambda i: zs.embedding_lookup(dealt, i, partition_strategy="mod"))(IDS)

@@ -304,11 +304,7 @@ def test_a_body_that_changes_its_mind(home):
         traces.append(1)
         (v if len(traces) % 2 else w).assign(0.0)
 
-    def returns_another():
-        traces.append(1)
-        return len(traces)
-
-    for body in (reads_another, updates_another, returns_another):
+    for body in (reads_another, updates_another):
         traces.clear()
         with pytest.raises(RuntimeError, match="did something else when it was traced"):
             zs.function(body)()
@@ -407,3 +403,21 @@ def test_other_errors_of_an_eager_step_stay_what_they_are():
     with pytest.raises(ValueError, match=r"^mine\n") as caught:
         step()
     assert str(caught.value) == "mine"
+
+
+def test_a_python_value_that_changes_from_trace_to_trace():
+    """The two values come, their place in the result, and what to do."""
+    captured, grown = {"count": 0}, []
+
+    def counts():
+        captured["count"] += 1
+        return {"x": [jnp.ones(2), captured["count"]]}
+
+    def grows():
+        grown.append(1.0)
+        return grown
+
+    words = r"result\['x'\]\[1\].*: it was 1, and is 2\..*jax\.random.*zs\.Variable"
+    for fn, match in ((counts, words), (grows, r"\[\*\].*\[\*, \*\]")):
+        with pytest.raises(RuntimeError, match=match):
+            zs.function(fn)()

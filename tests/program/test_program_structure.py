@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+import dataclasses
+import subprocess  # noqa: F401  # a module that is here
+from collections import OrderedDict, defaultdict, namedtuple
 
 import jax
 import msgpack
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.program import rebuild
-from zstrat.program.trace import split
+from zstrat.program.trace import is_described, split
 
 Point = namedtuple("Point", "x y")
 
@@ -88,9 +90,51 @@ def test_what_is_no_structure_is_refused(broken):
         rebuild(broken, [np.zeros(1)])
 
 
+@given(any_trees)
+def test_other_pytrees_rebuild_without_a_trace_where_their_classes_are(tree):
+    structure, leaves = split(tree, _refuse)
+    assert is_described(structure.plain)
+    carried = msgpack.unpackb(msgpack.packb(structure.plain), strict_map_key=False)
+    _same(rebuild(carried, leaves), tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Labelled:
+    x: object
+    label: object = dataclasses.field(metadata={"static": True})
+
+
+@pytest.mark.parametrize(
+    "label", [None, 1, "a", (1, "a", (2.5, b"c")), Labelled], ids=repr
+)
+def test_what_a_class_keeps_beside_its_arrays_is_rebuilt_with_it(label):
+    tree = {"one": [Labelled(np.ones(2), label)], "two": defaultdict(list, a=2)}
+    structure, leaves = split(tree, _refuse)
+    carried = msgpack.unpackb(msgpack.packb(structure.plain), strict_map_key=False)
+    _same(rebuild(carried, leaves), tree)
+
+
 def test_a_structure_of_another_pytree_is_refused():
-    structure, leaves = split(Point(np.zeros(1), 2), _refuse)
+    structure, leaves = split(Labelled(np.zeros(1), len), _refuse)
+    assert not is_described(structure.plain)
+    _same(rebuild(structure.plain, leaves, structure.treedef), Labelled(leaves[0], len))
     with pytest.raises(ValueError, match="a pytree of its own kind"):
         rebuild(structure.plain, leaves)
     with pytest.raises(ValueError, match="a pytree of its own kind"):
         rebuild(structure.plain, leaves, jax.tree.structure([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [["", __name__, "Absent"], ["", "no.such.module", "Point"], ["", "os", "path"]],
+    ids=repr,
+)
+def test_a_class_that_is_not_here_is_named(named):
+    with pytest.raises(TypeError, match=named[2]):
+        rebuild(["*", ["#", named, None, 0], 0], [np.zeros(1)])
+
+
+def test_only_classes_that_jax_knows_are_made():
+    with pytest.raises(TypeError, match="Popen"):
+        rebuild(["*", ["#", ["", "subprocess", "Popen"], None, 0], 0], [np.zeros(1)])

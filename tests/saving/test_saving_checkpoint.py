@@ -8,6 +8,8 @@ import gc
 import json
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -502,3 +504,68 @@ def test_a_manifest_with_damaged_objects_is_refused(tmp_path):
         with pytest.raises(DataLossError, match=r"damaged object|not the objects"):
             Checkpoint(a=Variable(1.0)).restore(path)
     assert json.loads(bad.encode())["manifest"]["version"] == 1
+
+
+def in_threads(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+def test_a_save_and_restores_in_other_threads_do_not_mix(tmp_path):
+    """Each of the variables has the same value in every checkpoint."""
+    count = 40
+    variables = [zeros() for _ in range(count)]
+    checkpoint, other = Checkpoint(v=variables), Checkpoint(other=variables[::-1])
+    paths = []
+    for value in (1.0, 2.0):
+        for variable in variables:
+            variable.assign(value)
+        paths.append((checkpoint.save(tmp_path / "a"), other.save(tmp_path / "b")))
+
+    def restores():
+        for _ in range(6):
+            for mine, _ in paths:
+                checkpoint.restore(mine)
+
+    def restores_other():
+        for _ in range(6):
+            for _, theirs in paths:
+                other.restore(theirs)
+
+    def saves():
+        return [checkpoint.save(tmp_path / "c") for _ in range(6)]
+
+    saved, _, _ = in_threads(saves, restores, restores_other)
+    assert len({v.numpy().item() for v in variables}) == 1
+    for path in saved:
+        checkpoint.restore(path)
+        assert len({v.numpy().item() for v in variables}) == 1
+
+
+def test_saves_in_threads_get_numbers_of_their_own(tmp_path):
+    checkpoint = Checkpoint(v=zeros(3))
+    save = partial(checkpoint.save, tmp_path / "x")
+    names = {path.rpartition("/")[2] for path in in_threads(*[save] * 6)}
+    assert names == {f"x-{number}" for number in range(1, 7)}
+    assert checkpoint.save_counter.numpy() == 6
+
+
+async def test_a_blocking_save_does_not_wait_for_one_on_its_own_loop(tmp_path):
+    checkpoint = Checkpoint(v=zeros(3))
+    first = asyncio.create_task(checkpoint.save_async(tmp_path / "x"))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="_async"):
+        checkpoint.save(tmp_path / "x")
+    assert (await first).endswith("x-1")
+
+
+async def test_a_save_that_is_cancelled_while_it_waits_lets_the_others_on(tmp_path):
+    checkpoint = Checkpoint(v=zeros(3))
+    tasks = [
+        asyncio.create_task(checkpoint.save_async(tmp_path / "x")) for _ in range(3)
+    ]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[1], asyncio.CancelledError)
+    assert [results[0][-3:], results[2][-3:]] == ["x-1", "x-2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,14 +145,28 @@ def test_a_worker_killed_in_a_time_line_is_named_in_it(local, coordinator, tmp_p
     assert "worker:1" not in seen
 
 
+class Reader(NamedTuple):
+    pipeline: object
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+    reader: Reader
+    kind: str = dataclasses.field(default="known", metadata={"static": True})
+
+
 def test_a_killed_worker_that_is_started_again_takes_part_again(local, coordinator):
     def dataset(context):
         while True:
-            yield np.int32(context.input_pipeline_id)
+            yield Batch(Reader(np.int32(context.input_pipeline_id)))
 
     @zs.function
     def who(iterator):
-        return next(iterator)
+        batch = next(iterator)
+        assert isinstance(batch, Batch)
+        assert batch.kind == "known"
+        return batch.reader.pipeline
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
     coordinator.schedule(who, args=(iterator,)).fetch()

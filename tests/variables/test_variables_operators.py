@@ -40,6 +40,24 @@ def test_binary_operators_are_those_of_the_value(op, kind):
     np.testing.assert_array_equal(op(a, 2), op(A, 2))
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, zs.function])
+@pytest.mark.parametrize(
+    "use",
+    [
+        np.sum,
+        np.max,
+        lambda v: np.add(v, 1, dtype=np.float64),
+        lambda v: np.add(v, 1, out=np.zeros_like(A)),
+        lambda v: np.multiply.outer(v, v),
+        lambda v: np.add.at(v, 0, 1),
+    ],
+)
+def test_functions_of_numpy_that_take_arrays_ask_for_the_value(use, wrap):
+    v = zv.Variable(A)
+    with pytest.raises(TypeError, match=r"v\.value\(\)"):
+        wrap(lambda: use(v))()
+
+
 TREE = {"a": np.array([3.0, -4.0], np.float32), "b": np.float32(12.0)}
 ON_TREES = {
     "optax.tree.norm": (optax.tree.norm, 13.0),

@@ -182,3 +182,18 @@ async def test_a_variable_is_moved_once_per_call():
     np.testing.assert_array_equal(v.numpy(), [1.0])
     optimizer.apply_gradients([(None, v), (gradient, v), (gradient, w)])
     np.testing.assert_array_equal(v.numpy(), [0.0])
+
+
+@pytest.mark.parametrize(
+    "swapped",
+    [
+        lambda w, g: (w, g),
+        lambda w, g: ({"a": w, "b": None}, {"a": g, "b": None}),
+        lambda w, g: ([(w, g)],),
+        lambda w, g: ({"a": w}, {"a": zv.IndexedSlices(g[:1], np.array([0]), (3,))}),
+    ],
+)
+def test_gradients_and_variables_the_other_way_round(swapped):
+    w, g = zv.Variable(np.ones(3, np.float32)), np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"apply_gradients\(grads, variables\)"):
+        zv.Optimizer(optax.sgd(0.1)).apply_gradients(*swapped(w, g))

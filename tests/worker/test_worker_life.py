@@ -141,10 +141,24 @@ class Life(RuleBasedStateMachine):
             assert len(asked) == max(1, len(kind["lookups"]))
             assert step.values == asked[-1]
         assert (step.ending is not None) == (step.number in self.broken)
+        if step.error is not None and step.number in self.element_of:
+            self.put_back(step)
         self.began.append(step.number)
         push = step.number if kind["does"] != "nothing" and not failed else None
         self.wrote |= set() if push is None else {push}
         self.pipeline.ran(step, step.number, self.now, cost=kind["cost"], push=push)
+
+    def put_back(self, step):
+        """As of a step whose values did not come: what was drawn last goes first."""
+        behind = self.pipeline.put_back()
+        for each in (*behind, step):
+            if each.number in self.element_of:
+                self.elements -= 1
+                assert self.element_of.pop(each.number) == self.elements
+        for each in behind:
+            if each.dropped:  # it is prepared once more
+                del self.asked[each.number]
+                self.broken.discard(each.number)
 
     def carry(self, post):
         assert post

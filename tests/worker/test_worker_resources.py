@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
 
 from zstrat.data import Dataset, InputContext
 from zstrat.errors import ClosureInputError, NotFoundError, OutOfRangeError
-from zstrat.program import function, get_current_worker_index, get_worker_context
+from zstrat.program import (
+    function,
+    get_current_worker_index,
+    get_worker_context,
+    rebuild,
+)
 from zstrat.variables import Variable
 from zstrat.wire import DropResources
 
@@ -240,12 +248,56 @@ async def test_an_error_can_be_mended_by_building_again(world):
     assert element.tolist() == [0]
 
 
-async def test_elements_that_no_coordinator_could_describe(world):
-    import collections
+class Named(NamedTuple):
+    x: object
+    rest: object = None
 
-    pair = collections.namedtuple("Pair", "x y")
-    with pytest.raises(TypeError, match="return dicts or plain tuples"):
-        await world.build(lambda: [pair(np.zeros(1), np.zeros(1))])
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+    x: object
+    rest: object = None
+
+
+@jax.tree_util.register_pytree_node_class
+class Pytree:
+    def __init__(self, x, rest=None):
+        self.x, self.rest = x, rest
+
+    def tree_flatten(self):
+        return (self.x, self.rest), ("kept", 1)
+
+    @classmethod
+    def tree_unflatten(cls, kept, children):
+        assert kept == ("kept", 1)
+        return cls(*children)
+
+
+@pytest.mark.parametrize("kind", [Named, Registered, Pytree])
+async def test_elements_of_classes_that_jax_knows(shipping, kind):
+    def batches():
+        for number in range(3):
+            yield kind(np.full(2, number), {"inner": [kind(np.float32(number))]})
+
+    dataset = Dataset.from_tensor_slices(kind(np.arange(4.0), (np.arange(4),)))
+    first = 0
+    for maker, shape in (batches, [2]), (dataset.batch(4), [4]):
+        for _ in range(2):  # as a worker that returns builds it again
+            first += 1
+            resource, layout = await shipping.build(maker)
+            leaves = [np.zeros(shape) for shape in layout.shapes]
+            element = rebuild(layout.structure, leaves)
+            assert type(element) is kind
+            assert list(element.x.shape) == layout.shapes[0] == shape
+            (drawn_one,) = await drawn(shipping, resource, 1, first)
+            assert type(drawn_one) is kind
+
+
+async def test_elements_that_no_coordinator_could_describe(world):
+    partial = jax.tree_util.Partial(len, np.zeros(1))  # keeps the function beside it
+    with pytest.raises(TypeError, match=r"Partial.*pass them to the step"):
+        await world.build(lambda: [(partial, np.zeros(1))])
 
 
 async def test_unknown_purpose(world):

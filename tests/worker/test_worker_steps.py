@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from zstrat.data import Dataset
 from zstrat.errors import (
     ClosureInputError,
     InvalidArgumentError,
@@ -258,6 +259,40 @@ async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
     link.connect()
     await world.run(digest, range(4, 13), arguments)
     assert world.value(v) == sum(range(10))
+
+
+async def test_what_is_put_back_is_drawn_before_what_was_drawn_behind_it(shipping):
+    """So a place in the data, as a save takes it, is one of the order of the data."""
+    world = shipping
+    early, late = world.variable(np.float32(0)), world.variable(np.float32(0), ps=1)
+
+    @function
+    def first(iterator):
+        return next(iterator) + early.value()
+
+    @function
+    def second(iterator):
+        return next(iterator) + late.value()
+
+    data = Dataset.from_tensor_slices(np.arange(6, dtype=np.float32))
+    resource, _ = await world.build(lambda: data)
+    one, two = await world.ship(first), await world.ship(second)
+    arguments = world.arguments(world.it(resource))
+    assert (await world.run(one, [0], arguments)) == [0]
+    assert (await world.run(two, [1], arguments)) == [1]
+    for link in world.links:
+        link.hold()
+    world.dispatch(one, [2], arguments)
+    world.dispatch(two, [3], arguments)
+    while not all(link.held for link in world.links):  # both have drawn
+        await world.worker._executor.submit(lambda: None)
+    world.links[0].cut()
+    (error,) = await world.outcomes([2])
+    assert isinstance(error, PSUnavailableError)
+    world.links[1].release()
+    assert (await world.outcomes([3])) == [2]
+    world.links[0].connect()
+    assert (await world.run(one, [4, 5, 6], arguments)) == [3, 4, 5]
 
 
 async def test_end_of_data_is_the_closures_error(world):

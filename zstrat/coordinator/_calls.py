@@ -66,12 +66,25 @@ class TracingStrategy(Protocol):
 
 
 class Code:
-    """A pickled function (or dataset), named by its digest."""
+    """A pickled function (or dataset), named by its digest.
 
-    __slots__ = ("code", "digest")
+    Args:
+        classes: Of the program, that travel with it: workers refer to them.
+    """
 
-    def __init__(self, code: bytes) -> None:
-        self.code, self.digest = code, digest(code)
+    __slots__ = ("classes", "code", "digest")
+
+    def __init__(self, code: bytes, classes: Sequence[type] = ()) -> None:
+        self.code, self.digest, self.classes = code, digest(code), classes
+
+    @classmethod
+    def of(cls, obj: object) -> Code:
+        """
+        Raises:
+            Exception: It cannot be pickled.
+        """
+        classes: list[type] = []
+        return cls(dump_code(obj, classes=classes), classes)
 
 
 class PickledArguments:

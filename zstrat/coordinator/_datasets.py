@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.program import Drawing, Function, dump_code, rebuild
+from zstrat.program import Drawing, Function, rebuild
 from zstrat.variables import recorder
 
 from ._calls import Code, PickledArguments
@@ -323,7 +323,7 @@ def make_dataset(
             "create_per_worker_dataset takes a function that returns an iterable, or "
             f"an iterable; got {type(dataset_fn).__name__}"
         )
-    return PerWorkerDataset(core, Code(dump_code(dataset_fn)), name, kind)
+    return PerWorkerDataset(core, Code.of(dataset_fn), name, kind)
 
 
 def make_resources(
@@ -339,7 +339,7 @@ def make_resources(
     if arguments is not None:
         arguments.retire_to(core.dispatcher.retired)
     record = core.create_resource(
-        "value", f"the result of {fn!r}", Code(dump_code(fn)), arguments
+        "value", f"the result of {fn!r}", Code.of(fn), arguments
     )
     return _values(core, record)
 

@@ -23,6 +23,8 @@ from zstrat.program import Resource, StepIterator, hide_frames, rebuild
 from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
+from ._unfetched import Unfetched
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 
@@ -92,7 +94,7 @@ class ValueSource(Protocol):
     def interrupted(self, interrupt: KeyboardInterrupt) -> None: ...
 
 
-class RemoteValue:
+class RemoteValue(Unfetched):
     """The result, some time, of a scheduled closure.
 
     ``value.fetch()`` blocks and gives numpy arrays, ``value.get()`` blocks and gives
@@ -171,6 +173,12 @@ class RemoteValue:
         except Exception as error:  # to the caller
             hide_frames(error)
             raise
+
+    def _advice(self) -> str:
+        return (
+            f"{self!r}, a result that was not fetched: write value.fetch(), or "
+            "coordinator.fetch(values) for a tree of them"
+        )
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
@@ -286,6 +294,9 @@ class AsyncRemoteValue(RemoteValue):
     """
 
     __slots__ = ()
+
+    def _advice(self) -> str:
+        return f"{self!r}, a result that was not awaited: write await value"
 
     async def fetch(self, timeout: float | None = None) -> Any:
         """As `RemoteValue.fetch`, awaited; raises as that does.

@@ -9,6 +9,7 @@ Which of these rows its replicas get is decided next (`_replica_rows`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -17,12 +18,13 @@ import numpy as np
 from . import _lineage as lineage
 from ._dataset import Dataset
 from ._foreign import Foreign, foreign
+from ._leaves import node_of
 from ._options import AutoShardPolicy
 from ._passes import INFINITE
 from ._replica_rows import cutter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from ._passes import Recipe
     from ._position import Position
@@ -125,8 +127,9 @@ class Allotment:
 def as_dataset(source: Any) -> Dataset:
     """Anything that a strategy distributes, as a `Dataset`.
 
-    A dict, a tuple or an array is data itself, one element for each index of the first
-    axis; a list, like any other iterable, is the elements one after the other.
+    A dict, a tuple, an array or an object of a class that jax knows as a pytree is data
+    itself, one element for each index of the first axis; a list, like any other
+    iterable, is the elements one after the other.
 
     Raises:
         TypeError: It is none of these, or arrays of objects. While iterating: an
@@ -135,7 +138,8 @@ def as_dataset(source: Any) -> Dataset:
     """
     if isinstance(source, Dataset):
         return source
-    if isinstance(source, dict | tuple | np.ndarray):
+    is_data = isinstance(source, dict | tuple | np.ndarray)
+    if is_data or (not isinstance(source, Iterable) and node_of(source) is not None):
         return Dataset.from_tensor_slices(source)
     return Dataset(foreign(source))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from ._elements import ending
+from ._leaves import node_of
 from ._passes import INFINITE, UNKNOWN, Batching, Derived, Recipe
 from ._spec import TensorSpec, first_axis, kept, row_spec, stacked_spec, unknown
 from ._tree import leaves, mapped, require_joint, stacked, with_leaves
@@ -249,6 +250,13 @@ def _flatten(
         for at, item in enumerate(element):
             inner = given if is_whole else given[at]
             _flatten(item, inner, name, f"{path}[{at}]", out)
+    elif (node := node_of(element)) is not None:
+        other = None if is_whole else node_of(given)
+        if not is_whole and (other is None or other.paths != node.paths):
+            raise _unlike(name, path, f"a {type(element).__name__}", given)
+        inners = (given,) * len(node.paths) if other is None else other.children
+        for below, item, each in zip(node.paths, node.children, inners, strict=True):
+            _flatten(item, each, name, path + below, out)
     elif element is not None:
         out.append(given)
 
@@ -261,7 +269,8 @@ def _unlike(name: str, path: str, wanted: str, given: Any) -> TypeError:
 
 
 def _is_scalar(given: Any) -> bool:
-    return not isinstance(given, dict | tuple | list) and np.ndim(given) == 0
+    is_tree = isinstance(given, dict | tuple | list) or node_of(given) is not None
+    return not is_tree and np.ndim(given) == 0
 
 
 def _no_shape(leaf: Any) -> Any:
@@ -274,6 +283,8 @@ def _lengths(shapes: Any) -> list[int | None]:
     if isinstance(shapes, dict | tuple):
         inner = shapes.values() if isinstance(shapes, dict) else shapes
         return [length for shape in inner for length in _lengths(shape)]
+    if (node := node_of(shapes)) is not None:
+        return [length for shape in node.children for length in _lengths(shape)]
     return [None] if shapes is None else [*_sizes(shapes)]
 
 

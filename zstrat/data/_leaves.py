@@ -4,8 +4,8 @@ numpy wraps whatever else a source gives into an array of one object, and a step
 take that for a constant of its own. So it is refused where it enters, with its place,
 its type and what to give instead.
 
-Classes that jax knows as pytrees are structure in the datasets of others. jax is asked
-about them if somebody has imported it; else nobody can have told it of a class.
+Classes that jax knows as pytrees are structure. jax is asked about them if somebody has
+imported it; else nobody can have told it of a class.
 
 Law of the file: nothing is converted or copied, and arrays of other libraries are not
 read: they may lie on a device.
@@ -15,26 +15,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from ._elements import ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Element = Any
-"""Nested dicts and tuples with numpy arrays, numpy scalars or `bytes` as leaves."""
+"""Nested dicts, tuples and other classes that jax knows as pytrees, with numpy arrays,
+numpy scalars or `bytes` as leaves."""
 
 SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic
+_NO_NODES: Final = _PLAIN | np.ndarray | list | None
 _TEXT: Final = str | bytes | None
 """What an array of objects may hold: text and records, and None where one is missing.
 """
 _DATA: Final = (
     "no data: elements are numbers, booleans, text, bytes and arrays of these, in "
-    "dicts and tuples"
+    "dicts, tuples and classes that jax knows as pytrees"
 )
 
 
@@ -81,6 +83,36 @@ class Densable(Protocol):
     """A sparse array of scipy or jax."""
 
     def todense(self) -> Any: ...
+
+
+class Node(NamedTuple):
+    """An object of a class that jax knows as a pytree, opened by one level."""
+
+    paths: tuple[str, ...]
+    children: tuple[Any, ...]
+    treedef: Any
+    """Above the children, equal for objects of one class and one static part."""
+
+    def rebuilt(self, children: Iterable[Any]) -> Any:
+        """An object of the same kind with other children."""
+        return self.treedef.unflatten(children)
+
+
+def node_of(value: Any) -> Node | None:
+    """The object opened, if jax knows its class as a pytree; None for any other, for
+    lists, which are one array, and for what is sparse or ragged. Dicts and tuples are
+    not asked about."""
+    if isinstance(value, _NO_NODES) or _is_of_jax(value):
+        return None
+    jax: Any = sys.modules.get("jax")
+    if jax is None or isinstance(value, Iterator) or _is_sparse(value):
+        return None
+    flatten = jax.tree_util.tree_flatten_with_path
+    found, treedef = flatten(value, lambda node: node is not value)
+    if len(found) == 1 and found[0][1] is value:
+        return None
+    paths = tuple([jax.tree_util.keystr(path) for path, _ in found])
+    return Node(paths, tuple([child for _, child in found]), treedef)
 
 
 def require_text(array: Any, path: str, given: object) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from ._tree import leaves, mapped, rebuilt, with_leaves
+from ._leaves import node_of
+from ._tree import dict_like, leaves, mapped, rebuilt, with_leaves
 
 if TYPE_CHECKING:
     from ._leaves import Element
@@ -165,7 +166,8 @@ def signature_of(given: Any) -> Spec:
         if not isinstance(leaf, Specified):
             raise TypeError(
                 "`output_signature` must be a zs.data.TensorSpec(shape, dtype), or "
-                f"dicts and tuples of them; at {path or 'the top'} it is {leaf!r:.100}"
+                "dicts, tuples and pytree classes of them; at "
+                f"{path or 'the top'} it is {leaf!r:.100}"
             )
     return mapped(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), given)
 
@@ -189,16 +191,21 @@ def fitted(element: Element, signature: Spec, number: int) -> Element:
 
 def _fitted(element: Element, signature: Spec, number: int, path: str) -> Element:
     if isinstance(signature, dict):
-        return {
+        items_by_key = {
             key: _fitted(element[key], item, number, f"{path}[{key!r}]")
             for key, item in signature.items()
         }
+        return dict_like(signature, items_by_key)
     if isinstance(signature, tuple):
         pairs = zip(element, signature, strict=True)
         items = [
             _fitted(e, s, number, f"{path}[{i}]") for i, (e, s) in enumerate(pairs)
         ]
         return rebuilt(signature, items)
+    if (wanted := node_of(signature)) is not None and (node := node_of(element)):
+        triples = zip(node.children, wanted.children, wanted.paths, strict=True)
+        fitting = [_fitted(e, s, number, path + below) for e, s, below in triples]
+        return node.rebuilt(fitting)
     return None if signature is None else _leaf(element, signature, number, path)
 
 

@@ -1,7 +1,8 @@
 """Structures of arrays, as TensorFlow's datasets understand them.
 
-Dicts and tuples (named ones too) are structure; everything else, a list included, is a
-leaf and becomes a numpy array. No jax: a dataset is also built where there is none.
+Dicts, tuples (named ones too) and objects of other classes that jax knows as pytrees
+are structure; everything else, a list included, is a leaf and becomes a numpy array. No
+jax is needed: a dataset is also built where there is none.
 
 Records (`bytes`) alone stay what they are, and several become an array of objects, as
 TensorFlow's strings do: numpy's own strings drop the zeros at their ends.
@@ -9,16 +10,19 @@ TensorFlow's strings do: numpy's own strings drop the zeros at their ends.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from zstrat.rows import aligned
 
-from ._leaves import Element, require_text
+from ._leaves import Element, node_of, require_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ._leaves import Node
 
 
 def as_element(value: object, path: str = "") -> Element:
@@ -42,13 +46,17 @@ def as_element(value: object, path: str = "") -> Element:
             require_text(value, path, value)
         return value
     if isinstance(value, dict):
-        return {
-            key: as_element(item, f"{path}[{key!r}]") for key, item in value.items()
-        }
+        return dict_like(
+            value,
+            {key: as_element(item, f"{path}[{key!r}]") for key, item in value.items()},
+        )
     if isinstance(value, tuple):
         return rebuilt(
             value, [as_element(v, f"{path}[{i}]") for i, v in enumerate(value)]
         )
+    if (node := node_of(value)) is not None:
+        pairs = zip(node.children, node.paths, strict=True)
+        return node.rebuilt([as_element(v, path + below) for v, below in pairs])
     array = _converted(value, path)
     if array.dtype.hasobject:
         require_text(array, path, value)
@@ -123,12 +131,23 @@ def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return tuple(items) if type(like) is tuple else type(like)(*items)
 
 
+def dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """The items as a dict of the same kind, of those that jax knows."""
+    if type(like) is OrderedDict:
+        return OrderedDict(items)
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, items)
+    return items
+
+
 def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
     """A tree of the same structure with another value for each leaf."""
     if isinstance(tree, dict):
-        return {key: mapped(leaf, item) for key, item in tree.items()}
+        return dict_like(tree, {key: mapped(leaf, x) for key, x in tree.items()})
     if isinstance(tree, tuple):
         return rebuilt(tree, [mapped(leaf, item) for item in tree])
+    if (node := node_of(tree)) is not None:
+        return node.rebuilt([mapped(leaf, item) for item in node.children])
     return None if tree is None else leaf(tree)
 
 
@@ -146,6 +165,9 @@ def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, tuple):
         for number, item in enumerate(tree):
             yield from leaves(item, f"{path}[{number}]")
+    elif (node := node_of(tree)) is not None:
+        for below, item in zip(node.paths, node.children, strict=True):
+            yield from leaves(item, path + below)
     elif tree is not None:
         yield path, tree
 
@@ -162,10 +184,13 @@ def stacked(elements: Sequence[Element], path: str = "") -> Element:
         _same(
             elements, lambda e: isinstance(e, dict) and e.keys() == first.keys(), path
         )
-        return {
-            key: stacked([element[key] for element in elements], f"{path}[{key!r}]")
-            for key in first
-        }
+        return dict_like(
+            first,
+            {
+                key: stacked([element[key] for element in elements], f"{path}[{key!r}]")
+                for key in first
+            },
+        )
     if isinstance(first, tuple):
         size = len(first)
         _same(elements, lambda e: isinstance(e, tuple) and len(e) == size, path)
@@ -175,7 +200,24 @@ def stacked(elements: Sequence[Element], path: str = "") -> Element:
     if first is None:
         _same(elements, lambda e: e is None, path)
         return None
+    if (node := node_of(first)) is not None:
+        return _stacked_nodes(node, elements, path)
     return _stacked_leaf(elements, path)
+
+
+def _stacked_nodes(first: Node, elements: Sequence[Element], path: str) -> Element:
+    nodes = [node_of(element) for element in elements]
+    # Equal only if jax would map them together: with the same static parts, too.
+    _same(elements, lambda e: node_treedef(e) == first.treedef, path)
+    columns = zip(*[node.children for node in nodes if node is not None], strict=True)
+    pairs = zip(columns, first.paths, strict=True)
+    return first.rebuilt([stacked(column, path + below) for column, below in pairs])
+
+
+def node_treedef(value: Any) -> Any:
+    """What jax says of a node of a class that it knows; None for what is no such."""
+    node = node_of(value)
+    return None if node is None else node.treedef
 
 
 def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
@@ -301,6 +343,8 @@ def _kind(element: Element) -> str:
         return f"a dict with the keys {sorted(map(str, element))}"
     if isinstance(element, tuple):
         return f"a tuple of {len(element)}"
+    if (node := node_of(element)) is not None:
+        return f"a {type(element).__name__} ({node.treedef})"
     if _is_record(element):
         return "a record of bytes"
     if element is None:

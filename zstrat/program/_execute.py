@@ -39,7 +39,7 @@ from .trace._int32_checks import require_fitting, tell_of_arguments
 from .trace._iterator import StepIterator
 from .trace._refusals import not_shared, variables_in_our_words
 from .trace._signature import cut
-from .trace._structure import ResultLayout, split
+from .trace._structure import ResultLayout, is_described, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -202,11 +202,13 @@ def run_eager(
     with words, Immediate(home, draw).recording() as eager:
         structure, arrays = split(_called(function, args, kwargs), eager.read)
     plain = structure.plain
-    if isinstance(plain, list) and plain[:1] == ["*"]:
+    if not is_described(plain):
         raise TypeError(
             f"the eager step function {function.name!r} returns {structure.treedef}, "
-            "and whoever fetches the result cannot rebuild its classes, as nothing was "
-            "traced there: return dicts, lists or plain tuples, or leave out eager=True"
+            "with a node that keeps more beside its arrays than numbers, text and "
+            "tuples of these. The program cannot rebuild it, as nothing was traced "
+            "there: return the arrays in dicts, tuples or classes without such fields, "
+            "or leave out eager=True"
         )
     leaves = [_frozen(array) for array in arrays]
     layout = ResultLayout(

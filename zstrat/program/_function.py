@@ -294,7 +294,9 @@ def function(
       An object that holds variables is static;
     - the result may be any pytree of arrays, Python numbers, strings and None.
 
-    A step that looks up, or updates, a row that is not there fails with an IndexError.
+    A step that looks up, or updates, a row that is not there fails with an IndexError;
+    of variables on its own devices (`MirroredStrategy`, say) it gives nan, or leaves
+    the update out.
 
     Args:
         eager: Do not trace: run the Python body itself on the worker, with values, for

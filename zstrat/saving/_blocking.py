@@ -17,6 +17,7 @@ import math
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
 
 from zstrat.program import hide_frames
@@ -30,12 +31,24 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
+    "zstrat_held_up", default=None
+)
+"""The loop that stands still until a blocking call returns; None: there is none. Set by
+`run_blocking` alone."""
+
+
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Runs the coroutine to its end, also where a loop is running already. Its errors
     come with the user's lines alone.
 
     Cancellation: Ctrl-C cancels it, and is raised when it has cleaned up.
     """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        loop = None
+    token = held_up.set(loop)
     try:
         portal = Portal("zstrat saving")
         portal.at_close(_others_over)
@@ -47,6 +60,7 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         hide_frames(error)
         raise
     finally:
+        held_up.reset(token)
         # Ctrl-C before anybody had it: Python would say that nobody awaited it.
         if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
             work.close()

@@ -16,6 +16,7 @@ from ._graph import SAVE_COUNTER, Tracked, graph_of, is_trackable
 from ._restore import Restore, RestoreStatus
 from ._save import save
 from ._state import update_state, writer_of
+from ._turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,6 +97,9 @@ class Checkpoint(Tracked):
         (``BetweenGraphStrategy``) do not wait for each other: ``steps`` says null, and
         each server is saved at a moment of its own.
 
+        Saves and restores in several threads that have an object in common wait for
+        each other.
+
         Of variables with ``synchronization=ON_READ`` (metrics) the value of all
         replicas is saved. With several processes to save one is a collective: all
         processes save, at the same place of the program, and those whose
@@ -128,10 +132,10 @@ class Checkpoint(Tracked):
         # As by TF: what is behind the last slash is the beginning of a name, or none.
         above, prefix = os.path.split(local_path(file_prefix))
         directory = absolute(above)
-        number = int(self.save_counter.numpy()) + 1
-        name = f"{prefix}-{number}"
-        path = os.path.join(directory, name)
-        async with FileThread() as disk:
+        async with in_turn(self), FileThread() as disk:
+            number = int(self.save_counter.numpy()) + 1
+            name = f"{prefix}-{number}"
+            path = os.path.join(directory, name)
             await disk(make_folder, directory)
             lock = await disk(writer_of, directory)
             try:
@@ -156,10 +160,10 @@ class Checkpoint(Tracked):
         if not local_path(file_prefix):
             raise ValueError("file_prefix: expected a folder, got an empty text")
         path = absolute(file_prefix)
-        async with FileThread() as disk:
-            await disk(make_folder, os.path.dirname(path))
-        graph = graph_of(self, skip=frozenset({SAVE_COUNTER}))
-        await save(graph, path)
+        async with in_turn(self):
+            async with FileThread() as disk:
+                await disk(make_folder, os.path.dirname(path))
+            await save(graph_of(self, skip=frozenset({SAVE_COUNTER})), path)
         return path
 
     async def _write(
@@ -168,7 +172,8 @@ class Checkpoint(Tracked):
         number: int,
         metadata: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Saves as number ``number``; the counter moves only if that succeeds."""
+        """Saves as number ``number``, in its turn; the counter moves only if that
+        succeeds."""
         before = self.save_counter.numpy()
         # The checkpoint holds its own number, so that the next one gets the next.
         self.save_counter.assign(np.int64(number))
@@ -248,10 +253,11 @@ class Checkpoint(Tracked):
         if path is None:
             return RestoreStatus(None)
         begun = Restore(self, absolute(path), is_partial, skips_counter)
-        await begun.begin()
-        if self._restore is not None:
-            self._restore.end()
-        self.__dict__["_restore"] = begun
+        async with in_turn(self):
+            await begun.begin()
+            if self._restore is not None:
+                self._restore.end()
+            self.__dict__["_restore"] = begun
         return RestoreStatus(begun)
 
     def __repr__(self) -> str:

@@ -21,6 +21,7 @@ from ._load import check, load, remember
 from ._match import Found, Matching
 from ._servers import steadily
 from ._tensors import stored_graph
+from ._turns import in_turn
 
 if TYPE_CHECKING:
     from ._servers import ClusterMoment
@@ -81,7 +82,7 @@ class Restore:
         for place in self._matching.child_of(holder, name):
             found = self._matching.find(value, place, name, named=named)
             self._require(found)
-            run_blocking(self._load(found))
+            run_blocking(self._load_later(found))
             self._accept(found)
 
     def refresh(self) -> list[str]:
@@ -92,7 +93,7 @@ class Restore:
         found = self._matching.find(self._root, 0)
         found.require_right(self.path)
         if found.is_new:
-            run_blocking(self._load(found))
+            run_blocking(self._load_later(found))
             self._accept(found)
         return found.missing
 
@@ -114,6 +115,10 @@ class Restore:
         found.require_right(self.path)
         if not self.is_partial:
             found.require_complete(self.path)
+
+    async def _load_later(self, found: Found) -> None:
+        async with in_turn(self._root):
+            await self._load(found)
 
     async def _load(self, found: Found) -> None:
         await self._require_places(found)

@@ -25,6 +25,7 @@ from ._state import (
     update_state,
     writer_of,
 )
+from ._turns import in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -222,7 +223,7 @@ class CheckpointManager:
         Cancellation: nothing was saved, and what was before is as it was; or it was
         saved, and what is too old is deleted by the next call.
         """
-        async with FileThread() as disk:
+        async with in_turn(self._checkpoint), FileThread() as disk:
             step = await disk(self._step)
             if check_interval and not self._is_due(step):
                 return None

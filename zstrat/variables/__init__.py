@@ -3,6 +3,7 @@
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
+from ._convert import array_given as array_given
 from ._convert import is_weak as is_weak
 from ._convert import require_divisors as require_divisors
 from ._convert import require_unmasked as require_unmasked
@@ -40,6 +41,7 @@ from ._narrowing import line_outside as line_outside
 from ._narrowing import outside as outside
 from ._narrowing import what_is_lost as what_is_lost
 from ._rows import Gathering as Gathering
+from ._rows import integers as integers
 from ._rows import present as present
 from ._rows import read_rows as read_rows
 from ._rows import read_rows_async as read_rows_async

@@ -182,7 +182,7 @@ def traced_rows(
         IndexError: Indices are known, and one is outside the first axis.
     """
     require_untruncated(spec)
-    given = value_of(indices)
+    given = array_given(indices)
     index = jnp.asarray(given)
     rows = _traced(spec, values, what)
     _check_rows(spec, index, rows, what)
@@ -214,7 +214,7 @@ def traced_ids(table: Table, ids: Any) -> jax.Array:
         ValueError: They are no integers.
         IndexError: They are known, and there is no such row.
     """
-    ids = value_of(ids)
+    ids = array_given(ids)
     if not isinstance(ids, jax.core.Tracer):
         ids = integers(ids, f"ids of {table}")
         # Before jax narrows them to 32 bits.
@@ -254,8 +254,19 @@ def require_untruncated(spec: VariableSpec) -> None:
         )
 
 
-def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
+def array_given(value: Any) -> Any:
+    """The value of a variable, or the array of a list with traced values in it, as a
+    step has it of a list among its arguments; anything else as it is."""
     value = value_of(value)
+    if isinstance(value, list | tuple) and any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)
+    ):
+        return jnp.asarray(value)
+    return value
+
+
+def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
+    value = array_given(value)
     if isinstance(value, jax.Array):
         weak = is_weak(value)
         if value.dtype != spec.numpy_dtype and not (

@@ -117,7 +117,12 @@ class ArrayOperators(abc.ABC):
         self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any
     ) -> Any:
         if method != "__call__" or options:
-            return NotImplemented
+            raise TypeError(
+                f"{self!r:.100} is passed to a function of numpy (np.sum, np.max, "
+                f"np.add(..., out=), ...) that calls np.{ufunc.__name__}.{method} and "
+                "takes arrays: write v.value(), in a step with jnp in place of np, or "
+                "zs.values(tree) for a pytree"
+            )
         values = [value_of(x) for x in inputs]
         if any(isinstance(x, jax.Array) for x in values):
             return getattr(jax.numpy, ufunc.__name__)(*values)

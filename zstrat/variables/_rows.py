@@ -172,7 +172,13 @@ def integers(ids: Any, what: str) -> np.ndarray:
     Raises:
         ValueError: They are no integers.
     """
-    index = np.asarray(ids)
+    try:
+        index = np.asarray(ids)
+    except ValueError as error:
+        raise ValueError(
+            f"{what} are a list of lists of different lengths: pad them, or give "
+            f"zs.RaggedIds to zs.embedding_lookup_sparse ({error})"
+        ) from None
     if not index.size and not isinstance(ids, np.ndarray):
         index = index.astype(np.intp)  # numpy takes an empty list for floats
     if index.dtype.kind not in "iu":

@@ -168,22 +168,24 @@ class ShardedVariable(AbstractVariable):
             ValueError: Indices are no integers, or no vector.
             IndexError: An index is out of bounds; inside a step where it is known.
         """
-        self._require_vector(indices)
+        indices = self._vector(indices)
         return super().sparse_read(indices, name)
 
     async def sparse_read_async(
         self, indices: Any, name: str | None = None
     ) -> np.ndarray:
         """`sparse_read`, without blocking the running loop."""
-        self._require_vector(indices)
+        indices = self._vector(indices)
         return await super().sparse_read_async(indices, name)
 
-    def _require_vector(self, indices: Any) -> None:
+    def _vector(self, indices: Any) -> Any:
+        indices = _convert.array_given(indices)
         if np.ndim(indices) != 1:
             raise ValueError(
                 f"sparse_read of {self._spec}: indices must be rank 1, got rank "
                 f"{np.ndim(indices)}; zs.embedding_lookup takes any"
             )
+        return indices
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
         """A new variable in the same parts with the present values. Parts that belong

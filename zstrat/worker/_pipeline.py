@@ -25,6 +25,9 @@ Theory of operation:
 - The values that wait in the line, and the rows that steps have made of answers when
   they advanced, are bounded: beyond ``budget`` nothing is prepared or
   advanced but what the head needs, and the one step behind it.
+- Elements are drawn in the order of the closures. A step whose values do not come gives
+  its element back, so those behind it that failed with it give theirs back first, and
+  the others are prepared once more (`put_back`).
 - A closure that cannot be prepared ends when those before it have run, and nothing is
   prepared behind it until then: a dataset that has ended must not cost the closures
   that still had an element.
@@ -296,6 +299,29 @@ class Pipeline:
             self._oldest = math.inf
         return prepared, queued
 
+    def put_back(self) -> list[ClosureStep]:
+        """What the head has drawn goes back to its dataset, as its values did not come:
+        so must go first what those behind it have drawn. These are queued again, but
+        for those next to it whose values did not come either.
+
+        Returns:
+            The steps behind the head whose elements go back, last one first.
+        """
+        line, failed = self._line, 1
+        while failed < len(line) and line[failed].error is not None:
+            failed += 1
+        again = [line.pop() for _ in range(len(line) - failed)]
+        if self._stuck:  # by the end of the data, perhaps, which is not reached now
+            self._stuck, self._queue[0].ending = False, None
+        for step in again:
+            step.dropped = True
+            self._bytes -= step.nbytes
+            fresh = ClosureStep(step.number, step.task, step.costs, step.received)
+            self._queue.appendleft(fresh)
+        if again:
+            self._forget(again)
+        return again + [*line][:0:-1]
+
     def leave(self, ending: Any, now: float) -> None:
         """An ending to be posted; the other methods call this but for `cancelled`."""
         self._outbox.endings.append(ending)
@@ -483,6 +509,25 @@ class Pipeline:
         """The line has run: what could not be prepared behind it ends."""
         self._stuck = False
         self.leave(self._queue.popleft().ending, now)
+
+    def _forget(self, steps: list[ClosureStep]) -> None:
+        """These were taken off the end of the line."""
+        for step in steps:
+            if step in self._answered:
+                self._answered.remove(step)
+        pulls = self._outbox.pulls
+        for pull in pulls:
+            pull.steps[:] = [step for step in pull.steps if not step.dropped]
+        pulls[:] = [pull for pull in pulls if pull.steps]
+        if self._writer is not None and self._writer.dropped:
+            self._writer = self._held = None
+            self._behind = 0
+        elif self._writer is not None:
+            self._held = None  # it was the last one
+            self._behind = len(self._line) - 1 - self._line.index(self._writer)
+        self._refilling = False
+        if not self._outbox:
+            self._oldest = math.inf
 
     def _fetch(self, step: ClosureStep, now: float) -> None:
         """Has the values of the step pulled."""

@@ -37,7 +37,7 @@ from zstrat.errors import (
     OutOfRangeError,
 )
 from zstrat.program import StepDataset, StepIterator, Structure, trim
-from zstrat.program.trace import joined, refuse_random_keys
+from zstrat.program.trace import is_described, joined, refuse_random_keys
 from zstrat.wire import LayoutMessage
 
 from ._closure import check_layout
@@ -381,11 +381,12 @@ def _wants_context(maker: Callable[..., object]) -> bool:
 def _layout_of_element(element: object, name: str) -> LayoutMessage:
     leaves, treedef = joined.flatten(element)
     structure = _plain(treedef)
-    if isinstance(structure, list) and structure[:1] == ["*"]:
+    if not is_described(structure):
         raise TypeError(
-            f"an element of {name} must consist of dicts, lists and tuples of arrays, "
-            f"which the coordinator can describe; it is a {type(element).__name__}: "
-            "return dicts or plain tuples"
+            f"an element of {name} is a tree of arrays with a node that keeps more "
+            "beside its arrays than numbers, text and tuples of these, so the program "
+            f"cannot be told what it looks like: {treedef!s:.300}. Keep functions and "
+            "other objects out of the elements: pass them to the step as arguments"
         )
     refuse_random_keys(leaves, name)
     arrays = [np.asarray(leaf) for leaf in leaves]

@@ -335,9 +335,15 @@ class StepRunner:
 
     def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """The values did not come. The coordinator may try the closure again, so its
-        elements go back, though behind those that the next step has drawn already."""
-        if step.work is not None:
-            step.work.unread()
+        elements go back, after those that steps behind it have drawn."""
+        work, step.work = step.work, None
+        if work is not None and work.plan.draws:
+            for other in self.pipeline.put_back():
+                if other.work is not None:
+                    other.work.unread()
+                    other.work = None
+        if work is not None:
+            work.unread()
         return _closure.failed(step.number, error)
 
 

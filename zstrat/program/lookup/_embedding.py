@@ -32,6 +32,8 @@ from zstrat.variables import (
     TableLayout,
     Variable,
     VariableHandle,
+    array_given,
+    integers,
     is_staging,
     reaching,
     recorder,
@@ -62,7 +64,7 @@ def embedding_lookup(
     Args:
         params: A `Variable`, a `ShardedVariable`, an array, or a list of variables or
             arrays that are a table in parts.
-        ids: Integers of any shape, in ``[0, rows of the table)``.
+        ids: Integers of any shape, in ``[0, rows of the table)``: an array, or lists.
         max_norm: Rows of a larger L2 norm are scaled down to it.
         partition_strategy: How the rows lie in a list: ``"div"``, one part after the
             other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
@@ -73,7 +75,8 @@ def embedding_lookup(
             strategy, or ids are no integers.
         TypeError: ``params`` is something else.
         IndexError: There is no row of that id. Of ids that are known only when the step
-            runs, the step says it then; of an array, jax gives nan.
+            runs, the step says it then; of an array, and of variables that its own
+            devices hold (`MirroredStrategy`, say), such a row is nan, as of jax.
         RuntimeError: Inside a function that jax transforms, or the same step has
             updated the table.
     """
@@ -93,7 +96,7 @@ def lookup(
         )
     layout = _STRATEGIES[partition_strategy]
     table, via = _table(params, layout)
-    ids = ids.value() if isinstance(ids, AbstractVariable) else ids
+    ids = _ids_given(ids, "ids" if table is None else f"ids of {table}")
     if valid is not None:
         ids = _marked(ids, valid, 0 if table is None else ABSENT)
     if table is None:
@@ -101,6 +104,13 @@ def lookup(
     else:
         rows = _looked_up(table, ids, via)
     return rows if max_norm is None else _clipped(rows, np.ndim(ids), max_norm)
+
+
+def _ids_given(ids: Any, what: str) -> Any:
+    """Ids as an array, whatever they were given as: a variable, or lists of numbers,
+    which may be traced."""
+    ids = array_given(ids)
+    return integers(ids, what) if isinstance(ids, list | tuple) else ids
 
 
 def _marked(ids: Any, valid: Any, mark: int) -> jax.Array:
@@ -236,8 +246,7 @@ def _require_alike(
 
 def _require_integers(ids: Any, what: str) -> None:
     dtype = ids.dtype if isinstance(ids, jax.Array) else np.asarray(ids).dtype
-    empty = isinstance(ids, list | tuple) and not np.size(ids)
-    if not empty and not jnp.issubdtype(dtype, jnp.integer):
+    if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"ids of {what} must be integers, not {dtype}")
 
 
@@ -355,7 +364,7 @@ class _Bag:
     @staticmethod
     def of(given: Any, weights: Any) -> _Bag:
         ragged = _ragged(given)
-        ids = jnp.asarray(ragged.ids)
+        ids = jnp.asarray(_ids_given(ragged.ids, "ids"))
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers, not {ids.dtype}")
         ids = reaching(ids)  # as far as the default id, too
@@ -369,7 +378,7 @@ class _Bag:
                     f"{list(valid.shape)}"
                 )
         else:
-            row_ids = jnp.asarray(ragged.row_ids)
+            row_ids = jnp.asarray(_ids_given(ragged.row_ids, "row_ids"))
             integers = jnp.issubdtype(row_ids.dtype, jnp.integer)
             if ids.ndim != 1 or row_ids.shape != ids.shape or not integers:
                 raise ValueError(

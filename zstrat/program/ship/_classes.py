@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import sys
 import threading
 import types
 import typing
@@ -79,6 +80,34 @@ class KnownClasses:
         with self._lock:
             return cls in self._arrived
 
+    def reference(self, cls: type) -> list[str]:
+        """The number of a class that left or arrived ("" for any other), its module
+        and its name there."""
+        with self._lock:
+            return [self._numbers.get(cls, ""), cls.__module__, cls.__qualname__]
+
+    def referenced(self, number: str, module: str, name: str) -> type:
+        """The class of which another task has such a reference.
+
+        Raises:
+            TypeError: It is not here.
+        """
+        with self._lock:
+            found: Any = self._classes.get(number)
+        if found is None:
+            # Nothing is imported: another task must not decide which code runs here.
+            found = sys.modules.get(module)
+            for part in name.split("."):
+                found = getattr(found, part, None)
+        if not isinstance(found, type):
+            raise TypeError(
+                f"an element or result has a {name} in it, a class of the module "
+                f"{module} of the worker, which this program does not have: define the "
+                "class outside of the dataset or step function, or import its module "
+                "in the program, too"
+            )
+        return found
+
     def trusting(self, classes: Sequence[type]) -> KnownClasses:
         """Others that know nothing but these, as their own."""
         other = KnownClasses()
@@ -93,6 +122,23 @@ class KnownClasses:
 
 known: Final = KnownClasses()
 _of_thread: Final = threading.local()
+
+
+def class_reference(cls: type) -> Any:
+    """What names the class to a task that has it, too; of plain strings."""
+    return known.reference(cls)
+
+
+def referenced_class(reference: Sequence[Any]) -> type:
+    """The class here that `class_reference` has named in another task.
+
+    Raises:
+        TypeError: It is not here.
+    """
+    match reference:
+        case [str(number), str(module), str(name)]:
+            return known.referenced(number, module, name)
+    raise TypeError(f"this is no reference to a class: {reference!r:.200}")
 
 
 @contextmanager

@@ -89,18 +89,26 @@ def dump(obj: object) -> tuple[bytes, tuple[np.ndarray, ...]]:
     return _dumped(obj, keep)[0], tuple(beside)
 
 
-def dump_code(obj: object, held: list[Resource] | None = None) -> bytes:
+def dump_code(
+    obj: object,
+    held: list[Resource] | None = None,
+    classes: list[type] | None = None,
+) -> bytes:
     """Pickles a function, or another object that travels in one piece.
 
     Warns if it captures an array of more than 16 MiB.
 
     Args:
         held: Gets the resources that it refers to.
+        classes: Gets the classes of the program that travel with it. While somebody
+            holds them, they are found by a reference of the task that got the bytes.
 
     Raises:
         TypeError: A part does not travel, or not whole; names the path to it.
     """
     code, pickler = _dumped(obj, None)
+    if classes is not None:
+        classes.extend(pickler.made)
     if held is not None:
         held.extend(pickler.resources)
     for array in pickler.large:

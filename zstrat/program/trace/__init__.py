@@ -30,6 +30,7 @@ from ._refusals import lookup_inside as lookup_inside
 from ._refusals import refuse_random_keys as refuse_random_keys
 from ._refusals import update_inside as update_inside
 from ._signature import Plain as Plain
+from ._structure import is_described as is_described
 from ._structure import split as split
 from ._updates import apart_from_now as apart_from_now
 from ._updates import copies_in_step as copies_in_step

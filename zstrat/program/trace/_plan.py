@@ -206,7 +206,9 @@ class Plan:
         if tuple(capture.draws) != self.draws:
             raise _refusals.changed(self.function, "it draws other elements")
         if structure != self.out_structure:
-            raise _refusals.changed(self.function, "its result has another structure")
+            raise _refusals.result_changed(
+                self.function, *self.out_structure.difference(structure)
+            )
 
     def require_shared(self) -> None:
         """Refuses a plan that other tasks cannot run, because it updates variables of

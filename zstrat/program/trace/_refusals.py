@@ -268,6 +268,18 @@ def changed(step: str, what: str) -> RuntimeError:
     )
 
 
+def result_changed(step: str, place: str, before: str, after: str) -> RuntimeError:
+    """The second trace of the body returns something else that is no array."""
+    return RuntimeError(
+        f"the step function {step!r} returns at {place} what changes from trace to "
+        f"trace: it was {before}, and is {after}. A number of Python that a step "
+        "returns is a constant of its trace (of random or np.random, of a clock or "
+        "counter, of a captured object that the body changes). Draw with jax.random "
+        "and a key that is an argument, keep a count in a zs.Variable, or pass the "
+        "value to the step; or leave it out of the result"
+    )
+
+
 def collective_inside(where: str) -> RuntimeError:
     """A collective between processes under lax.scan, lax.cond and the like."""
     return RuntimeError(

@@ -10,8 +10,15 @@ is nested lists that msgpack can carry:
     ["[", x, ...]        a list;    ["(", x, ...]  a tuple
     ["{", [k, x], ...]   a dict
     ["@", name, x, ...]  a node that both sides know by name (`name_node`)
-    ["*", slot, ...]     any other pytree, flat: a slot is a leaf number or a static
-                         value; whoever traced the function too knows its treedef
+    ["*", node, slot, ...]
+                         a pytree with nodes of other classes, flat: a slot is a leaf
+                         number or a static value, for those who traced the function,
+                         too, and know its treedef; ``node`` is for the others, in the
+                         forms above and this one, or None if some node has none
+    ["#", class, aux, x, ...]
+                         inside of such a node, one of another class that jax knows
+                         (`ship._classes.class_reference`); aux is what jax keeps of it
+                         beside its children, in these forms
 
 Law of the file: what `encode` writes, `rebuild` reads.
 """
@@ -23,8 +30,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
-from jax.tree_util import keystr
+from jax.tree_util import PyTreeDef, default_registry, keystr
 
+from zstrat.program.ship._classes import class_reference, referenced_class
 from zstrat.variables import AbstractVariable, Variable, require_unmasked
 from zstrat.wire import DTYPES, name_of
 
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
 
 _KEYS: Final = (str, int, bool, float, bytes)
 _STATIC: Final = (bool, int, float, str, bytes)
-
+_LEAF: Final[Any] = jax.tree.structure(0)
 
 _named: Final[dict[type, str]] = {}
 _makers: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {}
@@ -81,6 +89,17 @@ class Structure:
     def plain(self) -> PlainTree:
         """The plain form."""
         return encode(self.treedef, self.slots)
+
+    def difference(self, other: Structure) -> tuple[str, str, str]:
+        """The place of the first difference, what is there, and what the other has."""
+        if self.treedef == other.treedef:
+            numbered = self.treedef.unflatten(range(len(self.slots)))
+            paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
+            slots = zip(paths, self.slots, other.slots, strict=True)
+            for (path, _), mine, its in slots:
+                if mine != its:
+                    return _place(path), _slot_words(mine), _slot_words(its)
+        return "result", f"{self.treedef!s:.300}", f"{other.treedef!s:.300}"
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The result with these arrays."""
@@ -140,7 +159,17 @@ def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
             "the step returns a pytree that is nested too deeply: return arrays in a "
             "pytree of a few levels"
         ) from error
-    return ["*", *map(_slot, slots)] if isinstance(plain, _Foreign) else plain
+    if isinstance(plain, _Foreign):
+        return ["*", plain.node, *map(_slot, slots)]
+    return plain
+
+
+def is_described(structure: PlainTree) -> bool:
+    """Whether who has not traced the function can `rebuild` it, too."""
+    match structure:
+        case ["*", node, *_]:
+            return node is not None
+    return True
 
 
 def rebuild(
@@ -149,12 +178,13 @@ def rebuild(
     """The result from its plain structure and its arrays.
 
     Args:
-        treedef: Of the function's own trace; needed only for results that contain
-            other pytrees than lists, tuples, dicts and None.
+        treedef: Of the function's own trace; needed only for results with nodes that
+            have no plain form.
 
     Raises:
         ValueError: The structure is none, or needs a ``treedef`` that was not given or
             does not fit.
+        TypeError: It has a node of a class that this process does not have.
     """
     match structure:
         case None:
@@ -173,18 +203,28 @@ def rebuild(
             return {k: rebuild(item, leaves, treedef) for k, item in _pairs(pairs)}
         case ["@", str(name), *items] if name in _makers:
             return _makers[name](tuple(rebuild(x, leaves, treedef) for x in items))
-        case ["*", *slots]:
+        case ["*", node, *slots]:
+            if treedef is None and node is not None:
+                return rebuild(node, leaves)
             if treedef is None or treedef.num_leaves != len(slots):
                 raise ValueError(
                     f"a result of {len(slots)} leaves in a pytree of its own kind "
                     f"arrived, but the function was traced here as {treedef}"
                 )
             return treedef.unflatten([rebuild(s, leaves) for s in slots])
+        case ["#", [*reference], aux, *items]:
+            children = [rebuild(item, leaves) for item in items]
+            data = referenced_class(reference), _rebuild_aux(aux)
+            return _node_of(data, len(children)).unflatten(children)
     raise ValueError(f"this is no structure of a result: {structure!r:.200}")
 
 
+@dataclass(frozen=True, slots=True)
 class _Foreign:
-    """Marks a structure with a node that has no plain form."""
+    """A structure with a node of another class; ``node`` is its form for those who
+    have not traced the function, None if it has none."""
+
+    node: PlainTree
 
 
 def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreign:
@@ -196,17 +236,75 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
     if kind is type(None):
         return None
     parts: list[Any] = [_encode(child, slots) for child in node.children()]
-    if any(isinstance(part, _Foreign) for part in parts):
-        return _Foreign()
+    foreign = any(isinstance(part, _Foreign) for part in parts)
+    if foreign:
+        if None in (part.node for part in parts if isinstance(part, _Foreign)):
+            return _Foreign(None)
+        parts = [part.node if isinstance(part, _Foreign) else part for part in parts]
+    plain: PlainTree
     if kind is list:
-        return ["[", *parts]
-    if kind is tuple:
-        return ["(", *parts]
-    if kind in _named and keys is None:
-        return ["@", _named[kind], *parts]
-    if kind is dict and all(isinstance(key, _KEYS) for key in keys):
-        return ["{", *([k, part] for k, part in zip(keys, parts, strict=True))]
-    return _Foreign()
+        plain = ["[", *parts]
+    elif kind is tuple:
+        plain = ["(", *parts]
+    elif kind in _named and keys is None:
+        plain = ["@", _named[kind], *parts]
+    elif kind is dict and all(isinstance(key, _KEYS) for key in keys):
+        plain = ["{", *([k, part] for k, part in zip(keys, parts, strict=True))]
+    else:
+        try:
+            aux = _encode_aux(keys)
+        except _NoPlainForm:
+            return _Foreign(None)
+        return _Foreign(["#", class_reference(kind), aux, *parts])
+    return _Foreign(plain) if foreign else plain
+
+
+class _NoPlainForm(Exception):
+    """What jax keeps of a node beside its children is more than plain values."""
+
+
+def _encode_aux(aux: Any) -> PlainTree:
+    kind = type(aux)
+    if aux is None:
+        return None
+    if kind in _STATIC and (kind is not int or -(2**63) <= aux < 2**64):
+        return ["=", aux]
+    if kind is tuple or kind is list:
+        return ["(" if kind is tuple else "[", *map(_encode_aux, aux)]
+    if kind is dict and all(type(key) in _KEYS for key in aux):
+        return ["{", *([key, _encode_aux(value)] for key, value in aux.items())]
+    if isinstance(aux, type):  # the factory of a defaultdict
+        return ["#", class_reference(aux)]
+    raise _NoPlainForm
+
+
+def _rebuild_aux(aux: PlainTree) -> Any:
+    match aux:
+        case ["#", [*reference]]:
+            return referenced_class(reference)
+        case ["(" | "[" as kind, *items]:
+            found = [_rebuild_aux(item) for item in items]
+            return tuple(found) if kind == "(" else found
+        case ["{", *pairs]:
+            return {key: _rebuild_aux(item) for key, item in _pairs(pairs)}
+    return rebuild(aux, ())
+
+
+def _node_of(data: tuple[type, Any], children: int) -> TreeDef:
+    """The treedef of a node of that class above so many leaves."""
+    make: Any = PyTreeDef.from_node_data_and_children
+    try:
+        return make(default_registry, data, [_LEAF] * children)
+    except (ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"an element or result has a {data[0].__qualname__} in it, which jax does "
+            f"not know as a pytree in this program: {error}. Register the class where "
+            "it is defined, at the top of a module"
+        ) from error
+
+
+def _slot_words(slot: int | Static) -> str:
+    return repr(slot.value) if isinstance(slot, Static) else "an array"
 
 
 def _slot(slot: int | Static) -> PlainTree:

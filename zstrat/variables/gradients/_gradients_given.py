@@ -149,7 +149,7 @@ def _present(
         if not isinstance(variable, AbstractVariable):
             raise ValueError(
                 f"apply_gradients moves zs.Variable objects, got "
-                f"{type(variable).__name__}"
+                f"{type(variable).__name__}{_order([g for g, _ in pairs])}"
             )
         variable.require_optimizable()
     found = [(g, v) for g, v in pairs if g is not None]
@@ -158,6 +158,16 @@ def _present(
         raise ValueError(f"No gradients provided for any variable: {names}")
     _require_distinct([v for _, v in found])
     return found
+
+
+def _order(gradients: Any) -> str:
+    """A hint, where variables stand in place of gradients."""
+    if not any(map(_is_variable, jax.tree.leaves(gradients, is_leaf=_is_variable))):
+        return ""
+    return (
+        ". Gradients come first: apply_gradients(grads, variables), or pairs "
+        "(gradient, variable)"
+    )
 
 
 def _require_distinct(variables: list[AbstractVariable]) -> None:
@@ -196,7 +206,7 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
     leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
     found, given = jax.tree.flatten(grads, is_leaf=_is_gradient)
     if given != wanted:
-        hint = ""
+        hint = "" if _order(variables) else _order(grads)
         if type(variables).__name__ == "LookaheadParams":
             hint = (
                 ". optax.lookahead keeps slow copies of the parameters of its own "
