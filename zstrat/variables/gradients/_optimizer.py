@@ -18,10 +18,11 @@ from zstrat.variables._spec import LOCAL, VariableAggregation
 from zstrat.variables._tracing import recorder
 from zstrat.variables._variable import Variable
 
-from ._gradient_call import GradientCall, require_servers, seen, tracing
+from ._gradient_call import GradientCall, require_servers, seen
 from ._gradients_given import given_pairs, given_tree
 from ._optimizer_state import Hyperparameters, state_of
 from ._slots import SlotInfo
+from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class Optimizer:
         Raises:
             ValueError: It cannot be traced on that tree.
         """
-        from zstrat.optimizers import RandomNumbers, TreeRule, cut_for_rows
+        from zstrat.optimizers import RandomNumbers, TreeRule
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
@@ -219,8 +220,7 @@ class Optimizer:
         for number, (known, made) in enumerate(self._rules):
             if known == key:
                 if is_traced:
-                    with tracing(call):
-                        made = cut_for_rows(made)
+                    made = traced(call, made, is_traced=True)
                     self._rules[number] = key, made
                 return made
         kinds = tuple(map(_kind, shapes, dtypes))
@@ -235,11 +235,7 @@ class Optimizer:
             examples=call.examples,
             random=random,
         )
-        with tracing(call):
-            if is_traced:
-                new = cut_for_rows(new)
-            else:
-                new.state()
+        new = traced(call, new, is_traced=is_traced)
         self._rules.append((key, new))
         return new
 
