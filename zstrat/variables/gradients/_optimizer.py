@@ -8,6 +8,7 @@ steps that hold them all; a parameter server moves those that it has, one by one
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class Optimizer:
         self._transformation: Any = checked(transformation)
         self._random = RandomNumbers.of_this_thread()
         """Of the program, for parameter servers, whose processes were not told."""
-        self._tree = None if params is None else _tree_of(params)
+        self._params = params
+        tree = self._tree
         self._forget_traces()
         current = creator.get()
         self.is_local = current is None
@@ -86,14 +88,20 @@ class Optimizer:
         )
         """Unique in the session; negative for an optimizer of this process."""
         try:
-            if self._tree is not None:
-                self._require_possible(*self._tree)
+            if tree is not None:
+                self._require_possible(*tree)
             if count_iterations:
                 self.iterations = self._counter()
         except BaseException:  # to the caller, who has no optimizer
             if current is not None:
                 current.forget_optimizer(self.id)
             raise
+
+    @functools.cached_property
+    def _tree(self) -> tuple[TreeStructure, tuple[AbstractVariable, ...]] | None:
+        """The tree that it was given. Flattened when it is first wanted: a handle that
+        arrives may do so before the class of its tree, whose methods use it."""
+        return None if self._params is None else _tree_of(self._params)
 
     def _forget_traces(self) -> None:
         self._rules: list[tuple[Any, TreeRule]] = []
@@ -418,7 +426,7 @@ def _handle(
     made.id, made.name, made.is_local = optimizer, name, is_local
     made.iterations, made._transformation = iterations, transformation
     made._random = random
-    made._tree = None if params is None else _tree_of(params)
+    made._params = params
     made._forget_traces()
     return made
 
