@@ -57,6 +57,31 @@ def test_per_replica_batch_size():
 # sources
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        Dataset.range,
+        Dataset.from_tensors,
+        Dataset.from_tensor_slices,
+        lambda v: Dataset.from_tensors({"x": (np.ones(2), [1.0, v])}),
+    ],
+)
+def test_a_variable_is_not_frozen_while_a_dataset_is_made(make):
+    import zstrat as zs
+
+    with pytest.raises(TypeError, match=r"variable.numpy\(\)"):
+        make(zs.Variable(np.int64(3)))
+
+
+def test_functions_of_a_dataset_read_variables_when_they_run():
+    import zstrat as zs
+
+    factor = zs.Variable(np.int64(3))
+    dataset = Dataset.range(3).map(lambda x: x * factor)
+    factor.assign(5)
+    assert numbers(dataset) == [0, 5, 10]
+
+
 @pytest.mark.shows("tf.data.Dataset.range")
 @pytest.mark.parametrize("args", [(5,), (2, 7), (7, 1, -2), (0,), (3, 3)])
 def test_range(args):

@@ -78,11 +78,11 @@ class DictHome:
         parts = [self.values[part.spec.key] for part in variable.components]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def optimizer(self, rule: Any) -> Optimizer:
+    def optimizer(self, rule: Any, params: Any = None) -> Optimizer:
         """An optimizer as a scope makes it: known where the variables live."""
         token = creator.set(self)
         try:
-            return Optimizer(rule)
+            return Optimizer(rule, params=params)
         finally:
             creator.reset(token)
 

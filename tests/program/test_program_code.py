@@ -18,7 +18,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.errors import ProtocolError, VersionMismatchError
-from zstrat.variables import Optimizer, Variable
+from zstrat.variables import Optimizer, Variable, values
 
 SCALE = 3
 
@@ -45,6 +45,26 @@ class Node:
     @classmethod
     def tree_unflatten(cls, aux, children):
         return cls(*children)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class KeyNode(Node):
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("x"), self.x),), None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Trained:
+    """Its method uses an optimizer of its own tree, which arrives before it is made."""
+
+    x: object
+
+    def train(self, gradient):
+        OPTIMIZERS[-1].apply_gradients(Trained(gradient), self)
+
+
+OPTIMIZERS = []
 
 
 def helper(x):
@@ -98,6 +118,32 @@ def test_a_step_runs_in_another_process(home, tmp_path):
     assert (got["leaf3"], got["leaf4"]) == (2.0, 4.0)
     assert (got["update"], got["optimizer"]) == (1.0, optimizer.id)
     assert "State" in str(got["text"])
+
+
+@pytest.mark.parametrize("made", [Node, KeyNode, Trained])
+def test_an_optimizer_of_a_tree_of_a_users_class_arrives(home, tmp_path, made):
+    """It was flattened before jax was told of the class."""
+    params = made(home.variable(np.float32(1), "w"))
+    optimizer = home.optimizer(optax.sgd(0.1), params)
+    structure = jax.tree.structure(params)
+    OPTIMIZERS[:] = [optimizer]
+
+    @zs.function
+    def step():
+        (value,) = structure.flatten_up_to(values(params))
+        if isinstance(params, Trained):
+            params.train(2 * value)
+        else:
+            optimizer.apply_gradients(structure.unflatten([2 * value]), params)
+        return value
+
+    (tmp_path / "code").write_bytes(step.code)
+    (tmp_path / "args").write_bytes(zs.dump_code(()))
+    paths = [str(tmp_path / name) for name in ("code", "args", "out.npz")]
+    subprocess.run([sys.executable, "-c", RUNNER, *paths], check=True, cwd="/")
+    got = np.load(tmp_path / "out.npz")
+    assert (got["leaf0"], got["update"]) == (10, 20)
+    assert got["optimizer"] == optimizer.id
 
 
 def test_code_and_digest_stay_the_same():

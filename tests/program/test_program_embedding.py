@@ -244,6 +244,76 @@ def test_safe_lookups_drop_and_fill():
         np.testing.assert_allclose(rows, [expected[0], TABLE[7], TABLE[4]], rtol=1e-5)
 
 
+WEIGHTS = np.array([[0.5, -2, 3], [0, -1, 2], [-1, 0, 0], [7, 1, 1]], np.float32)
+SAFE_IDS = np.array([[3, 1, -1], [2, 2, 5], [4, 6, -3], [-1, -2, -5]])
+
+
+def safely_combined(table, weights, combiner, default):
+    """As TensorFlow: ids below 0 go; weights that are not positive go, but of a sum."""
+    rows = []
+    for ids, mine in zip(SAFE_IDS, weights, strict=True):
+        keep = [
+            n
+            for n in range(len(ids))
+            if ids[n] >= 0 and (combiner == "sum" or WEIGHTS[len(rows)][n] > 0)
+        ]
+        if not keep:
+            rows.append(0.0 * table[0] if default is None else table[default])
+            continue
+        total = sum(mine[n] * table[ids[n]] for n in keep)
+        by = {
+            "sum": 1.0,
+            "mean": sum(mine[n] for n in keep),
+            "sqrtn": jnp.sqrt(sum(mine[n] ** 2 for n in keep)),
+        }
+        rows.append(total / by[combiner])
+    return jnp.stack(rows)
+
+
+@pytest.mark.parametrize("default", [None, 7])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("form", ["padded", "pairs"])
+def test_safe_lookups_keep_every_weight_of_a_sum(form, combiner, default):
+    """Its value, and the gradients of the table and of the weights."""
+    mask = np.ones(SAFE_IDS.shape, bool)
+    slopes = RNG.normal(size=(len(SAFE_IDS), TABLE.shape[1])).astype(np.float32)
+
+    def found(table, weights):
+        given, mine = (SAFE_IDS, mask), weights
+        if form == "pairs":
+            given = SAFE_IDS.ravel(), np.repeat(np.arange(4), 3), 4
+            mine = weights.ravel()
+        rows = zs.safe_embedding_lookup_sparse(table, given, mine, combiner, default)
+        return jnp.sum(rows * slopes), rows
+
+    def expected(table, weights):
+        rows = safely_combined(table, weights, combiner, default)
+        return jnp.sum(rows * slopes), rows
+
+    table, weights = jnp.asarray(TABLE), jnp.asarray(WEIGHTS)
+    got, rows = jax.grad(found, argnums=(0, 1), has_aux=True)(table, weights)
+    want, wanted = jax.grad(expected, argnums=(0, 1), has_aux=True)(table, weights)
+    np.testing.assert_allclose(rows, wanted, rtol=1e-5, atol=1e-6)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [4.0, 5.0, 6.0])
+def test_the_gradient_under_max_norm(limit):
+    """A row is scaled by ``limit / max(norm, limit)``, whose gradient at a norm of the
+    limit TensorFlow takes of the norm."""
+    table = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+
+    def first(table, limit):
+        return zs.embedding_lookup(table, np.array([0, 1]), limit)[:, 0].sum()
+
+    unit, along = np.array([3.0, 4.0]) / 5, np.array([1.0, 0.0])
+    scaled = (along - unit[0] * unit) * (limit / 5)
+    expected = scaled if limit <= 5 else along
+    np.testing.assert_allclose(jax.grad(first)(table, limit)[0], expected, rtol=1e-6)
+    assert np.isfinite(jax.grad(first)(table, 0.0)).all()
+
+
 @pytest.mark.parametrize(
     ("combiner", "second"), [("sum", 1.0), ("mean", 0.0), ("sqrtn", 0.5**0.5)]
 )

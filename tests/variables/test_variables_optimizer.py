@@ -1,5 +1,6 @@
 """The optimizer's handle, and what it does to variables of this process."""
 
+import contextlib
 import pickle
 
 import cloudpickle
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import zstrat as zs
 import zstrat.variables as zv
 
 
@@ -121,6 +123,105 @@ def test_a_gradient_of_doubles_is_one_of_floats_as_jax_sees_it():
         optimizer.apply_gradients(gradient, x)
     expected = trained_by_optax(optax.adam(0.1), jnp.zeros(4), gradients)
     np.testing.assert_allclose(x.numpy(), expected, rtol=1e-5)
+
+
+KEPT_AT_ONCE = {
+    "sgd": optax.sgd,
+    "adam": optax.adam,
+    "warmup": lambda v: optax.sgd(optax.warmup_cosine_decay_schedule(0.0, v, 5, 9)),
+    "branch": lambda v: optax.sgd(optax.exponential_decay(0.1, 10, v)),
+    "list": lambda v: optax.piecewise_interpolate_schedule("linear", 0.1, {1: v}),
+}
+"""Functions of optax that compute with a number when they are called."""
+
+KEPT_BY_A_TRACE = {
+    "scale": optax.scale,
+    "decay": lambda v: optax.adam(0.1, b1=v),
+    "clip": lambda v: optax.chain(optax.clip(v), optax.sgd(0.1)),
+    "injected": lambda v: optax.inject_hyperparams(optax.sgd)(learning_rate=v),
+    "schedule": lambda v: optax.sgd(lambda count: v.value()),
+    "returned": lambda v: optax.sgd(lambda count: v),
+    "numpy": lambda v: optax.sgd(lambda count: v.numpy()),
+    "array": lambda v: optax.sgd(
+        optax.piecewise_interpolate_schedule("linear", v, {1: 0.5})
+    ),
+    "cosine": lambda v: optax.sgd(optax.cosine_decay_schedule(v, 100)),
+}
+"""Those that compute with it in each update."""
+
+STRATEGIES = {
+    "none": None,
+    "one": lambda: zs.OneDeviceStrategy("CPU:0"),
+    "mirrored": lambda: zs.MirroredStrategy(["CPU:0"]),
+    "several": zs.MultiWorkerMirroredStrategy,
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def scope(request):
+    make = STRATEGIES[request.param]
+    return contextlib.nullcontext() if make is None else make().scope()
+
+
+@pytest.mark.parametrize("make", KEPT_AT_ONCE.values(), ids=KEPT_AT_ONCE)
+def test_a_variable_is_not_frozen_while_an_optimizer_is_made(scope, make):
+    """A rate that was a variable kept its first value, whatever was assigned."""
+    with scope, pytest.raises(ValueError, match="inject_hyperparams"):
+        make(zv.Variable(0.1))
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["outside", "step"])
+@pytest.mark.parametrize("make", KEPT_BY_A_TRACE.values(), ids=KEPT_BY_A_TRACE)
+def test_a_variable_is_not_frozen_while_an_optimizer_is_traced(scope, make, in_step):
+    with scope:
+        rate, x = zv.Variable(0.1, name="rate"), zv.Variable(np.zeros(2, np.float32))
+        optimizer = zv.Optimizer(make(rate), params=x)
+
+    def step():
+        optimizer.apply_gradients(jnp.ones(2), x)
+
+    with pytest.raises(ValueError, match=r"'rate'[\s\S]*inject_hyperparams"):
+        (zs.function(step) if in_step else step)()
+
+
+def test_a_rate_that_is_assigned_while_training(scope):
+    """The remedy that these refusals name."""
+    with scope:
+        x = zv.Variable(np.zeros(2, np.float32))
+        made = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        optimizer = zv.Optimizer(made, params=x)
+    step = zs.function(lambda: optimizer.apply_gradients(jnp.ones(2), x))
+    step()
+    optimizer.hyperparams["learning_rate"] = 0.5
+    step()
+    np.testing.assert_allclose(x.numpy(), [-0.6, -0.6], rtol=1e-6)
+
+
+def test_a_number_that_is_read_by_name_is_taken():
+    rate, x = zv.Variable(0.5), zv.Variable(1.0)
+    for number in (rate.numpy(), rate.value(), float(rate)):
+        zv.Optimizer(optax.sgd(number)).apply_gradients(1.0, x)
+    assert float(x) == -0.5
+
+
+def test_functions_of_optax_that_keep_nothing_take_variables():
+    x, y = zv.Variable([3.0, 4.0]), zv.Variable([0.0, 0.0])
+    assert optax.tree.norm([x]) == 5
+    np.testing.assert_array_equal(optax.squared_error(x, y), [9, 16])
+    np.testing.assert_array_equal(optax.apply_updates([x], [jnp.ones(2)])[0], [4, 5])
+
+
+def test_optax_itself_takes_variables_in_a_step():
+    rate = zv.Variable(0.5)
+
+    @zs.function
+    def moved(gradient):
+        transformation = optax.sgd(rate)
+        return transformation.update(gradient, transformation.init(gradient))[0]
+
+    for value in (0.5, 0.25):
+        rate.assign(value)
+        np.testing.assert_array_equal(moved(jnp.ones(2)), [-value, -value])
 
 
 def test_nothing_but_a_transformation_is_taken():

@@ -48,6 +48,13 @@ class Array(Protocol):
 
 
 @runtime_checkable
+class Assignable(Protocol):
+    """A variable, of zstrat or of another library."""
+
+    def assign(self, value: Any) -> Any: ...
+
+
+@runtime_checkable
 class Typed(Protocol):
     @property
     def dtype(self) -> Any: ...

@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _passes as passes
 from . import files
+from ._leaves import Assignable
 from ._several import zipped
 from ._shuffle import Shuffled
 from ._spec import signature_of
@@ -40,7 +41,12 @@ class Sources:
 
     @classmethod
     def range(cls, *args: int) -> Self:
-        """The int64 numbers of Python's ``range(*args)``, one an element."""
+        """The int64 numbers of Python's ``range(*args)``, one an element.
+
+        Raises:
+            TypeError: An argument is not an integer, or it is a variable.
+        """
+        _require_fixed(args)
         return cls(passes.Counted(range(*args)))
 
     @classmethod
@@ -49,8 +55,9 @@ class Sources:
 
         Raises:
             ValueError: There is no array in it.
-            TypeError: Objects; see `from_generator`.
+            TypeError: A variable; or objects, see `from_generator`.
         """
+        _require_fixed(tensors)
         element = as_element(tensors)
         if not list(leaves(element)):
             raise _empty(tensors)
@@ -103,8 +110,9 @@ class Sources:
 
         Raises:
             ValueError: No array, a scalar, or first axes of different lengths.
-            TypeError: Objects; see `from_generator`.
+            TypeError: A variable; or objects, see `from_generator`.
         """
+        _require_fixed(tensors)
         arrays = as_element(tensors)
         found = list(leaves(arrays))
         if not found:
@@ -255,6 +263,24 @@ class Sources:
 
 def _records(filenames: Path | Sequence[Path], read: ReadFile) -> Recipe:
     return files.Records(files.paths_of(filenames), read, is_bytes=True)
+
+
+def _require_fixed(given: object) -> None:
+    """Refuses variables, of zstrat or of another library: an array made of one stays as
+    it is, whatever is assigned later.
+
+    Raises:
+        TypeError: There is one.
+    """
+    if isinstance(given, dict | tuple | list):
+        for item in given.values() if isinstance(given, dict) else given:
+            _require_fixed(item)
+    elif isinstance(given, Assignable):
+        raise TypeError(
+            f"a dataset keeps the arrays that it is made of, and got {given!r:.100}: "
+            "write variable.numpy() for its value of now, or read the variable in a "
+            "function of the dataset, Dataset.from_generator or Dataset.map"
+        )
 
 
 def _empty(tensors: object) -> ValueError:

@@ -2,12 +2,15 @@
 
 Law of the file: an operator reads the variable once and leaves the rest to numpy (on
 the coordinator) or jax (inside a step). There is no in-place arithmetic: ``v += 1``
-would rebind the name, so it is refused with words.
+would rebind the name, so it is refused with words. So is every conversion by a function
+of optax that makes an optimizer or a schedule: it would keep the number, and a later
+``assign`` would change nothing.
 """
 
 from __future__ import annotations
 
 import abc
+import inspect
 import operator
 import sys
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
@@ -15,13 +18,17 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import jax
 import numpy as np
 
-from ._tracing import asked_hash, recorder
+from ._tracing import asked_hash, is_staging, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CodeType
+    from types import CodeType, FrameType
 
 _Operator: TypeAlias = "Callable[[ArrayOperators, Any], Any]"
+_BETWEEN: Final = ("zstrat.", "jax.", "jax", "numpy.", "numpy")
+"""Modules through which another function may convert a variable."""
+_WITHIN: Final = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
+"""Parts of a function that Python runs as functions."""
 _OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
 
 
@@ -29,7 +36,7 @@ def _left(operate: Callable[[Any, Any], Any]) -> _Operator:
     """An operator with the variable to its left."""
 
     def left(self: ArrayOperators, other: Any) -> Any:
-        return operate(self.value(), value_of(other))
+        return operate(self._implied(), value_of(other))
 
     return left
 
@@ -38,7 +45,7 @@ def _right(operate: Callable[[Any, Any], Any]) -> _Operator:
     """An operator with the variable to its right."""
 
     def right(self: ArrayOperators, other: Any) -> Any:
-        return operate(value_of(other), self.value())
+        return operate(value_of(other), self._implied())
 
     return right
 
@@ -53,6 +60,24 @@ def _refused(what: str, instead: str = "assign") -> Callable[..., NoReturn]:
         )
 
     return refuse
+
+
+HYPERPARAMETERS: Final = (
+    "make the optimizer with optax.inject_hyperparams(optax.sgd)(learning_rate=0.1) "
+    "(or any other in place of sgd), and assign "
+    'optimizer.hyperparams["learning_rate"] = 0.01 between steps, in place of a '
+    "variable. For a number that stays as it is, write variable.numpy()"
+)
+"""What to write for a rate that the program changes."""
+
+
+class ArrayWanted(ValueError):
+    """A variable where a function of jax takes arrays alone. It cannot be a TypeError,
+    which jax would replace by its own."""
+
+    def __init__(self, variable: str, words: str) -> None:
+        super().__init__(words)
+        self.variable = variable
 
 
 class ArrayOperators(abc.ABC):
@@ -78,16 +103,32 @@ class ArrayOperators(abc.ABC):
         # jax asks here, too, before it refuses what it compiles a function for. In a
         # step its error is put into words that name the step.
         if recorder.get() is None and _refuses(sys._getframe(1).f_code):
-            raise ValueError(  # a TypeError would be replaced by one of jax
+            raise ArrayWanted(
+                str(self),
                 f"{self!r:.100} is passed to a function that jax compiles (jnp.exp, "
                 "jnp.mean, jax.nn.relu, jax.jit, jax.grad, ...), which takes arrays: "
                 "write v.value(), or zs.values(tree) for a pytree, "
-                "jax.tree.map(jnp.mean, zs.values(params))"
+                "jax.tree.map(jnp.mean, zs.values(params))",
             )
         return self._as_jax
 
+    def _implied(self) -> Any:
+        """The value, where the caller has not asked for it by name.
+
+        Raises:
+            ValueError: A function that makes an optimizer or a schedule would keep it.
+        """
+        if recorder.get() is None:
+            maker = _maker_of(sys._getframe(2))
+            if maker and not is_staging():
+                raise ValueError(
+                    f"optax.{maker} would keep the value that {self!r:.100} has now, "
+                    "and a later assign would change nothing: " + HYPERPARAMETERS
+                )
+        return self.value()
+
     def _as_jax(self) -> jax.Array:
-        return jax.numpy.asarray(self.value())
+        return jax.numpy.asarray(self._implied())
 
     if not TYPE_CHECKING:  # to whom any attribute would be there
 
@@ -108,7 +149,7 @@ class ArrayOperators(abc.ABC):
         return self.value().imag
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        value = np.asarray(self.value())
+        value = np.asarray(self._implied())
         if dtype is not None and value.dtype != dtype:
             return value.astype(dtype)
         return value.copy() if copy else value
@@ -123,49 +164,52 @@ class ArrayOperators(abc.ABC):
                 "takes arrays: write v.value(), in a step with jnp in place of np, or "
                 "zs.values(tree) for a pytree"
             )
-        values = [value_of(x) for x in inputs]
+        values = [
+            x._implied() if isinstance(x, ArrayOperators) else value_of(x)
+            for x in inputs
+        ]
         if any(isinstance(x, jax.Array) for x in values):
             return getattr(jax.numpy, ufunc.__name__)(*values)
         return ufunc(*values)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.value()[index]
+        return self._implied()[index]
 
     def __iter__(self) -> Any:
-        return iter(self.value())
+        return iter(self._implied())
 
     def __len__(self) -> int:
-        return len(self.value())
+        return len(self._implied())
 
     def __bool__(self) -> bool:
-        return bool(self.value())
+        return bool(self._implied())
 
     def __int__(self) -> int:
-        return int(self.value())
+        return int(self._implied())
 
     def __float__(self) -> float:
-        return float(self.value())
+        return float(self._implied())
 
     def __index__(self) -> int:
-        return operator.index(self.value())
+        return operator.index(self._implied())
 
     def __format__(self, how: str) -> str:
         return format(self.value(), how) if how else str(self)
 
     def __neg__(self) -> Any:
-        return -self.value()
+        return -self._implied()
 
     def __pos__(self) -> Any:
-        return +self.value()
+        return +self._implied()
 
     def __abs__(self) -> Any:
-        return abs(self.value())
+        return abs(self._implied())
 
     def __invert__(self) -> Any:
-        return ~self.value()
+        return ~self._implied()
 
     def __round__(self, digits: int = 0) -> Any:
-        return self.value().round(digits)
+        return self._implied().round(digits)
 
     __add__, __radd__ = _left(operator.add), _right(operator.add)
     __sub__, __rsub__ = _left(operator.sub), _right(operator.sub)
@@ -221,3 +265,22 @@ def _refuses(asking: CodeType) -> bool:
     name = "__jax_array__"
     words = asking.co_consts[1:]  # without the docstring
     return any(isinstance(x, str) and name in x and x != name for x in words)
+
+
+def _maker_of(frame: FrameType | None) -> str:
+    """The function of optax that converts a variable, if it makes an optimizer or a
+    schedule; "" for any other function."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(_BETWEEN) and frame.f_code.co_name not in _WITHIN:
+            break
+        frame = frame.f_back
+    if frame is None or not module.startswith("optax."):
+        return ""
+    name = frame.f_code.co_name
+    function: Any = inspect.unwrap(frame.f_globals.get(name, len))
+    if getattr(function, "__code__", None) is not frame.f_code:
+        return ""  # within another one, as the update of an optimizer is
+    # optax says what its functions return: transformations, and functions of a count.
+    made = str(function.__annotations__.get("return"))
+    return name if "GradientTransformation" in made or "Callable" in made else ""

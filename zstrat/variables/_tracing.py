@@ -3,7 +3,7 @@
 A step function's capture installs itself in the context variable `recorder`, which is
 where a variable turns to; then reads return traced arrays and updates are written down
 instead of being done. Law of the file: the context variable is set by captures alone,
-and always reset by who set it.
+cleared while an optimizer's transformation is traced, and always reset by who set it.
 
 Outside of a step function jax may stage Python out all the same: what runs now runs
 once, and what it leaves behind is computed with again and again. Nobody notes what
@@ -136,17 +136,26 @@ def is_staging() -> bool:
     return False
 
 
+class StagedAccess(RuntimeError):
+    """A variable is read or updated by Python that jax runs once, to trace it."""
+
+    def __init__(self, variable: str, words: str) -> None:
+        super().__init__(words)
+        self.variable = variable
+
+
 def refuse_read(spec: VariableSpec) -> None:
     """Refuses a value that jax would keep.
 
     Raises:
-        RuntimeError: jax is staging.
+        StagedAccess: jax is staging.
     """
     if is_staging():
-        raise RuntimeError(
+        raise StagedAccess(
+            str(spec),
             f"{spec} is read {_TRACED} outside of a zs.function: jax would keep the "
             "value of now for all later calls. Read it before and pass the value in as "
-            "an argument, or make the outermost function a zs.function"
+            "an argument, or make the outermost function a zs.function",
         )
 
 
@@ -154,13 +163,14 @@ def refuse_update(spec: VariableSpec, what: str) -> None:
     """Refuses an update that would happen at the first call alone.
 
     Raises:
-        RuntimeError: jax is staging.
+        StagedAccess: jax is staging.
     """
     if is_staging():
-        raise RuntimeError(
+        raise StagedAccess(
+            str(spec),
             f"{what} {spec} {_TRACED} outside of a zs.function: it would happen once, "
             "while jax traces, and at no later call. Return the new value and update "
-            "the variable with it, or make the outermost function a zs.function"
+            "the variable with it, or make the outermost function a zs.function",
         )
 
 

@@ -254,10 +254,11 @@ def _clipped(rows: jax.Array, rank: int, max_norm: Any) -> jax.Array:
     limit = jnp.asarray(max_norm, rows.dtype)
     axes = tuple(range(rank, rows.ndim))
     square = jnp.sum(rows * rows, axis=axes, keepdims=True)
-    over = square > limit * limit
-    # The root of what is not scaled would have an infinite slope at zero.
-    norm = jnp.sqrt(jnp.where(over, square, jnp.ones_like(square)))
-    return jnp.where(over, rows * (limit / norm), rows)
+    # The root of zero has an infinite slope.
+    norm = jnp.sqrt(jnp.where(square > 0, square, jnp.ones_like(square)))
+    # A row of just this norm has the gradient of those that are scaled, as in TF.
+    scaled = (square > 0) & (norm >= limit)
+    return jnp.where(scaled, rows * (limit / norm), rows)
 
 
 _COMBINERS: Final = ("sum", "mean", "sqrtn")
@@ -342,9 +343,12 @@ def safe_embedding_lookup_sparse(
     *,
     partition_strategy: str = "div",
 ) -> jax.Array:
-    """`embedding_lookup_sparse` without ids below 0 and without weights that are not
-    positive. A row of which nothing is left gives that of ``default_id``, or zeros."""
-    bag = _Bag.of(ids, weights).pruned()
+    """Looks up as `embedding_lookup_sparse`, without ids below 0.
+
+    ``"mean"`` and ``"sqrtn"`` also leave out ids whose weight is not positive, while
+    ``"sum"`` takes every weight. A row of which no id is left gives the row of
+    ``default_id``, or zeros."""
+    bag = _Bag.of(ids, weights).pruned(by_weight=combiner != "sum")
     if default_id is not None:
         bag = bag.filled(operator.index(default_id))
     return bag.combined(params, combiner, max_norm, partition_strategy)
@@ -398,9 +402,10 @@ class _Bag:
                 )
         return _Bag(ids, valid, weights, row_ids, nrows)
 
-    def pruned(self) -> _Bag:
+    def pruned(self, *, by_weight: bool) -> _Bag:
+        """This bag without ids below 0 and, if told so, weights that are not above."""
         valid = self.valid & (self.ids >= 0)
-        if self.weights is not None:
+        if by_weight and self.weights is not None:
             valid &= self.weights > 0
         return _Bag(self.ids, valid, self.weights, self.row_ids, self.nrows)
 

@@ -5,6 +5,8 @@ class: register it with jax, note its fields. So a class is not filled into a bl
 Its statement (`_bodies`) is run again, with empty functions (`_functions`), because
 functions refer to the class. Then functions are filled, and what differs from the
 original is set: the original is the truth, whatever the code did on its second run.
+Last, jax is told of a class that is a pytree: objects that arrive after it, as handles
+that hold a tree of it, may flatten theirs at once.
 
 A class travels with a number of its own and is made once per process, however often it
 arrives. A class that comes home is the one that left, untouched; one that arrives again
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ._bodies import Body, body_of, is_bare, own_names, write_field
 from ._functions import fill, inner_functions
-from ._pytrees import HEAP_TYPE
+from ._pytrees import HEAP_TYPE, Registration, register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -167,20 +169,36 @@ Filled = Sequence[tuple[types.FunctionType, Any]]
 """Functions of a class and what they are filled with."""
 
 
+Registrations = Sequence[Registration]
+"""That of a class with jax, if it has one."""
+
+
+def reduced_plain(reduced: tuple[Any, ...], registrations: Registrations) -> Any:
+    """A class that cloudpickle has reduced, and that is a pytree."""
+    *made, state, items, pairs, finish_class = reduced
+    state = finish_class, state, registrations
+    return *made, state, items, pairs, finish_plain
+
+
 def reduced_class(
-    cls: type, filled: Filled, registered: Sequence[type], late: bool
+    cls: type,
+    filled: Filled,
+    virtual: Sequence[type],
+    registrations: Registrations,
+    *,
+    late: bool,
 ) -> Any:
     """A class that is no enum.
 
     Args:
-        registered: Its virtual subclasses (`abc.ABCMeta.register`).
+        virtual: Its virtual subclasses (`abc.ABCMeta.register`).
         late: Attributes that may refer to the class are not in its body.
     """
     number, body = known.number(cls), body_of(cls)
     if late:
         body = body.without_values()
     names = {k: v for k, v in own_names(cls).items() if k not in body.generated}
-    state = filled, names, body.generated, registered
+    state = filled, names, body.generated, virtual, registrations
     if is_bare(cls):
         arguments: tuple[Any, ...] = (type(cls), cls.__name__, cls.__bases__, body.said)
         return make_bare, (number, *arguments), state, None, None, finish
@@ -188,12 +206,15 @@ def reduced_class(
     return make, (number, *arguments), state, None, None, finish
 
 
-def reduced_enum(cls: type[enum.Enum], filled: Filled) -> Any:
+def reduced_enum(
+    cls: type[enum.Enum], filled: Filled, registrations: Registrations
+) -> Any:
     """How an enum is pickled."""
     keywords, said = statement_of_enum(cls)
     members = {name: member.value for name, member in cls.__members__.items()}
     arguments = (cls.__name__, cls.__bases__, keywords, said, members)
-    state = filled, names_of_enum(cls), attributes_of_members(cls)
+    names, attributes = names_of_enum(cls), attributes_of_members(cls)
+    state = filled, names, attributes, registrations
     return make_enum, (known.number(cls), *arguments), state, None, None, finish_enum
 
 
@@ -281,8 +302,8 @@ def make_enum(
 
 
 def finish(cls: type, state: Any) -> None:
-    """Fills the functions and sets what differs from the original."""
-    functions, names, generated, subclasses = state
+    """Fills the functions, sets what differs from the original, and tells jax."""
+    functions, names, generated, subclasses, registrations = state
     if not _known().is_arrived(cls):
         return
     for fn, remaining in functions:
@@ -299,11 +320,24 @@ def finish(cls: type, state: Any) -> None:
     registered: Any = cls
     for subclass in subclasses:
         registered.register(subclass)
+    _register(registrations)
+
+
+def finish_plain(cls: type, state: Any) -> None:
+    """Fills a class of cloudpickle as it does, and tells jax."""
+    finish_class, given, registrations = state
+    finish_class(cls, given)
+    _register(registrations)
+
+
+def _register(registrations: Registrations) -> None:
+    for registration in registrations:
+        register(registration)
 
 
 def finish_enum(cls: Any, state: Any) -> None:
     """Fills the functions, and gives members what their own code gave them."""
-    functions, names, attributes = state
+    functions, names, attributes, registrations = state
     if not _known().is_arrived(cls):
         return
     for fn, remaining in functions:
@@ -315,6 +349,7 @@ def finish_enum(cls: Any, state: Any) -> None:
         type.__setattr__(cls, name, value)
     for name, given in attributes.items():
         vars(cls[name]).update(given)
+    _register(registrations)
 
 
 def statement_of_enum(cls: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -53,7 +53,6 @@ from ._pickler import (
     plain,
 )
 from ._pickler import Resource as Resource
-from ._pytrees import register
 from ._references import attribute
 from ._trial import find_value, tried, try_out, unpicklable
 
@@ -149,10 +148,7 @@ def load(
             "workers on the same minor version"
         )
     stream = io.BytesIO(memoryview(code)[5:])
-    loaded, registrations = Unpickler(stream, arrays, resolve).load()
-    for registration in registrations:
-        register(registration)
-    return loaded
+    return Unpickler(stream, arrays, resolve).load()
 
 
 def digest(code: bytes) -> bytes:
@@ -169,8 +165,7 @@ def _dumped(
         while True:
             try:
                 with Pickler.session(keep, ways) as (pickler, stream):
-                    # In this order: pickling the object finds the registrations.
-                    pickler.dump((obj, pickler.registrations))
+                    pickler.dump(obj)
                 if keep is None or any(cls not in tried for cls in pickler.made):
                     try_out(obj, ways)
             except NotShippable as error:

@@ -33,6 +33,7 @@ from ._classes import (
     reduced_class,
     reduced_enum,
     reduced_instance,
+    reduced_plain,
 )
 from ._functions import (
     early,
@@ -114,7 +115,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         kept: list[Any] | None,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep)
-        self.registrations: list[Registration] = []
         self.large: list[Any] = []
         self.resources: list[Resource] = []
         self.made: set[type] = set()
@@ -206,18 +206,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if found := _by_other_name(cls):
             return found
         self.made.add(cls)
+        registrations = Registration.of(cls)
         if cls in plain:
-            self.registrations.extend(Registration.of(cls))
-            return super().reducer_override(cls)
+            made = super().reducer_override(cls)
+            return reduced_plain(made, registrations) if registrations else made
         self._entered[cls] = self._entered.get(cls, 0) + 1
         if self._entered[cls] > _CIRCLES:
             raise CircularBody(cls)
-        self.registrations.extend(Registration.of(cls))
         filled = [(fn, remaining(made)) for fn, made in self._emptied(cls)]
         if issubclass(cls, enum.Enum):
-            return reduced_enum(cls, filled)
-        registered = super().reducer_override(cls)[2][0].get("_abc_impl", ())
-        return reduced_class(cls, filled, registered, cls in self._ways.late)
+            return reduced_enum(cls, filled, registrations)
+        virtual = super().reducer_override(cls)[2][0].get("_abc_impl", ())
+        is_late = cls in self._ways.late
+        return reduced_class(cls, filled, virtual, registrations, late=is_late)
 
     def _emptied(self, cls: type) -> list[tuple[types.FunctionType, Any]]:
         """The functions of a class that are made empty, with what they are made of."""

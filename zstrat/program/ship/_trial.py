@@ -21,7 +21,6 @@ import jax
 from ._carried import ScopedBody
 from ._classes import arriving_at, known
 from ._pickler import NotLoaded, NotShippable, Pickler, TrialUnpickler, Ways
-from ._pytrees import register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,13 +41,12 @@ def try_out(obj: object, ways: Ways) -> None:
     """
     kept: list[Any] = []
     with Pickler.session(None, ways, kept) as (pickler, stream):
-        pickler.dump((obj, pickler.registrations, pickler.instances))
+        # In this order: pickling the object finds the instances.
+        pickler.dump((obj, pickler.instances))
     stream.seek(0)
     try:
         with arriving_at(known.trusting(list(tried))):
-            _, registrations, arrived = TrialUnpickler(stream, kept, ways).load()
-            for registration in registrations:
-                register(registration)
+            _, arrived = TrialUnpickler(stream, kept, ways).load()
     except Exception as error:  # user code runs in it: `find_way` says where
         raise NotLoaded from error
     if found := difference(pickler.instances, arrived):

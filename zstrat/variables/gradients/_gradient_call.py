@@ -9,7 +9,6 @@ that it is about and what to write instead.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -270,33 +269,6 @@ def seen(dtype: Any, *, is_here: bool) -> np.dtype:
     return found
 
 
-@contextmanager
-def tracing(call: GradientCall) -> Iterator[None]:
-    """Says which optimizer and which tree it is that cannot be traced.
-
-    Raises:
-        ValueError: With what the transformation said.
-    """
-    try:
-        yield
-    except Exception as error:  # of the transformation, to who applies gradients
-        # Our own words already (`TreeStructure`): they say what to do.
-        if isinstance(error, ValueError) and "asks for the path" in str(error):
-            raise
-        said = str(error).rstrip(".")
-        raise ValueError(
-            f"{_line(call)}optimizer {call.optimizer.name!r} cannot be applied to its "
-            f"tree, {call.structure.treedef}: {type(error).__name__}: {said}. Labels, "
-            "masks and functions of paths have to fit the tree that the optimizer "
-            "sees: that of zs.Optimizer(..., params=params), or else that of "
-            "apply_gradients(grads, params). Give further arguments of its update "
-            "(value=loss) to apply_gradients; what wants functions (obj_fn=) or "
-            "gradients of single examples (optax.contrib.dpsgd) runs under strategies "
-            "whose processes hold all variables (MirroredStrategy, "
-            "MultiWorkerMirroredStrategy), not on parameter servers"
-        ) from error
-
-
 def require_whole(call: GradientCall, cut: TreeCut) -> None:
     """Refuses a call that an optimizer of a whole tree cannot carry out.
 
@@ -307,7 +279,7 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
     if len(call.given) < len(call.targets):
         left = next(n for n in range(len(call.targets)) if n not in call.given)
         raise ValueError(
-            f"{_line(call)}optimizer {call.optimizer.name!r} moves the variables of "
+            f"{line_of(call)}optimizer {call.optimizer.name!r} moves the variables of "
             f"its tree together ({_coupled(call, cut.coupling)}), and there is no "
             f"gradient of {call.words(left)}: give zeros for it, or leave it out of "
             "params= and of every call"
@@ -315,7 +287,7 @@ def require_whole(call: GradientCall, cut: TreeCut) -> None:
     for leaf, _, sparse, _ in call.leaves():
         if sparse:
             raise ValueError(
-                f"{_line(call)}optimizer {call.optimizer.name!r} looks at more than "
+                f"{line_of(call)}optimizer {call.optimizer.name!r} looks at more than "
                 f"one row at a time, because it moves the variables of its tree "
                 f"together ({_coupled(call, cut.coupling)}), so it cannot take "
                 f"IndexedSlices of {call.words(leaf)}: give it the dense gradient, "
@@ -335,7 +307,7 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
     missing = sorted(cut.gradients_for(call.given) - {*call.given})
     if missing:
         raise ValueError(
-            f"{_line(call)}optimizer {call.optimizer.name!r} computes something of "
+            f"{line_of(call)}optimizer {call.optimizer.name!r} computes something of "
             "all gradients of its tree (a global norm, a common test), and there is "
             f"none of {call.words(missing[0])}: give zeros for it, or leave it out of "
             "params= and of every call"
@@ -367,12 +339,12 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
     acts = cut.program.acts
     if acts:
         raise ValueError(
-            f"{_line(call)}optimizer {call.optimizer.name!r} calls back into Python "
+            f"{line_of(call)}optimizer {call.optimizer.name!r} calls back into Python "
             f"({acts}), which a parameter server does not run: take the callback out"
         )
     if cut.coupling is not None:
         raise ValueError(
-            f"{_line(call)}optimizer {call.optimizer.name!r} mixes variables, which "
+            f"{line_of(call)}optimizer {call.optimizer.name!r} mixes variables, which "
             "live on parameter servers, each by itself: "
             f"{_coupled(call, cut.coupling)}. What is computed of gradients alone (a "
             "global norm) may stand before everything that keeps a state: "
@@ -395,7 +367,7 @@ def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
         if slot:
             other = call.words(next(n for n in range(len(call.targets)) if n != leaf))
             raise ValueError(
-                f"{_line(call)}optimizer {call.optimizer.name!r} begins with {slot}, "
+                f"{line_of(call)}optimizer {call.optimizer.name!r} begins with {slot}, "
                 f"made of the values of {call.words(leaf)}, {other} and perhaps more, "
                 "which live on parameter servers, each by itself: use an optimizer "
                 "whose state begins with constants, or with each variable's own value, "
@@ -433,7 +405,7 @@ def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueE
         else "Keep the variable in one piece (a partitioner that leaves it whole)"
     )
     return ValueError(
-        f"{_line(call)}optimizer {call.optimizer.name!r} looks at more than one row "
+        f"{line_of(call)}optimizer {call.optimizer.name!r} looks at more than one row "
         f"at a time, so it cannot {what} {call.words(leaf)}: {reason}. {cure}, or use "
         "an optimizer that works element by element (sgd, adam, adagrad, rmsprop, "
         "lion, ...)"
@@ -442,7 +414,7 @@ def _by_rows(call: GradientCall, leaf: int, sparse: bool, reason: str) -> ValueE
 
 def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
     return ValueError(
-        f"{_line(call)}optimizer {call.optimizer.name!r} makes one move of several "
+        f"{line_of(call)}optimizer {call.optimizer.name!r} makes one move of several "
         f"updates ({who}) and cannot take IndexedSlices of {call.words(leaf)}: a row "
         "that the last of these updates does not name would lose what it was given "
         "before, or keep what was to be taken back. Give it the dense gradient, "
@@ -451,5 +423,6 @@ def _of_several_updates(call: GradientCall, leaf: int, who: str) -> ValueError:
     )
 
 
-def _line(call: GradientCall) -> str:
+def line_of(call: GradientCall) -> str:
+    """How a message begins that knows the user's line."""
     return f"{call.where}: " if call.where else ""

@@ -8,6 +8,7 @@ steps that hold them all; a parameter server moves those that it has, one by one
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from zstrat.variables._spec import LOCAL, VariableAggregation
 from zstrat.variables._tracing import recorder
 from zstrat.variables._variable import Variable
 
-from ._gradient_call import GradientCall, require_servers, seen, tracing
+from ._gradient_call import GradientCall, require_servers, seen
 from ._gradients_given import given_pairs, given_tree
 from ._optimizer_state import Hyperparameters, state_of
 from ._slots import SlotInfo
+from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class Optimizer:
         self._transformation: Any = checked(transformation)
         self._random = RandomNumbers.of_this_thread()
         """Of the program, for parameter servers, whose processes were not told."""
-        self._tree = None if params is None else _tree_of(params)
+        self._params = params
+        tree = self._tree
         self._forget_traces()
         current = creator.get()
         self.is_local = current is None
@@ -88,14 +91,20 @@ class Optimizer:
         )
         """Unique in the session; negative for an optimizer of this process."""
         try:
-            if self._tree is not None:
-                self._require_possible(*self._tree)
+            if tree is not None:
+                self._require_possible(*tree)
             if count_iterations:
                 self.iterations = self._counter()
         except BaseException:  # to the caller, who has no optimizer
             if current is not None:
                 current.forget_optimizer(self.id)
             raise
+
+    @functools.cached_property
+    def _tree(self) -> tuple[TreeStructure, tuple[AbstractVariable, ...]] | None:
+        """The tree that it was given. Flattened when it is first wanted: a handle that
+        arrives may do so before the class of its tree, whose methods use it."""
+        return None if self._params is None else _tree_of(self._params)
 
     def _forget_traces(self) -> None:
         self._rules: list[tuple[Any, TreeRule]] = []
@@ -210,7 +219,7 @@ class Optimizer:
         Raises:
             ValueError: It cannot be traced on that tree.
         """
-        from zstrat.optimizers import RandomNumbers, TreeRule, cut_for_rows
+        from zstrat.optimizers import RandomNumbers, TreeRule
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
@@ -222,8 +231,7 @@ class Optimizer:
         for number, (known, made) in enumerate(self._rules):
             if known == key:
                 if is_traced:
-                    with tracing(call):
-                        made = cut_for_rows(made)
+                    made = traced(call, made, is_traced=True)
                     self._rules[number] = key, made
                 return made
         kinds = tuple(map(_kind, shapes, dtypes))
@@ -238,11 +246,7 @@ class Optimizer:
             examples=call.examples,
             random=random,
         )
-        with tracing(call):
-            if is_traced:
-                new = cut_for_rows(new)
-            else:
-                new.state()
+        new = traced(call, new, is_traced=is_traced)
         self._rules.append((key, new))
         return new
 
@@ -425,7 +429,7 @@ def _handle(
     made.id, made.name, made.is_local = optimizer, name, is_local
     made.iterations, made._transformation = iterations, transformation
     made._random = random
-    made._tree = None if params is None else _tree_of(params)
+    made._params = params
     made._forget_traces()
     return made
 
