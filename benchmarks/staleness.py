@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 EXAMPLES: Final = Path(__file__).parent.parent / "examples"
-AGES: Final = [0, 1, 2, 3, 5, 7, 11, 15, 23]
+AGES: Final = [0, 1, 3, 7, 15]
 """In updates. W workers without prefetch make W - 1, and with prefetch=1 2W - 1."""
 SPAN: Final = 20
 """Steps whose mean loss has to be below the goal."""
@@ -91,8 +91,8 @@ def characters() -> Model:
             yield text[starts + window].astype(np.int32)
 
     start = example.init_params(0, 2)
-    name = "transformer on text: 4 bits per character"
-    return Model(name, start, example.bits, batches, [3e-3, 1e-3, 3e-4], 4.0, 600)
+    name = "transformer on text: 4.3 bits per character"
+    return Model(name, start, example.bits, batches, [3e-3, 1e-3, 3e-4], 4.3, 500)
 
 
 def steps_to_goal(losses: Iterator[float], model: Model) -> int | None:
