@@ -15,7 +15,7 @@ from zstrat.errors import PeerLostError
 from zstrat.testing import Relay
 from zstrat.transport import Link, Sending, ZeroMQSockets, new_incarnation
 from zstrat.transport import hello as own_hello
-from zstrat.wire import Beat, CancelSteps, Inspect, encode
+from zstrat.wire import Beat, CancelSteps, Done, Inspect, encode
 from zstrat.wire.connection import Closed
 
 
@@ -240,4 +240,43 @@ async def test_what_has_arrived_is_read_before_a_task_is_judged(net):
     link = Link(address, me, name="ps", settings=settings, sockets=Busy())
     link.start()
     await link.wait_open(soon())
+    await link.close()
+
+
+HANGING = """
+import asyncio, ctypes, sys
+from zstrat.config import Settings
+from zstrat.transport import Endpoint, hello, new_incarnation
+
+def hang(remote, message):
+    ctypes.PyDLL(None).sleep(3)  # and no other thread of Python runs meanwhile
+
+async def main():
+    me = hello("ps", 0, new_incarnation())
+    endpoint = Endpoint(me, hang, settings=Settings())
+    print(await endpoint.bind("127.0.0.1:0"), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await endpoint.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def hanging():
+    """The address of a task in another process, which hangs when it is asked."""
+    command = [sys.executable, "-c", HANGING]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        yield process.stdout.readline().strip()
+        process.stdin.close()
+
+
+async def test_a_neighbour_that_is_silent_for_three_times_as_long_is_not_lost(hanging):
+    settings = Settings(timeouts=Timeouts(beat=0.1, patience=1.0))
+    me = own_hello("worker", 1, new_incarnation())
+    link = Link(hanging, me, name="ps", settings=settings)
+    link.start()
+    await link.wait_open(soon())
+    assert await link.request(Inspect(), deadline=soon(60)) == Done()
     await link.close()

@@ -1,6 +1,7 @@
 """Who connects and says nothing: bounded in number, and sent away in time."""
 
 import asyncio
+import ctypes
 import random
 
 import pytest
@@ -72,3 +73,24 @@ async def test_a_silent_connection_is_hung_up(net, hasty_greeting):
     assert await reader.read() == b""
     writer.close()
     assert endpoint.statistics()["counts"]["newcomers"] == 0
+
+
+async def test_the_memory_of_a_crowd_that_has_gone_is_given_back(net, monkeypatch):
+    """glibc keeps what libzmq had for its connections, unless it is asked to trim."""
+    loop, trimmed = asyncio.get_running_loop(), asyncio.Event()
+
+    class Library:
+        def __init__(self, name):
+            assert name is None
+
+        def malloc_trim(self, pad):
+            loop.call_soon_threadsafe(trimmed.set)
+
+    _, address, _ = await net.serve(settings=Settings(timeouts=Timeouts(beat=0.1)))
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    host, port = address.split(":")
+    for _ in range(100):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.close()
+    async with asyncio.timeout(30):
+        await trimmed.wait()

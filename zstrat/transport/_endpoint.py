@@ -105,6 +105,9 @@ class Endpoint:
             in_all=min(IN_ALL, allowed() // 4),
         )
         self._impostors = self._probes = 0
+        self._gone = 0
+        """Connections that have ended since memory was given back."""
+        self._trimmed_at = float("-inf")
         self._pump: Pump | None = None
         self._binding: BoundSocket | None = None
         self._authenticator: Authenticator | None = None
@@ -325,6 +328,7 @@ class Endpoint:
                 if self._binding is not None:
                     self._binding.freed()
             case Happening.BROKEN:
+                self._gone += 1
                 self._newcomers.gone(event.value)
                 if self._parting is not None:
                     self._parting.gone(event.value)
@@ -354,6 +358,10 @@ class Endpoint:
         for line in self._endless():
             self._complaints.add("it sends a message without an end")
             line.hang_up()
+            self._gone = _CROWD
+        if self._gone >= _CROWD and self._trimmed_at + _FREED <= now:
+            # libzmq takes some 40 KB for each connection, in pieces all over its heap.
+            self._gone, self._trimmed_at = 0, now
             self._loop.call_later(_FREED, trim)
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
@@ -421,6 +429,9 @@ chunk, but so many may arrive unread while the loop is busy."""
 
 _FREED: Final = 1.0
 """Seconds after which libzmq has dropped what a connection had sent."""
+
+_CROWD: Final = 64
+"""Connections that have ended whose memory is worth to be given back."""
 
 _AT_ONCE: Final = 64
 """Most messages that were held back and are handled in one turn of the loop; each
