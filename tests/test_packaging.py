@@ -95,7 +95,7 @@ print(*sorted(unit.name for unit in units.iterdir()))
 
 
 @pytest.mark.parametrize(
-    "module", ["zstrat.daemons.ps", "zstrat.daemons.worker", "zstrat.cli"]
+    "module", ["zstrat.daemons.ps", "zstrat.daemons.worker", "zstrat.cli", "zstrat"]
 )
 def test_programs_run(installed: dict[str, str], tmp_path: Path, module: str) -> None:
     out = run(sys.executable, "-m", module, "--help", cwd=tmp_path, env=installed)
