@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
 
 from zstrat.program import hide_frames
-from zstrat.transport import Portal
+from zstrat.transport import Portal, warn_of_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -30,12 +30,17 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
     """Runs the coroutine to its end, also where a loop is running already. Its errors
     come with the user's lines alone.
 
+    Args:
+        twin: What a program with a running loop awaits instead, if there is something.
+
     Cancellation: Ctrl-C cancels it, and is raised when it has cleaned up.
     """
+    if twin:
+        warn_of_blocking(twin)
     try:
         portal = Portal("zstrat saving")
         portal.at_close(_others_over)
