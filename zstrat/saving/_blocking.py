@@ -39,9 +39,9 @@ def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
 
     Cancellation: Ctrl-C cancels it, and is raised when it has cleaned up.
     """
-    if twin:
-        warn_of_blocking(twin)
     try:
+        if twin:
+            warn_of_blocking(twin)
         portal = Portal("zstrat saving")
         portal.at_close(_others_over)
         try:

@@ -28,13 +28,13 @@ def warn_of_blocking(twin: str) -> None:
         return
     if twin in _said or "ipykernel" in sys.modules:
         return
-    _said.add(twin)
     warnings.warn(
         "this call blocks the event loop of its thread, and all tasks of it, until the "
         f"answer is there: await {twin} instead, or call it by asyncio.to_thread",
         RuntimeWarning,
         stacklevel=_outside(),
     )
+    _said.add(twin)  # not where warnings are errors: those are raised each time
 
 
 def _outside() -> int:
