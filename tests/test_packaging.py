@@ -1,11 +1,14 @@
-"""The wheel, installed somewhere else and used from a folder that is no checkout."""
+"""The source distribution, which has the whole checkout, and the wheel that is built of
+it, installed somewhere else and used from a folder that is no checkout."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -27,17 +30,46 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> s
     return ran.stdout
 
 
+MADE = ("PKG-INFO", "setup.cfg", "zstrat.egg-info")
+"""What a build adds to a source distribution."""
+LEFT = (".git", ".venv", "__pycache__", "build", "dist", "out", *MADE)
+"""What git and tools leave in a checkout, with caches, whose names begin with a dot."""
+
+
+def checkout(*options: str) -> set[str]:
+    """The files of this checkout by their paths: what git says, or where there is no
+    git, as in an unpacked source distribution, all that no tool has left."""
+    if (ROOT / ".git").exists():
+        names = run("git", "ls-files", "-z", *options, cwd=ROOT).split("\0")
+        return {name for name in names if name and (ROOT / name).exists()}
+    found = set()
+    for folder, folders, files in os.walk(ROOT):
+        kept = [name for name in folders if name not in LEFT]
+        folders[:] = [name for name in kept if name == ".ci" or name[0] != "."]
+        found |= {str(Path(folder, name).relative_to(ROOT)) for name in files}
+    return found - set(LEFT)
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built offline from a copy: a build in the checkout would leave files in it."""
-    work = tmp_path_factory.mktemp("wheel")
+    work = tmp_path_factory.mktemp("sdist")
     source = work / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "zstrat", "daemons"):
-        run("cp", "-r", ROOT / name, source, cwd=work)
+    files = checkout("--cached", "--others", "--exclude-standard")
+    run("cp", "--parents", "--target-directory", source, *sorted(files), cwd=ROOT)
+    build = "import sys; from setuptools.build_meta import build_sdist as build"
+    run(sys.executable, "-c", f"{build}; build(sys.argv[1])", work, cwd=source)
+    (built,) = work.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    work = sdist.parent
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", work]
-    run(*pip, "wheel", *options, source, cwd=work)
+    run(*pip, "wheel", *options, sdist, cwd=work)
     (built,) = work.glob("*.whl")
     return built
 
@@ -49,6 +81,28 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     return {"PYTHONPATH": str(target), "PYTHONSAFEPATH": "1"}
+
+
+def test_the_source_distribution_has_what_a_checkout_has(sdist: Path) -> None:
+    """So `make test` works in it."""
+    with tarfile.open(sdist) as archive:
+        files = {each.name: each for each in archive.getmembers() if each.isfile()}
+    top = f"{sdist.name.removesuffix('.tar.gz')}/"
+    names = {name.removeprefix(top) for name in files}
+    wanted = checkout()
+    assert wanted <= names, sorted(wanted - names)
+    added = {name.split("/")[0] for name in names - checkout("--cached", "--others")}
+    assert added <= set(MADE)
+    assert files[f"{top}.ci/run"].mode & 0o100, "it is to be run"
+
+
+def test_what_is_said_of_the_project(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        said = Parser().parsestr(archive.read(name).decode())
+    assert said["Author"] == "The zstrat authors"
+    assert said["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in said.get_all("Classifier")
 
 
 def test_contents(wheel: Path) -> None:
@@ -95,7 +149,7 @@ print(*sorted(unit.name for unit in units.iterdir()))
 
 
 @pytest.mark.parametrize(
-    "module", ["zstrat.daemons.ps", "zstrat.daemons.worker", "zstrat.cli"]
+    "module", ["zstrat.daemons.ps", "zstrat.daemons.worker", "zstrat.cli", "zstrat"]
 )
 def test_programs_run(installed: dict[str, str], tmp_path: Path, module: str) -> None:
     out = run(sys.executable, "-m", module, "--help", cwd=tmp_path, env=installed)

@@ -63,3 +63,14 @@ def test_an_empty_text_is_no_folder(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "expected a folder, got an empty text" in refused(*command, "")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "meant"),
+    [("statsu", "'status'"), ("dashbord", "'dashboard'"), ("ps", "'zstrat-ps'")],
+)
+def test_a_command_that_is_not_there(mistyped, meant):
+    ran = CliRunner().invoke(main, [mistyped, "--index", "0"])
+    assert ran.exit_code == 2
+    assert f"did you mean {meant}?" in ran.output
+    assert "did you mean" not in CliRunner().invoke(main, ["xyzzy"]).output

@@ -114,6 +114,14 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(hosts):
     ran = zstrat("up", hosts, "no-such-program")
     assert ran.exit_code == 2
     assert "no program 'no-such-program' here" in ran.output
+    script = hosts.with_name("train.py")
+    ran = zstrat("up", hosts, "python", script)
+    assert ran.exit_code == 2
+    assert f"program '{script}' does not exist" in ran.output
+    script.touch()
+    ran = zstrat("up", hosts, script)
+    assert ran.exit_code == 2
+    assert f"python {script}" in ran.output
     ran = zstrat("up", hosts, "--ps", "1", "python")
     assert ran.exit_code == 2
     assert "--ps: options are written before HOSTS" in ran.output

@@ -339,23 +339,21 @@ def test_the_batch_script_of_a_program(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ["-p", "gpu", "t.py"],
-        ["--here", "--time=1", __file__],
-        ["no.py"],
-        ["--gpus-per-task=1", __file__],
+        (["-p", "gpu", "t.py"], "as one word: -pgpu"),
+        (["--partition", "gpu", "t.py"], "as one word: --partition=gpu"),
+        (["--here", "--time=1", __file__], "--here submits nothing, so"),
+        (["no.py"], "program 'no.py' does not exist\n"),
+        (["--print", "-pgpu", "no.py"], "program 'no.py' does not exist\n"),
+        (["--time=1"], "expected a program after the options"),
+        (["--gpus-per-task=1", __file__], "--gpus-per-task=1: each task is"),
     ],
 )
-def test_words_that_zstrat_slurm_does_not_take(words):
+def test_words_that_zstrat_slurm_does_not_take(words, said):
     ran = CliRunner().invoke(main, ["slurm", *words])
     assert ran.exit_code == 2
-    words = (
-        "expected a program",
-        "--here submits nothing, so",
-        "--gpus-per-task=1: each task is",
-    )
-    assert any(each in ran.output for each in words)
+    assert said in ran.output
 
 
 def test_nothing_breaks_out_of_its_line_of_the_batch_script(tmp_path):

@@ -7,6 +7,7 @@ the processor time that a look at a cluster does.
 from __future__ import annotations
 
 import importlib
+from difflib import get_close_matches
 from typing import Any, Final, final
 
 import click
@@ -31,6 +32,9 @@ _BEHIND: Final = {
 }
 """Module and name of each command."""
 
+DAEMONS: Final = ("evaluator", "ps", "worker")
+"""Programs of their own, `zstrat-ps` and so on."""
+
 
 @final
 class Commands(click.Group):
@@ -42,6 +46,18 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_BEHIND)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        meant = get_close_matches(name, _BEHIND)
+        if name in DAEMONS:
+            meant = [f"zstrat-{name}"]
+        if name not in _BEHIND and meant:
+            words = " or ".join(f"'{each}'" for each in meant)
+            ctx.fail(f"No such command {name!r}; did you mean {words}?")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _BEHIND:

@@ -67,12 +67,15 @@ def slurm_command(
     """
     count = next((n for n, word in enumerate(words) if word[:1] != "-"), len(words))
     options, command = words[:count], words[count:]
-    script = Path(command[0]) if command else None
-    if script is None or not script.is_file():
+    if not command:
         raise click.UsageError(
-            f"expected a program behind the options, got {' '.join(words)!r}: the "
-            "value of an option of sbatch is in the same word, as in --partition=gpu"
+            f"expected a program after the options, got {' '.join(words)!r} alone"
         )
+    script = Path(command[0])
+    if not script.is_file():
+        what = "is not a file" if script.exists() else "does not exist"
+        advice = "" if not options else _advice(options[-1], command[0])
+        raise click.UsageError(f"program {command[0]!r} {what}{advice}")
     program = [str(script.absolute()), *command[1:]]
     with failures():
         if here:
@@ -92,6 +95,15 @@ def slurm_command(
         sys.exit(
             subprocess.run([sbatch], input=text, text=True, check=False).returncode
         )
+
+
+def _advice(option: str, word: str) -> str:
+    """How to write the word, if the option has no value without it."""
+    is_long = option.startswith("--")
+    if "=" in option if is_long else len(option) > 2:
+        return ""
+    both = f"{option}={word}" if is_long else f"{option}{word}"
+    return f". If it is the value of {option}, write both as one word: {both}"
 
 
 def batch_script(

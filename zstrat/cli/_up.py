@@ -79,8 +79,9 @@ def up(
         raise click.UsageError("--detach and a program: expected one of them")
     if program and program[0].startswith("-"):
         raise click.UsageError(f"{program[0]}: options are written before HOSTS")
-    if program and shutil.which(program[0]) is None:
-        fail(ValueError(f"there is no program {program[0]!r} here that can be run"))
+    if program:
+        with failures():
+            _require_program(program)
     if detach:
         counts = (("--ps", ps), ("--workers", workers), ("--queue", queue))
         said = [f"{name}={count}" for name, count in counts if count is not None]
@@ -94,6 +95,25 @@ def up(
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     sys.exit(code)
+
+
+def _require_program(program: Sequence[str]) -> None:
+    """Looks before anything is started.
+
+    Raises:
+        ValueError: There is no such program, or no such script for Python.
+    """
+    if shutil.which(program[0]) is None:
+        advice = ""
+        if Path(program[0]).is_file():
+            advice = f": it is not executable; give `python {program[0]}`?"
+        raise ValueError(
+            f"there is no program {program[0]!r} here that can be run{advice}"
+        )
+    if len(program) > 1 and Path(program[0]).name.startswith("python"):
+        script = program[1]
+        if script.endswith(".py") and not Path(script).exists():
+            raise ValueError(f"program {script!r} does not exist")
 
 
 @click.command()

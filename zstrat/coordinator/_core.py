@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError, ForkedError
+from zstrat.transport import warn_of_blocking
 
 from ._calls import CallTable, Code, PickledArguments
 from ._dispatch import Dispatcher
@@ -251,6 +252,7 @@ class _LoopCalls:
         self._portal.call_soon(self.dispatcher.fence, end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
+        warn_of_blocking("the remote value itself")
         # Bounded by the deadline of the request, which is put off while bodies move.
         fetching = self.dispatcher.bring(kept)
         return self._portal.run(fetching, math.inf, "fetching a result")

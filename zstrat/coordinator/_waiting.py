@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from zstrat.errors import DeadlineExceededError
 from zstrat.threads import ThreadBell
-from zstrat.transport import Bell, Echo, LoopBell
+from zstrat.transport import Bell, Echo, LoopBell, warn_of_blocking
 
 from ._values import RemoteValueStatus
 
@@ -152,6 +152,7 @@ class Waiters:
         """
         deadline = _deadline(timeout)
         while (bell := self._attempted(attempt, ThreadBell)) is not None:
+            warn_of_blocking("the same method of a zs.AsyncClusterCoordinator")
             with self._watched(bell):
                 rest = None if deadline is None else deadline - time.monotonic()
                 if not bell.wait(rest):
@@ -201,6 +202,7 @@ class Waiters:
         deadline = _deadline(timeout)
         while (bell := self._bell_of(value, ThreadBell)) is not None:
             began = time.monotonic()
+            warn_of_blocking("the remote value itself")
             self.echo.place = copy_context()
             try:
                 rest = None if deadline is None else deadline - began

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TextIO, TypeVar
 
 from zstrat.program import hide_frames
-from zstrat.transport import Portal
+from zstrat.transport import Portal, warn_of_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -38,9 +38,12 @@ held_up: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
 `run_blocking` alone."""
 
 
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+def run_blocking(work: Coroutine[Any, Any, T], twin: str = "") -> T:
     """Runs the coroutine to its end, also where a loop is running already. Its errors
     come with the user's lines alone.
+
+    Args:
+        twin: What a program with a running loop awaits instead, if there is something.
 
     Cancellation: Ctrl-C cancels it, and is raised when it has cleaned up.
     """
@@ -50,6 +53,8 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         loop = None
     token = held_up.set(loop)
     try:
+        if twin:
+            warn_of_blocking(twin)
         portal = Portal("zstrat saving")
         portal.at_close(_others_over)
         try:

@@ -121,7 +121,9 @@ class Checkpoint(Tracked):
             OSError: As the system says.
         After any of them, what was saved before is as it was.
         """
-        return run_blocking(self.save_async(file_prefix))
+        return run_blocking(
+            self.save_async(file_prefix), "checkpoint.save_async(file_prefix)"
+        )
 
     async def save_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """`save`, without blocking the running loop.
@@ -153,7 +155,9 @@ class Checkpoint(Tracked):
         """Saves to exactly this folder, without counting; returns its path. See
         `save`. A checkpoint that is there already is replaced when the new one is
         complete."""
-        return run_blocking(self.write_async(file_prefix))
+        return run_blocking(
+            self.write_async(file_prefix), "checkpoint.write_async(file_prefix)"
+        )
 
     async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """`write`, without blocking the running loop; see `save_async`."""
@@ -210,7 +214,8 @@ class Checkpoint(Tracked):
             OSError: As the system says.
         """
         return run_blocking(
-            self.restore_async(save_path, expect_partial=expect_partial)
+            self.restore_async(save_path, expect_partial=expect_partial),
+            "checkpoint.restore_async(save_path)",
         )
 
     async def restore_async(
@@ -233,7 +238,7 @@ class Checkpoint(Tracked):
     ) -> RestoreStatus:
         """`restore`, but for the count of saves, which stays."""
         work = self.read_async(save_path, expect_partial=expect_partial)
-        return run_blocking(work)
+        return run_blocking(work, "checkpoint.read_async(save_path)")
 
     async def read_async(
         self,

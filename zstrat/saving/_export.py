@@ -62,7 +62,10 @@ def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
         ResourceExhaustedError: The disk is full; what was there is as it was.
         OSError: As the system says.
     """
-    return run_blocking(export_safetensors_async(source, path))
+    return run_blocking(
+        export_safetensors_async(source, path),
+        "zs.export_safetensors_async(source, path)",
+    )
 
 
 async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) -> str:

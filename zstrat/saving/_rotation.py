@@ -213,7 +213,9 @@ class CheckpointManager:
             ValueError: ``checkpoint_number`` is no whole number, or below 0.
             Exception: Else as `zs.Checkpoint.save`. What was saved before is as it was.
         """
-        return run_blocking(self.save_async(checkpoint_number, check_interval))
+        return run_blocking(
+            self.save_async(checkpoint_number, check_interval), "manager.save_async()"
+        )
 
     async def save_async(
         self, checkpoint_number: Any = None, check_interval: bool = True
@@ -307,7 +309,10 @@ class CheckpointManager:
             DataLossError: All of them are damaged; names what is wrong with the newest.
             Exception: Else as `zs.Checkpoint.restore`.
         """
-        return run_blocking(self._restore_or_initialize(line_outside()))
+        return run_blocking(
+            self._restore_or_initialize(line_outside()),
+            "manager.restore_or_initialize_async()",
+        )
 
     async def restore_or_initialize_async(self) -> str | None:
         """`restore_or_initialize`, without blocking the running loop.

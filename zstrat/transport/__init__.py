@@ -4,6 +4,7 @@ from ._address import check_address as check_address
 from ._address import check_told as check_told
 from ._address import parse as parse
 from ._address import reached_as as reached_as
+from ._blocking import warn_of_blocking as warn_of_blocking
 from ._curve import Security as Security
 from ._data_connections import DataConnections as DataConnections
 from ._echo import Echo as Echo

@@ -10,7 +10,7 @@ import operator
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.transport import check_address, check_told
+from zstrat.transport import check_address, check_told, warn_of_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -123,6 +123,7 @@ class Workers:
         """
         patience, number = self._patience(address, timeout), task_number(index)
         work = self._session.cluster.turnover.add(address, number, patience)
+        warn_of_blocking("strategy.workers.add_async(address)")
         return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
 
     async def add_async(
@@ -163,6 +164,7 @@ class Workers:
             NotFoundError: No worker of the cluster is at that address.
         """
         work, seconds = self._removing(address, timeout)
+        warn_of_blocking("strategy.workers.remove_async(address)")
         self._session.run(work, f"removing {address}", seconds)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
@@ -287,6 +289,7 @@ class StoreServers:
             PSUnavailableError: A ps is lost.
         """
         work, seconds = self._adding(address, index, timeout), math.inf
+        warn_of_blocking("strategy.parameter_servers.add_async(address)")
         return self._session.run(work, f"adding {address}", seconds)
 
     async def add_async(
@@ -317,6 +320,7 @@ class StoreServers:
             PSUnavailableError: A ps is lost.
         """
         work = self._vacating(address, timeout)
+        warn_of_blocking("strategy.parameter_servers.drain_async(address)")
         self._session.run(work, f"draining {address}", math.inf)
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
@@ -335,6 +339,7 @@ class StoreServers:
             UnavailableError: A store stays where it was; says why.
             PSUnavailableError: A ps is lost.
         """
+        warn_of_blocking("strategy.parameter_servers.level_async()")
         self._session.run(self._levelling(), "levelling", math.inf)
 
     async def level_async(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from zstrat.errors import NotFoundError
 from zstrat.program import PerWorkerVariable, dump_code
+from zstrat.transport import warn_of_blocking
 from zstrat.variables import (
     LOCAL,
     DeferredValue,
@@ -25,6 +26,7 @@ from zstrat.variables import (
     handle,
     joined,
 )
+from zstrat.wire import UpdateOp
 
 from ._variable_placement import Numbers, PlacementRule, VariablePlacement, draft
 
@@ -47,6 +49,17 @@ if TYPE_CHECKING:
     from zstrat.wire import InitialEntry
 
     from ._variable_placement import VariablePlan
+
+_TWINS: Final = {
+    UpdateOp.ASSIGN: "variable.assign_async(value)",
+    UpdateOp.ADD: "variable.assign_add_async(delta)",
+    UpdateOp.SUB: "variable.assign_sub_async(delta)",
+    **dict.fromkeys(
+        (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS, UpdateOp.OPERANDS),
+        "optimizer.apply_gradients_async(grads_and_vars)",
+    ),
+}
+"""What does not block, and else `scatter_async`."""
 
 T = TypeVar("T")
 _Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
@@ -228,9 +241,11 @@ class ServerVariables(StrategyCreator):
     # it, and then either blocked upon or awaited.
 
     def read(self, variable: VariableHandle) -> np.ndarray:
+        warn_of_blocking("variable.read_value_async()")
         return self._session.run(*self._reading([variable]))[0]
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
+        warn_of_blocking("variable.read_value_async()")
         return self._session.run(*self._reading(variables))
 
     async def read_many_async(
@@ -239,12 +254,16 @@ class ServerVariables(StrategyCreator):
         return await self._session.run_async(*self._reading(variables))
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        warn_of_blocking("variable.sparse_read_async(indices)")
         return self._session.run(*self._reading_rows(parts))
 
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return await self._session.run_async(*self._reading_rows(parts))
 
     def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        warn_of_blocking(
+            _TWINS.get(updates[0][1], "variable.scatter_async(op, sparse_delta)")
+        )
         self._session.run(*self._updating(updates))
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
