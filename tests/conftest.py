@@ -111,6 +111,7 @@ SLOWEST = (
     "test_transport_loss.py",
     "test_strategy_multi_worker.py",
     "test_packaging.py",
+    "test_page_browser.py",
     "test_testing_clusters.py",
     "test_parts.py",
 )

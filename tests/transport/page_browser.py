@@ -1,6 +1,7 @@
 """A headless browser that a test drives: WebDriver's JSON over HTTP, and no library.
 
-Where there is no chromedriver, or no browser beside it, such tests are skipped by name.
+Where there is no chromedriver, or no browser beside it, such tests are skipped, and
+`MISSING` says what to install.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import subprocess
 import pytest
 
 BROWSERS = ("chromium", "google-chrome", "chromium-browser", "google-chrome-stable")
+MISSING = (
+    "needs chromedriver and its browser: apt-get install chromium-driver (Debian), or "
+    "Google Chrome and the chromedriver of its version"
+)
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
@@ -87,7 +92,7 @@ def browsing(folder):
     driver = shutil.which("chromedriver")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if driver is None or browser is None:
-        pytest.skip("no chromedriver and chromium (or Google Chrome) here")
+        pytest.skip(MISSING)
     command = [driver, "--port=0", f"--log-path={folder}/chromedriver.log"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -116,6 +121,10 @@ def _wishes(browser, folder):
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-quic",
+        "--disable-sync",
         "--no-proxy-server",
         "--window-size=1200,1600",
         f"--user-data-dir={folder}/profile",

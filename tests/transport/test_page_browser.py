@@ -1,6 +1,6 @@
 """The page in a real browser without a window: what is seen there, and what is not.
 
-Skipped by name where there is no chromedriver.
+Skipped where there is no chromedriver; `page_browser` says what to install.
 """
 
 from __future__ import annotations
