@@ -34,6 +34,7 @@ from .trace._context import surrounding, worker_context
 from .trace._discover import Staged, Traced, discover
 from .trace._int32_checks import watch
 from .trace._iterator import Draws, Element
+from .trace._keras_models import watch_keras_models
 from .trace._signature import describe, plain_numbers, require_traceable
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class CompiledPrograms:
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)
+            watch_keras_models()
             arguments = len(call.iterators)
             call = call._replace(iterators=list(draws.iterators))
             plan, body = self._discovered(call, draws, stand_ins)
