@@ -40,8 +40,9 @@ from .trace._signature import describe, plain_numbers, require_traceable
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from .trace._body import TracedBody
     from .trace._iterator import StepIterator
-    from .trace._plan import Plan, Template
+    from .trace._plan import Plan
     from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
@@ -243,7 +244,7 @@ class CompiledPrograms:
 
     def _discovered(
         self, call: CutCall, draws: Draws, stand_ins: StandIns | None
-    ) -> tuple[Plan, Template | Traced | Staged]:
+    ) -> tuple[Plan, TracedBody | Traced | Staged]:
         if stand_ins is not None:
             seen = call._replace(leaves=[*map(stand_ins.leaf, call.leaves)])
             try:
@@ -255,7 +256,7 @@ class CompiledPrograms:
                 draws.begin_again()
         return discover(self._step, self._fn, call, draws.supply)
 
-    def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
+    def _made(self, plan: Plan, body: TracedBody | Traced | Staged) -> AnyProgram:
         if isinstance(body, Traced):
             return RowsProgram(plan, body)
         if not isinstance(body, Staged):

@@ -65,7 +65,7 @@ def _warning(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def told(*args: Any, **kwargs: Any) -> Any:
         frame = current()
         is_ours = frame is not None and not frame.strategy.is_default
-        if is_ours and not _inside.get():
+        if frame is not None and is_ours and not _inside.get():
             words = _WORDS.format(name=name, strategy=frame.strategy)
             warnings.warn(words, KerasWarning, stacklevel=2)
         token = _inside.set(True)
