@@ -331,3 +331,44 @@ def test_a_plan_that_updates_local_variables_is_not_shared(home):
         step.plan().require_shared()
     remote = home.variable(np.float32(1))
     zs.function(lambda: remote.value()).plan().require_shared()
+
+
+def test_a_body_runs_once_where_it_is_called(home):
+    """Also one that looks rows up, of which two programs are made."""
+    v, table = home.variable(np.float32(2)), home.variable(np.eye(3, dtype=np.float32))
+    ran = []
+
+    @zs.function
+    def step(x):
+        ran.append("step")
+        v.assign_add(x)
+        return v.value() * jax.grad(lambda y: y * v.value())(x)
+
+    @zs.function
+    def rows(ids):
+        ran.append("rows")
+        first = zs.embedding_lookup(table, ids)
+        return first, zs.embedding_lookup(table, first[0].astype(jnp.int32)) * v.value()
+
+    assert [float(step(1.0)), float(step(2.0))] == [9, 25]
+    for _ in range(2):
+        first, second = rows(np.array([0, 2]))
+        np.testing.assert_array_equal(first, np.eye(3)[[0, 2]])
+        np.testing.assert_array_equal(second, 5 * np.eye(3)[[1, 0, 0]])
+    assert ran == ["step", "rows"]
+    assert (step.trace_count, rows.trace_count) == (1, 1)
+
+
+def test_python_that_changes_is_as_it_was_in_the_trace(home):
+    """As of ``tf.function``: a number of numpy's is the same in all steps."""
+    v, captured = home.variable(np.float32(0)), {"count": 0}
+
+    @zs.function
+    def step():
+        captured["count"] += 1
+        v.assign_add(captured["count"])
+        return captured["count"], np.random.rand()
+
+    assert step() == step()
+    assert step()[0] == 1
+    assert v.numpy() == 3

@@ -138,7 +138,7 @@ def test_no_element_is_lost_when_another_one_is_refused():
     step = zs.function(lambda a, b: next(a) + next(b))
     assert step(good, mixed) == 6.0
     for _ in range(2):  # of a known program, then of one that is traced
-        with pytest.raises(TypeError, match="contains str"):
+        with pytest.raises(TypeError, match="contains text"):
             step(good, mixed)
         step = zs.function(lambda a, b: next(a) + next(b))
     assert next(mixed) == "a text"

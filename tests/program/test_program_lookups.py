@@ -187,11 +187,13 @@ def test_refusals(home):
         "must be integers",
         ValueError,
     )
-    calls = []
+    calls, v = [], home.variable(np.float32(1))
 
     def changing(ids):
         calls.append(1)
-        return [table.sparse_read(ids) for _ in calls]
+        # Read inside of what jax traces by itself, so that the body is traced again.
+        read = jax.lax.fori_loop(0, 2, lambda _, x: x + v.value(), 0.0)
+        return [read, *[table.sparse_read(ids) for _ in calls]]
 
     refused(changing, "did something else when it was traced again: .*looks up other")
 

@@ -82,3 +82,12 @@ def test_another_source_or_none_is_an_error_that_names_module_and_place(beside):
             use(2)
     with pytest.raises(ImportError, match=r"zs_beside\.Point cannot be shipped"):
         zs.load(*tree)
+
+
+def test_flags_of_absl_are_read_before_the_step():
+    flags = pytest.importorskip("absl.flags")
+    own = flags.FlagValues()
+    holder = flags.DEFINE_float("zstrat_rate", 0.1, "a rate", flag_values=own)
+    for body in (lambda: own.zstrat_rate, lambda: holder.value):
+        with pytest.raises(TypeError, match=r"FLAGS\.rate.* before the step"):
+            zs.dump_code(zs.function(body))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.program import StepIterator
 
 A, S = zs.VariableAggregation, zs.VariableSynchronization
 
@@ -81,3 +82,73 @@ def test_another_kind_of_random_numbers_does(replicas):
         with jax.default_prng_impl(kind):
             found = replicas.run(drawn).values[1]
             np.testing.assert_allclose(found, drawn(), rtol=1e-6)
+
+
+STRATEGIES = {
+    "default": zs.get_strategy,
+    "one device": lambda: zs.OneDeviceStrategy("CPU:0"),
+    "mirrored": lambda: zs.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "more replicas than devices": lambda: zs.MirroredStrategy(["CPU:0"]),
+    "central": lambda: zs.experimental.CentralStorageStrategy(),
+    "processes": lambda: zs.MultiWorkerMirroredStrategy(),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_body_runs_once_for_each_signature(name):
+    """As that of ``tf.function``: with reads, updates, draws and rows, under
+    differentiation and in replicas."""
+    strategy, ran = STRATEGIES[name](), []
+    with strategy.scope():
+        scale = zs.Variable(np.float32(2), aggregation=A.MEAN)
+        table = zs.Variable(np.arange(8, dtype=np.float32).reshape(4, 2))
+
+    def replica(x):
+        ran.append("replica")
+        rows = zs.embedding_lookup(table, jnp.array([1, 2]))
+        scale.assign_add(1.0)
+        return jnp.sum(rows) * x * scale.value()
+
+    @zs.function
+    def step(iterator, x):
+        ran.append("step")
+        x = x + next(iterator)
+        grad = jax.grad(lambda y: y * scale.value())(x)
+        total = strategy.reduce("sum", strategy.run(replica, args=(x,)), axis=None)
+        return total, grad
+
+    @zs.function
+    def updates(x):
+        ran.append("updates")
+        scale.assign(x)
+        table.scatter_add(zs.IndexedSlices(jnp.ones((1, 2)), jnp.array([3])))
+
+    elements = zs.data.Dataset.from_tensors(np.float32(1)).repeat()
+    iterator = StepIterator(elements)
+    count = strategy.num_replicas_in_sync
+    for value in (1.0, 5.0):
+        updates(2.0)
+        total, grad = step(iterator, value)
+        assert float(total) == count * 14 * (value + 1) * float(scale.numpy())
+        assert float(grad) == 2
+    assert ran == ["updates", "step", "replica"]
+    assert table.numpy()[3].tolist() == [8, 9]
+
+
+def test_a_body_that_reads_first_in_a_loop_gives_the_same(replicas):
+    """There a value is made up inside of what jax traces by itself."""
+    with replicas.scope():
+        v = zs.Variable(np.float32(3))
+
+    def replica(x):
+        return jax.lax.fori_loop(0, 4, lambda _, y: y + v.value(), x)
+
+    @zs.function
+    def step(x):
+        y = jax.lax.scan(lambda c, _: (c * v.value(), None), x, length=2)[0]
+        v.assign_add(1.0)
+        out = replicas.run(replica, args=(y,))
+        return replicas.reduce("sum", out, axis=None)
+
+    assert float(step(1.0)) == 2 * (9 + 4 * 4)
+    assert float(step(1.0)) == 2 * (16 + 4 * 5)

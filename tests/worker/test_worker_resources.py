@@ -300,6 +300,20 @@ async def test_elements_that_no_coordinator_could_describe(world):
         await world.build(lambda: [(partial, np.zeros(1))])
 
 
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (np.array(["a", "b"]), "contains text,"),
+        (np.array([b"a"]), "contains text of bytes,"),
+        (np.array(["2020-01-01"], "M8[D]"), "contains dates,"),
+        (np.array(["a", None], object), "contains text,"),
+    ],
+)
+async def test_elements_of_text_are_named_as_users_know_them(world, leaf, words):
+    with pytest.raises(TypeError, match=words):
+        await world.build(lambda: [{"x": leaf}])
+
+
 async def test_unknown_purpose(world):
     with pytest.raises(ValueError, match="an iterator or a value"):
         await world.build(lambda: 0, purpose="ornament")

@@ -172,6 +172,23 @@ async def test_the_error_shows_the_users_line_first(world):
         assert "/jax/" not in note
 
 
+async def test_flags_of_the_program_are_not_on_the_worker(world):
+    """In a step, traced or not, and in a dataset function."""
+    absl = pytest.importorskip("absl.flags")
+
+    def reads(*_):
+        return [absl.FLAGS.a_flag_that_only_the_program_defines]
+
+    for eager in (False, True):
+        digest = await world.ship(function(reads, eager=eager))
+        (error,) = await world.run(digest, [1 + eager])
+        assert isinstance(error, AttributeError)
+        assert "a_flag_that_only_the_program_defines" in str(error)
+        assert "pass its value to the step as an argument" in str(error)
+    with pytest.raises(AttributeError, match="pass its value to the step"):
+        await world.build(lambda: reads())
+
+
 async def test_errors_of_all_kinds_do_not_end_the_thread(world):
     class OddError(Exception):
         def __init__(self, a, b):

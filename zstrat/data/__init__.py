@@ -37,6 +37,7 @@ from ._replica_rows import Span as Span
 from ._replica_rows import Worker as Worker
 from ._replica_rows import batch_sizes_for_worker as batch_sizes_for_worker
 from ._spec import TensorSpec as TensorSpec
+from ._tree import kind_of as kind_of
 from ._tree import native as native
 from ._tree import own as own
 

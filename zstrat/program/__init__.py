@@ -30,6 +30,7 @@ from .ship._carried import fill_inputs as fill_inputs
 from .ship._carried import input_key as input_key
 from .ship._carried import jax_settings as jax_settings
 from .ship._carried import loses_bits as loses_bits
+from .ship._code import FLAGS_ARE_NOT_HERE as FLAGS_ARE_NOT_HERE
 from .ship._code import Resource as Resource
 from .ship._code import digest as digest
 from .ship._code import dump as dump
@@ -50,6 +51,7 @@ from .trace._iterator import StepIterator as StepIterator
 from .trace._iterator import drawn as drawn
 from .trace._iterator import kept as kept
 from .trace._iterator import require_untraced as require_untraced
+from .trace._keras_models import KerasWarning as KerasWarning
 from .trace._plan import Plan as Plan
 from .trace._refusals import not_shared as not_shared
 from .trace._structure import ResultLayout as ResultLayout

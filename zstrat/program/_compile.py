@@ -18,9 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .trace import _refusals
-from .trace._capture import Capture
-from .trace._context import tracing_again, worker_context
-from .trace._feeds import Replay
+from .trace._context import worker_context
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +26,9 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
     from ._results import StepResult
+    from .trace._body import TracedBody
     from .trace._context import WorkerContext
-    from .trace._plan import Plan, Template
+    from .trace._plan import Plan
 
 
 class CompiledProgram:
@@ -45,11 +44,11 @@ class CompiledProgram:
     is_current: Final = True
     """It depends on nothing that changes: values are arguments."""
 
-    def __init__(self, plan: Plan, template: Template) -> None:
+    def __init__(self, plan: Plan, body: TracedBody) -> None:
         self.plan = plan
-        # The body is traced again when the program first runs, perhaps on behalf of
-        # another step by then: it must see the worker as discovery saw it.
-        self._jitted = jax.jit(_replayed(plan, template, worker_context.get()))
+        # The body may be traced again when the program first runs, perhaps on behalf
+        # of another step by then: it must see the worker as discovery saw it.
+        self._jitted = jax.jit(_replayed(plan, body, worker_context.get()))
         self._traced = False
         self.constant: StepResult | None = None
         """The result of every run, once known, if the plan is constant."""
@@ -80,25 +79,20 @@ class CompiledProgram:
         return settled(outputs, results or (operands[0] if operands else ()))
 
 
-def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> Any:
+def _replayed(plan: Plan, body: TracedBody, context: WorkerContext | None) -> Any:
     keys = [spec.key for spec in plan.reads]
 
     def program(inputs: list[Any], elements: list[Any], values: list[Any]) -> Any:
-        known = dict(zip(keys, values, strict=True))
-        feed = Replay(plan.function, known, template.drawn(elements))
-        capture = Capture(feed, template.iterators)
         context_before = worker_context.set(context)
-        again_before = tracing_again.set(True)
         try:
-            structure, arrays = template.run(capture, inputs)
+            known = dict(zip(keys, values, strict=True))
+            made = body(inputs, elements, known)
         finally:
-            tracing_again.reset(again_before)
             worker_context.reset(context_before)
-        plan.require_same(capture, structure)
         given = {id(value) for value in (*inputs, *elements, *values)}
         return (
-            [own(array, given) for array in arrays],
-            [[own(x, given) for x in update.operands] for update in capture.updates],
+            [own(array, given) for array in made.results],
+            [[own(x, given) for x in operands] for operands in made.operands],
         )
 
     program.__name__ = program.__qualname__ = plan.function.rpartition(".")[2]

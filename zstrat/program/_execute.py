@@ -37,6 +37,7 @@ from .trace import joined
 from .trace._eager import Immediate
 from .trace._int32_checks import require_fitting, tell_of_arguments
 from .trace._iterator import StepIterator
+from .trace._keras_models import watch_keras_models
 from .trace._refusals import not_shared, variables_in_our_words
 from .trace._signature import cut
 from .trace._structure import ResultLayout, is_described, split
@@ -349,6 +350,7 @@ def _called(
 ) -> Any:
     """The body's result. It is given jax arrays, as a captured step is, and containers
     of its own: other calls share these arguments."""
+    watch_keras_models()
     tell_of_arguments(function.name, args, kwargs, function.programs.said)
     args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
     return function.body(*args, **kwargs)

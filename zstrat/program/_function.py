@@ -137,9 +137,9 @@ class Function:
 
     @property
     def trace_count(self) -> int:
-        """How many signatures were traced in this process. (The body runs twice for
-        each that is also run here, once to plan, once to compile; and also twice for a
-        step that looks rows up, to plan.)"""
+        """How many signatures were traced in this process. The body runs once for each;
+        once more if it reads a variable first inside of a function that jax traces by
+        itself (`lax.scan`, an inner `jax.jit`)."""
         return self.programs.trace_count
 
     @property

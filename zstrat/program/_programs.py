@@ -34,13 +34,15 @@ from .trace._context import surrounding, worker_context
 from .trace._discover import Staged, Traced, discover
 from .trace._int32_checks import watch
 from .trace._iterator import Draws, Element
+from .trace._keras_models import watch_keras_models
 from .trace._signature import describe, plain_numbers, require_traceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from .trace._body import TracedBody
     from .trace._iterator import StepIterator
-    from .trace._plan import Plan, Template
+    from .trace._plan import Plan
     from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
@@ -213,6 +215,7 @@ class CompiledPrograms:
         is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)
+            watch_keras_models()
             arguments = len(call.iterators)
             call = call._replace(iterators=list(draws.iterators))
             plan, body = self._discovered(call, draws, stand_ins)
@@ -241,7 +244,7 @@ class CompiledPrograms:
 
     def _discovered(
         self, call: CutCall, draws: Draws, stand_ins: StandIns | None
-    ) -> tuple[Plan, Template | Traced | Staged]:
+    ) -> tuple[Plan, TracedBody | Traced | Staged]:
         if stand_ins is not None:
             seen = call._replace(leaves=[*map(stand_ins.leaf, call.leaves)])
             try:
@@ -253,7 +256,7 @@ class CompiledPrograms:
                 draws.begin_again()
         return discover(self._step, self._fn, call, draws.supply)
 
-    def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
+    def _made(self, plan: Plan, body: TracedBody | Traced | Staged) -> AnyProgram:
         if isinstance(body, Traced):
             return RowsProgram(plan, body)
         if not isinstance(body, Staged):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat import errors
-from zstrat.program import trim
+from zstrat.program import FLAGS_ARE_NOT_HERE, trim
 from zstrat.telemetry import StepTimes
 from zstrat.wire import (
     Completion,
@@ -180,7 +180,20 @@ def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
 
 def plain(error: BaseException) -> PlainTree:
     """The error for the wire, with the lines of the user's own traceback."""
+    if _is_of_flags(error):
+        error.args = (f"{error}: {FLAGS_ARE_NOT_HERE}", *error.args[1:])
     return cast("PlainTree", errors.to_wire(trim(error)))
+
+
+def _is_of_flags(error: BaseException) -> bool:
+    """Whether absl has raised it, because it has no such flag here."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or FLAGS_ARE_NOT_HERE in str(error):
+        return False
+    package = trace.tb_frame.f_globals.get("__name__", "")
+    return str(package).startswith("absl.flags")
 
 
 _BESIDE: Final = 1024

@@ -27,6 +27,7 @@ from zstrat.data import (
     as_dataset,
     is_huggingface,
     is_steady,
+    kind_of,
     parse_no_flags,
     require_fit,
 )
@@ -393,8 +394,9 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
     for array in arrays:
         if array.dtype.kind in "OSUmM":
             raise TypeError(
-                f"an element of {name} contains {array.dtype.name} data; a step draws "
-                "arrays of numbers or booleans: map the dataset first"
+                f"an element of {name} contains {kind_of(array)}, and a step draws "
+                "arrays of numbers or booleans: map the dataset first, text to the "
+                "indices of its words, say, or leave the component out"
             )
     return _layout(arrays, structure)
 

@@ -220,9 +220,22 @@ def _arrives(part: object, ways: Ways) -> bool:
     return True
 
 
+FLAGS_ARE_NOT_HERE: Final = (
+    "the flags of absl are state of a module in the program, which a worker does not "
+    "have: read the flag in the program and pass its value to the step as an argument "
+    "(args=(FLAGS.rate,)), or let the step capture a variable that holds it (rate = "
+    "FLAGS.rate before the step)"
+)
+
+
 def _words(obj: object, path: str, culprit: object, reason: str) -> str:
     what = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
     place = f"{path} is a {what}, which" if path else f"a {what}"
+    if type(culprit).__module__.startswith("absl.flags"):
+        return (
+            f"{_name(obj)} cannot be shipped to another task: {place} cannot {reason}, "
+            f"as {FLAGS_ARE_NOT_HERE}"
+        )
     return (
         f"{_name(obj)} cannot be shipped to another task: {place} cannot {reason}. "
         f"Create it inside of the function that uses it, or capture plain "

@@ -9,6 +9,7 @@ from ._context import as_replica as as_replica
 from ._context import asked as asked
 from ._context import beneath as beneath
 from ._context import current_trace as current_trace
+from ._context import printed_before as printed_before
 from ._context import surroundings as surroundings
 from ._eager import Immediate as Immediate
 from ._eager import own_copy_later as own_copy_later
@@ -24,6 +25,9 @@ from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
 from ._iterator import Drawing as Drawing
 from ._iterator import StepIterator as StepIterator
+from ._made_up import BodyProgram as BodyProgram
+from ._made_up import MadeUp as MadeUp
+from ._made_up import body_program as body_program
 from ._refusals import LOOKS as LOOKS
 from ._refusals import is_of_shapes as is_of_shapes
 from ._refusals import lookup_inside as lookup_inside

@@ -1,9 +1,9 @@
 """The recorder: what a body does with variables and iterators while jax traces it.
 
-A body is traced twice. In *discovery* it is not known which variables it reads, so a
-read makes up an abstract value (see `Discovery`); that trace yields the plan. In
-*replay* the values are inputs of the program that is being compiled. The body must do
-the same both times.
+In *discovery* it is not known which variables a body reads, so a read makes up an
+abstract value (see `Discovery`); that trace yields the plan, and mostly the program
+(`_made_up`). Else the body is traced once more: in *replay* the values are inputs of
+the program that is being compiled, and the body must do the same both times.
 
 Theory of operation. Reads of one variable are one input of the program, whatever their
 number. Updates are written down with their operands, which become outputs. What was

@@ -18,6 +18,7 @@ after the other are in the same trace, or in none: they have a context besides.
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -27,7 +28,7 @@ from jax.extend.core import get_opaque_trace_state
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator
     from contextlib import AbstractContextManager
 
 
@@ -131,6 +132,16 @@ def surrounding() -> Hashable:
 tracing_again: Final = ContextVar("zstrat tracing again", default=False)
 """Whether a body is traced that was traced before, for the same program: what it prints
 was printed already."""
+
+
+@contextmanager
+def printed_before() -> Iterator[None]:
+    """While entered, a body is traced again."""
+    before = tracing_again.set(True)
+    try:
+        yield
+    finally:
+        tracing_again.reset(before)
 
 
 ABSTRACT: Final = WorkerContext(worker_index=0, worker_count=1)

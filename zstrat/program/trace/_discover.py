@@ -1,10 +1,10 @@
 """Finds the plan of a step by tracing its body under abstract values.
 
 The values that the body meets are made up, so that one trace finds out what it reads,
-looks up, draws and updates. Where that is not enough to compile it (a body with
-lookups, or one that is cut into stages), it is traced once more, with values, rows and
-slots as inputs. What depends on what in that trace tells which rows can be asked for
-with the first request and which only after an answer.
+looks up, draws and updates. Then they become inputs of what was traced (`_made_up`); a
+body of which that cannot be is traced once more, with values, rows and slots as inputs.
+What depends on what tells which rows can be asked for with the first request and which
+only after an answer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from zstrat.program.stages._stages import channels_of
 from zstrat.variables import DeviceHome
 
 from . import _refusals
+from ._body import TracedBody, made_by
 from ._capture import Capture
-from ._feeds import Discovery, Replay
+from ._feeds import Discovery
 from ._flow import Flow
 from ._int32_checks import narrowed, taken_as_ids, wide_leaves
+from ._made_up import body_program
 from ._plan import Plan, PlannedUpdate, Template
 from ._updates import is_here
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     from ._capture import Recorded
     from ._iterator import Element, StepIterator
+    from ._made_up import MadeUp
     from ._signature import CutCall
     from ._structure import Structure
 
@@ -89,35 +92,24 @@ class Staged:
 
 
 def retraced(
-    plan: Plan, template: Template, call: CutCall, elements: Sequence[Element]
+    plan: Plan, body: TracedBody, call: CutCall, elements: Sequence[Element]
 ) -> Any:
     """The body as a program: from inputs, leaves of elements, values of the plan's
     reads and rows of its lookups to results, operands of updates, and ids."""
     keys = [spec.key for spec in plan.reads]
 
-    def replayed(inputs: Any, drawn: Any, values: Any, rows: Any) -> Any:
-        known = dict(zip(keys, values, strict=True))
-        feed = Replay(plan.function, known, drawn, rows)
-        capture = Capture(feed, template.iterators)
-        structure, arrays = template.run(capture, inputs)
-        plan.require_same(capture, structure)
-        return (
-            arrays,
-            [list(update.operands) for update in capture.updates],
-            [lookup.ids for lookup in capture.lookups],
-        )
+    def replayed(inputs: Any, leaves: Any, values: Any, rows: Any) -> Any:
+        made = body(inputs, leaves, dict(zip(keys, values, strict=True)), rows)
+        return made.results, made.operands, made.ids
 
-    drawn = [
-        element.treedef.unflatten(map(_as_taken, element.leaves))
-        for element in elements
-    ]
+    leaves = [_as_taken(leaf) for element in elements for leaf in element.leaves]
     values = [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads]
     rows = [
         _shaped((*lookup.shape, *lookup.table.shape[1:]), lookup.table.dtype)
         for lookup in plan.lookups
     ]
     with _refusals.in_our_words(plan.function):
-        return jax.make_jaxpr(replayed)(call.inputs, drawn, values, rows)
+        return jax.make_jaxpr(replayed)(call.inputs, leaves, values, rows)
 
 
 def leveled(plan: Plan, closed: Any) -> tuple[Plan, Traced]:
@@ -138,33 +130,29 @@ def leveled(plan: Plan, closed: Any) -> tuple[Plan, Traced]:
 
 def staged(
     plan: Plan,
-    template: Template,
+    traced: TracedBody,
     call: CutCall,
     elements: Sequence[Element],
     found: Capture,
     mesh: Mesh | None,
 ) -> Staged:
-    """The second trace of a body that is cut into stages."""
+    """A body that is cut into stages."""
     if plan.lookups:
         raise _refusals.lookup_among_stages(plan.function, plan.lookups[0])
     keys = [spec.key for spec in plan.reads]
     kept = {key: (v, rule) for key, (v, rule, _) in found.moves.slots.items()}
-    moved = list(found.moves.values)
-    template = template.empty([element.treedef for element in elements])
+    values_like = [_kept(variable) for variable in plan.variables]
+    # Replicas may have begun to keep copies in the trace itself, and over the devices
+    # of all processes the body does other things.
+    like = dict(zip(keys, values_like, strict=True))
+    if mesh is not None or not traced.takes(like):
+        traced = traced.replayed()
 
     def body(inputs: Any, leaves: Any, values: Any, slots: Any) -> Any:
         known = dict(zip(keys, values, strict=True))
         beside = dict(zip(kept, slots, strict=True))
-        feed = Replay(plan.function, known, template.drawn(leaves), (), beside)
-        capture = Capture(feed, template.iterators)
-        structure, arrays = template.run(capture, inputs)
-        plan.require_same(capture, structure)
-        return (
-            arrays,
-            [capture.moves.values[key][1] for key in moved],
-            [capture.moves.slots[key][2] for key in kept],
-            [list(update.operands) for update in capture.updates],
-        )
+        made = traced(inputs, leaves, known, (), beside)
+        return made.results, made.moved, made.slots, made.operands
 
     changing = [variable for variable, _ in found.moves.values.values()]
     held = PlannedVariables(plan, changing, list(kept.values()))
@@ -174,7 +162,7 @@ def staged(
         [_as_taken(leaf) for element in elements for leaf in element.leaves],
         held,
         held.mark,
-        [_kept(variable) for variable in plan.variables],
+        values_like,
         [list(rule.kinds) for _, rule in kept.values()],
         mesh,
     )
@@ -230,9 +218,9 @@ def discover(
     fn: Callable[..., Any],
     call: CutCall,
     supply: Callable[[int, StepIterator], Element],
-) -> tuple[Plan, Template | Traced | Staged]:
-    """Traces the body, once or, if it looks rows up or is cut into stages, twice; and
-    once more, if indices of rows may come from integers of 64 bits.
+) -> tuple[Plan, TracedBody | Traced | Staged]:
+    """Traces the body: once, unless it makes values up inside of what jax traces by
+    itself (`_made_up`).
 
     ``supply`` gives the elements that the body draws: real ones, or ones that consist
     of ``ShapeDtypeStruct``.
@@ -247,36 +235,47 @@ def discover(
         elements.append(supply(ordinal, iterator))
         return elements[-1]
 
-    gaps, found = _gaps(call), []
+    gaps = _gaps(call)
+    found: list[tuple[Capture, Structure, list[MadeUp]]] = []
     template = Template(
         fn, call.treedef, tuple(call.leaves), gaps, tuple(call.iterators), ()
     )
 
     def traced(seed: jax.Array, inputs: list[Any]) -> Any:
-        capture = Capture(Discovery(seed, supplied), call.iterators)
+        feed = Discovery(seed, supplied)
+        capture = Capture(feed, call.iterators)
         structure, arrays = template.run(capture, inputs)
-        found.append((capture, structure))
-        return arrays, [list(update.operands) for update in capture.updates]
+        found.append((capture, structure, feed.made_up))
+        return made_by(capture, arrays), [each.value for each in feed.made_up]
 
     with _refusals.in_our_words(step):
-        closed, (results, operands) = jax.make_jaxpr(traced, return_shape=True)(
+        closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(
             np.zeros((), np.float32), call.inputs
         )
-    capture, structure = found[-1]
+    capture, structure, made_up = found[-1]
+    results, operands = made.results, made.operands
     template = replace(template, iterators=tuple(capture.iterators))
-    _refuse_leaks(step, closed, len(results), capture.updates)
+    _refuse_leaks(step, closed, len(results), capture.updates, made_up)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
+    tree = jax.tree.structure(made)
+    body = TracedBody(
+        plan,
+        template.empty([element.treedef for element in elements]),
+        list(capture.moves.values),
+        list(capture.moves.slots),
+        body_program(closed, made_up, tree),
+    )
     wide = wide_leaves(call, gaps, elements)
     channels = channels_of(closed)
     if plan.moves or channels or any(map(is_here, plan.variables)):
         mesh = next((channel.mesh for channel in channels if channel.mesh), None)
-        body = staged(plan, template, call, elements, capture, mesh)
+        in_stages = staged(plan, body, call, elements, capture, mesh)
         if wide:
-            plan = replace(plan, narrowed=narrowed(plan, body.traced(), wide))
-        return plan, body
+            plan = replace(plan, narrowed=narrowed(plan, in_stages.traced(), wide))
+        return plan, in_stages
     indexed = wide and any(update.table is not None for update in plan.updates)
     if plan.lookups or indexed:
-        again = retraced(plan, template, call, elements)
+        again = retraced(plan, body, call, elements)
         plan = replace(
             plan,
             narrowed=narrowed(plan, again, wide),
@@ -284,7 +283,7 @@ def discover(
         )
         if plan.lookups:
             return leveled(plan, again)
-    return plan, template.empty([element.treedef for element in elements])
+    return plan, body
 
 
 def _plan(
@@ -344,19 +343,25 @@ def _gaps(call: CutCall) -> tuple[int, ...]:
 
 
 def _refuse_leaks(
-    step: str, closed: Any, results: int, updates: Sequence[Recorded]
+    step: str,
+    closed: Any,
+    results: int,
+    updates: Sequence[Recorded],
+    made_up: Sequence[MadeUp],
 ) -> None:
-    """A traced value of somebody else's is a constant to the trace that meets it."""
+    """A traced value of somebody else's is a constant to the trace that meets it; but
+    for what was made up for a trace inside, and is looked at here alone."""
+    ours = {id(each.value) for each in made_up}
     foreign = {
         id(var)
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        if isinstance(value, jax.core.Tracer)
+        if isinstance(value, jax.core.Tracer) and id(value) not in ours
     }
     if not foreign:
         return
     outputs = [id(var) for var in closed.jaxpr.outvars]
     owners = [update for update in updates for _ in update.operands]
-    for number, var in enumerate(outputs):
+    for number, var in enumerate(outputs[: results + len(owners)]):
         if var in foreign and number >= results:
             update = owners[number - results]
             what = f"an update of {update.target}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from . import _refusals
+from ._made_up import MadeUp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from zstrat.variables import SlotRule, Table, VariableHandle, VariableSpec
 
@@ -56,30 +58,44 @@ class Discovery:
     ) -> None:
         self._seed = seed
         self._supply = supply
+        self._elements = 0
+        self.made_up: list[MadeUp] = []
+        """All values that were made up, in order."""
 
     def value(self, spec: VariableSpec) -> jax.Array:
-        return self._abstract(spec.shape, spec.numpy_dtype)
+        return self._abstract(("value", spec.key), spec.shape, spec.numpy_dtype)
 
     def element(self, ordinal: int, iterator: StepIterator) -> Any:
         assert self._supply is not None, iterator.name
         element = self._supply(ordinal, iterator)
         _refusals.refuse_random_keys(element.leaves, iterator.name)
-        leaves = [self._abstract(x.shape, x.dtype) for x in element.leaves]
+        drawn, self._elements = self._elements, self._elements + 1
+        leaves = [
+            self._abstract(("element", drawn, n), x.shape, x.dtype)
+            for n, x in enumerate(element.leaves)
+        ]
         return element.treedef.unflatten(leaves)
 
     def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
-        del number
-        return self._abstract((*shape, *table.shape[1:]), table.dtype)
+        name = "rows", number
+        return self._abstract(name, (*shape, *table.shape[1:]), table.dtype)
 
     def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
-        del variable
-        return [self._abstract(kind.shape, kind.dtype) for kind in rule.kinds]
+        key = variable.spec.key, rule.id
+        return [
+            self._abstract(("slot", *key, n), kind.shape, kind.dtype)
+            for n, kind in enumerate(rule.kinds)
+        ]
 
-    def _abstract(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+    def _abstract(self, name: Hashable, shape: Sequence[int], dtype: Any) -> jax.Array:
         seen = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.lax.broadcast(
+        made = jax.lax.broadcast(
             jax.lax.convert_element_type(self._seed, seen), tuple(shape)
         )
+        # An equation of its own, even of a scalar of the seed's dtype.
+        value: jax.Array = checkpoint_name(made, "zstrat made up")  # type: ignore[no-untyped-call]
+        self.made_up.append(MadeUp(name, value))
+        return value
 
 
 class Replay:

@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import ClosingIterator, Elements, is_steady, native, own
+from zstrat.data import ClosingIterator, Elements, is_steady, kind_of, native, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import is_weak, recorder
 
@@ -421,7 +421,8 @@ def _array(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind in "OSUmM":
         raise TypeError(
-            f"an element of the dataset contains {type(leaf).__name__} ({leaf!r:.80}): "
-            "a step draws arrays of numbers or booleans; map the dataset first"
+            f"an element of the dataset contains {kind_of(array)} ({leaf!r:.80}), and "
+            "a step draws arrays of numbers or booleans: map the dataset first, text "
+            "to the indices of its words, say, or leave the component out"
         )
     return native(array)

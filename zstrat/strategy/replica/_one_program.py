@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,13 @@ from zstrat.program.trace import (
     Replay,
     apart_from_now,
     asked,
+    body_program,
     claimed,
     copies_in_step,
     has_copies,
     is_of_shapes,
     keep_copies,
+    printed_before,
     uncut,
 )
 from zstrat.strategy._context import ReplicaContext
@@ -55,12 +57,11 @@ from zstrat.variables import (
 )
 
 from ._arguments import RunArguments
-from ._collective import AXIS
 from ._columns import is_slices
 from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._region import in_stages
 from ._replica_recorder import ReplicaRecorder
-from ._spread import Spread, by_replica, mapped_over
+from ._spread import Spread, mapped_over
 from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace import RecordedLookup, TraceFeed
+    from zstrat.program.trace import BodyProgram, MadeUp, RecordedLookup, TraceFeed
 
     from ._arguments import ReplicaCall
     from ._collective import Team
@@ -135,7 +136,8 @@ def replicate(
     count = team.local
     # A program over a mesh takes what it reads as arguments, so that has to be known
     # first.
-    found = discovered(fn, shared, split, team)
+    region = discovered(fn, shared, split, team, mesh)
+    found = region.capture
     recording = recorder.get()
     if recording is None:
         _refuse_unnoticed(found)
@@ -159,20 +161,24 @@ def replicate(
         mine = [*split, *copies, *rows]
         return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
 
-    rows = _looked_up(fn, found, given, mapped, outside, team)
-    traced: list[TracedRegion] = []
+    def made(values: Any, shared: Any, mine: Any, rows: Any) -> RegionMade:
+        if region.program is not None:
+            inputs = [*shared, *given.arguments(mine)]
+            return region.program(inputs, given.named(values, mine, rows))
+        replica = MappedReplica(given.feed(values, mine, rows), team)
+        with replica.recording(), printed_before():
+            result = fn(shared, given.arguments(mine))
+        # The last trace counts: jax may trace a function more than once.
+        region.read(result, replica.capture)
+        return region.made
+
+    rows = _looked_up(made, found, given, mapped, outside)
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        replica = MappedReplica(given.feed(values, mine), team)
-        with replica.recording():
-            leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
-        capture = replica.capture
-        changed = [variable for variable, _ in capture.own.values()]
-        region = TracedRegion(leaves, treedef, capture, changed)
-        # The last trace counts: jax may trace a function more than once.
-        traced[:] = [region]
-        copies = [value[None] for _, value in capture.own.values()]
-        return [*region.arrays, *copies], [x.operands for x in capture.updates]
+        arrays, copies, operands, _ = made(
+            values, shared, mine, mine[given.before_rows :]
+        )
+        return [*arrays, *[copy[None] for copy in copies]], operands
 
     # Nobody else, or XLA reaches the others itself: one program without stages.
     if team.channel is None or within_mesh.get():
@@ -181,10 +187,48 @@ def replicate(
         # Other processes may run their replicas in turns, by the same order.
         now = recording is None or is_live(recording)
         arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
-    (region,) = traced
-    results = len(region.arrays)
-    made = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
-    return region.told(outside, made, operands)
+    traced = region.traced
+    results = len(traced.arrays)
+    outputs = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
+    return traced.told(outside, outputs, operands)
+
+
+class RegionMade(NamedTuple):
+    """What one replica makes: arrays of its result, its copies of variables that it has
+    changed, operands of each update, and ids of its lookups."""
+
+    arrays: list[Any]
+    copies: list[Any]
+    operands: list[Any]
+    ids: list[Any]
+
+
+@final
+class DiscoveredRegion:
+    """A replica function that was traced under values that were made up. ``program``
+    is what was traced, as a program; None if it has to be traced again."""
+
+    def __init__(self, capture: Capture, result: Any) -> None:
+        self.program: BodyProgram | None = None
+        self.read(result, capture)
+
+    def read(self, result: Any, capture: Capture) -> None:
+        """Another trace takes the place of the one before."""
+        leaves, treedef = jax.tree.flatten(result)
+        changed = [variable for variable, _ in capture.own.values()]
+        self.capture = capture
+        self.traced = TracedRegion(leaves, treedef, capture, changed)
+
+    @property
+    def made(self) -> RegionMade:
+        """In the trace itself: what it has made."""
+        capture = self.capture
+        return RegionMade(
+            self.traced.arrays,
+            [value for _, value in capture.own.values()],
+            [list(update.operands) for update in capture.updates],
+            [lookup.ids for lookup in capture.lookups],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,45 +293,68 @@ class _Given:
         return self.count + len(self.own)
 
     def feed(
-        self,
-        values: Sequence[Any],
-        mine: Sequence[Any],
-        rows: Sequence[Any] | None = None,
+        self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
     ) -> Replay:
-        """What the function meets; ``rows`` in place of those among ``mine``."""
+        """What the function meets."""
+        return Replay("strategy.run", self._known(values, mine), (), rows)
+
+    def named(
+        self, values: Sequence[Any], mine: Sequence[Any], rows: Sequence[Any]
+    ) -> dict[Any, Any]:
+        """The same for a `BodyProgram`."""
+        known = self._known(values, mine)
+        named: dict[Any, Any] = {("value", key): x for key, x in known.items()}
+        return named | {("rows", number): x for number, x in enumerate(rows)}
+
+    def _known(self, values: Sequence[Any], mine: Sequence[Any]) -> dict[int, Any]:
         met = (*self.variables, *self.own)
         copies = mine[self.count : self.before_rows]
-        known = {
+        return {
             variable.spec.key: value
             for variable, value in zip(met, (*values, *copies), strict=True)
         }
-        if rows is None:
-            rows = mine[self.before_rows :]
-        return Replay("strategy.run", known, (), rows)
 
 
 def discovered(
-    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
-) -> Capture:
-    """What the function reads and looks up, and which copies it updates.
+    fn: ReplicaFunction,
+    shared: Sequence[Any],
+    split: Sequence[Spread],
+    team: Team,
+    mesh: Mesh | None = None,
+) -> DiscoveredRegion:
+    """What the function reads and looks up, which copies it updates, and its program,
+    traced in the map over the replicas in which it runs.
 
     The step itself is not asked inside this trace: what it handed out here would belong
     to a trace that ends before the step does.
     """
-    probes: list[MappedReplica] = []
+    found: list[tuple[DiscoveredRegion, list[MadeUp]]] = []
 
-    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
-        probe = MappedReplica(Discovery(seed), team)
-        probes[:] = [probe]
+    def traced(seed: jax.Array, shared: Any, own: Any) -> Any:
+        feed = Discovery(seed)
+        probe = MappedReplica(feed, team)
         with probe.recording():
-            fn(shared, own)
+            result = fn(shared, own)
+        region = DiscoveredRegion(probe.capture, result)
+        found[:] = [(region, feed.made_up)]
+        return region.made, [each.value for each in feed.made_up]
 
-    mapped = jax.vmap(
-        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
-    )
-    parts = [by_replica(x, team.local) for x in split]
-    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
-    return probes[0].capture
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        args = values[0], shared, mine
+        closed, (made, _) = jax.make_jaxpr(traced, return_shape=True)(*args)
+        region, made_up = found[0]
+        region.program = body_program(closed, made_up, jax.tree.structure(made))
+        return [], []
+
+    def abstract(seed: jax.Array, shared: Any, arrays: Sequence[Any]) -> None:
+        mine = [
+            Spread(array, each.stacked)
+            for array, each in zip(arrays, split, strict=True)
+        ]
+        mapped_over(one, team.local, mesh, mine)([seed], shared)
+
+    jax.eval_shape(abstract, jnp.int8(0), list(shared), [x.array for x in split])
+    return found[0][0]
 
 
 def _refuse_unnoticed(found: Capture) -> None:
@@ -301,12 +368,11 @@ def _refuse_unnoticed(found: Capture) -> None:
 
 
 def _looked_up(
-    fn: ReplicaFunction,
+    made: Callable[..., RegionMade],
     found: Capture,
     given: _Given,
     mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
     outside: TraceRecorder,
-    team: Team,
 ) -> list[Spread]:
     """The rows of the replicas' lookups, looked up in the step.
 
@@ -320,10 +386,7 @@ def _looked_up(
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            replica = MappedReplica(given.feed(values, mine, rows), team)
-            with replica.recording():
-                fn(shared, given.arguments(mine))
-            return [lookup.ids for lookup in replica.capture.lookups]
+            return made(values, shared, mine, rows).ids
 
         known = dict(zip(sorted(rows), mine[before:], strict=True))
         own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
