@@ -211,6 +211,83 @@ def test_an_extra_argument_becomes_known_with_the_first_call(place, tmp_path):
     assert_close(values_of(second), values_of(first))
 
 
+def test_a_state_is_assigned(place):
+    """Back to where it was, and with another rate: as in plain optax."""
+
+    def transformation():
+        clip = optax.clip_by_global_norm(0.5)
+        return optax.chain(clip, optax.inject_hyperparams(optax.adam)(0.1))
+
+    start = {"table": np.ones(CUT, np.float32), "b": START["b"]}
+    gradients = [jax.tree.map(lambda x, n=n: np.cos(x + n), start) for n in range(4)]
+    variables, optimizer = place.made(transformation(), start)
+    take = place.stepper(optimizer, variables)
+    first = optimizer.state  # which is kept nowhere yet
+    take(gradients[0])
+    optimizer.state = first
+    jax.tree.map(lambda variable, value: variable.assign(value), variables, start)
+    for gradient in gradients[:2]:
+        take(gradient)
+    optimizer.state = optax.tree_utils.tree_set(optimizer.state, learning_rate=0.5)
+    for gradient in gradients[2:]:
+        take(gradient)
+
+    def change(number, state):
+        if number != 2:
+            return state
+        return optax.tree_utils.tree_set(state, learning_rate=jnp.float32(0.5))
+
+    values, state = by_optax(transformation(), gradients, start, change)
+    assert_close(optimizer.state, state)
+    assert_close(values_of(variables), values)
+
+
+def test_a_state_that_does_not_fit_is_not_assigned():
+    _, optimizer = Place().made(optax.adam(0.1))
+    before = optimizer.state
+    with pytest.raises(ValueError, match="structure"):
+        optimizer.state = before[0]
+    with pytest.raises(ValueError, match=r"mu\['w'\].*\(3, 2\)"):
+        optimizer.state = jax.tree.map(lambda leaf: leaf.T, before)
+    with pytest.raises(TypeError, match=r"count.*int32"):
+        optimizer.state = jax.tree.map(lambda leaf: leaf * 1.0, before)
+    assert_close(optimizer.state, before)
+
+
+def test_a_table_that_has_grown_gets_its_slots_back(place, tmp_path):
+    """And those of an optimizer that was wrapped meanwhile."""
+    small = {"b": START["b"], "w": np.ones((3, 2), np.float32)}
+    large = {"b": START["b"], "w": np.full(CUT, 7, np.float32)}
+    first, optimizer = place.made(optax.adam(0.1), small)
+    take = place.stepper(optimizer, first)
+    for gradient in GRADIENTS[:2]:
+        take(gradient)
+    saved = zs.Checkpoint(params=first, optimizer=optimizer).save(tmp_path / "saved")
+
+    wrapped = optax.chain(optax.clip(9.0), optax.adam(0.1))
+    second, restored = place.made(wrapped, large)
+    checkpoint = zs.Checkpoint(params=second, optimizer=restored)
+    with pytest.raises(zs.InvalidArgumentError, match="partial='rows'"):
+        checkpoint.restore(saved)
+    np.testing.assert_array_equal(second["w"].numpy(), large["w"])
+    checkpoint.restore(saved, partial="rows").assert_consumed()
+    added = np.full((1, 2), 7, np.float32)
+    grown = np.concatenate([first["w"].numpy(), added])
+    np.testing.assert_array_equal(second["w"].numpy(), grown)
+    was, now = optimizer.state[0], restored.state[1][0]
+    for old, new in ((was.mu, now.mu), (was.nu, now.nu)):
+        padded = np.concatenate([old["w"], np.zeros((1, 2), np.float32)])
+        np.testing.assert_array_equal(new["w"], padded)
+        np.testing.assert_array_equal(new["b"], old["b"])
+    assert now.count == was.count == 2
+
+    gradient = {"b": GRADIENTS[2]["b"], "w": np.cos(grown)}
+    values, state = values_of(second), restored.state
+    updates, _ = wrapped.update(jax.tree.map(jnp.asarray, gradient), state, values)
+    place.stepper(restored, second)(gradient)
+    assert_close(values_of(second), optax.apply_updates(values, updates))
+
+
 def measured():
     measures = {
         "norm": optax.tree.norm,

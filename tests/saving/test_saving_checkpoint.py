@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -210,7 +211,7 @@ def test_another_optimizer_is_refused(tmp_path):
     optimizer.apply_gradients([(ones(2), value)])
     path = Checkpoint(v=value, o=optimizer).save(tmp_path / "c")
     other = zeros(2)
-    with pytest.raises(InvalidArgumentError, match="it is another optimizer"):
+    with pytest.raises(InvalidArgumentError, match="another optimizer"):
         Checkpoint(v=other, o=Optimizer(optax.sgd(0.1), params=[other])).restore(path)
     assert other.numpy().tolist() == [0.0, 0.0]
 
@@ -224,6 +225,121 @@ def test_another_optimizer_whose_tree_is_not_known_is_refused_when_it_is_used(tm
     with pytest.raises(ValueError, match=r"keeps .* beside variable 'other', and .*mu"):
         plain.apply_gradients([(ones(2), other)])
     np.testing.assert_array_equal(other.numpy(), value.numpy())
+
+
+ADAM = optax.adam(0.1)
+WRAPPED = {
+    "chain": optax.chain(optax.clip(9.0), ADAM),
+    "decayed": optax.chain(optax.add_decayed_weights(0.1), ADAM, optax.scale(0.5)),
+    "finite": optax.apply_if_finite(ADAM, 3),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "several": optax.MultiSteps(ADAM, 2),
+    "partition": optax.partition({"a": ADAM, "b": optax.sgd(0.1)}, {"w": "a"}),
+}
+
+
+def trained(transformation, fill=1.0):
+    variables = {"w": Variable(np.full((3, 2), fill, "f4"))}
+    optimizer = Optimizer(transformation, params=variables)
+    for n in range(3):
+        optimizer.apply_gradients({"w": np.full((3, 2), fill + n, "f4")}, variables)
+    return variables, optimizer
+
+
+def adams(optimizer):
+    """What `optax.adam` keeps, wherever it is."""
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
+    found = jax.tree.leaves(optimizer.state, is_leaf=is_adam)
+    (state,) = [node for node in found if is_adam(node)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("is_unwrapped", [False, True], ids=["into", "out"])
+def test_the_state_of_a_transformation_is_found_where_it_was_wrapped(
+    tmp_path, name, is_unwrapped
+):
+    one, other = ADAM, WRAPPED[name]
+    if is_unwrapped:
+        one, other = other, one
+    first, optimizer = trained(one)
+    path = Checkpoint(v=first, o=optimizer).save(tmp_path / "c")
+    second, restored = trained(other, fill=2.0)
+    before = adams(restored)
+    checkpoint = Checkpoint(v=second, o=restored)
+    if name in ("finite", "injected", "several"):  # which keep more
+        error = InvalidArgumentError if is_unwrapped else NotFoundError
+        with pytest.raises(error, match="expect_partial=True"):
+            checkpoint.restore(path)
+        for now, was in zip(adams(restored), before, strict=True):
+            np.testing.assert_array_equal(now, was)
+        status = checkpoint.restore(path, expect_partial=True)
+        assert bool(status.unused) == is_unwrapped
+    else:
+        checkpoint.restore(path).assert_consumed()
+    for now, saved in zip(adams(restored), adams(optimizer), strict=True):
+        np.testing.assert_array_equal(now, saved)
+    restored.apply_gradients({"w": ones(3, 2)}, second)
+
+
+def test_states_of_one_kind_are_not_mixed_up(tmp_path):
+    """Which of two is whose, only their paths would say."""
+    first, optimizer = trained(optax.chain(optax.trace(0.5), optax.trace(0.9)))
+    path = Checkpoint(v=first, o=optimizer).save(tmp_path / "c")
+    clipped = optax.chain(optax.clip(1.0), optax.trace(0.5), optax.trace(0.9))
+    second, restored = trained(clipped)
+    before = restored.state
+    with pytest.raises(InvalidArgumentError, match=r"\[0\].trace[\s\S]*\[1\].trace"):
+        Checkpoint(v=second, o=restored).restore(path)
+    for now, was in zip(*map(jax.tree.leaves, (restored.state, before)), strict=True):
+        np.testing.assert_array_equal(now, was)
+
+
+def test_several_states_of_one_kind_that_moved_together_are_found(tmp_path):
+    both = optax.chain(optax.trace(0.5), optax.trace(0.9))
+    first, optimizer = trained(both)
+    path = Checkpoint(v=first, o=optimizer).save(tmp_path / "c")
+    second, restored = trained(optax.chain(optax.clip(1.0), both), fill=3.0)
+    Checkpoint(v=second, o=restored).restore(path).assert_consumed()
+    for now, was in zip(restored.state[1], optimizer.state, strict=True):
+        np.testing.assert_array_equal(now.trace["w"], was.trace["w"])
+
+
+def test_a_state_goes_with_its_kind_and_not_with_its_place(tmp_path):
+    """A count is at the same place in both, and is that of another transformation."""
+    rate = optax.scale_by_schedule(lambda count: 0.1)
+    first, optimizer = trained(optax.chain(optax.scale_by_adam(), rate))
+    optimizer.state = optax.tree_utils.tree_set(
+        optimizer.state, lambda path, _: "ScaleByScheduleState" in str(path), count=40
+    )
+    path = Checkpoint(v=first, o=optimizer).save(tmp_path / "c")
+    second, restored = trained(optax.chain(rate, optax.scale_by_adam()))
+    Checkpoint(v=second, o=restored).restore(path).assert_consumed()
+    assert [int(state.count) for state in restored.state] == [40, 3]
+
+
+def test_rows_that_were_added_keep_their_values_and_begin_anew(tmp_path):
+    old, new = Variable(np.full((2, 3), 5, "f4")), Variable(np.full((4, 3), 7, "f4"))
+    # Its slots begin with the value.
+    adagrad = optax.adagrad(0.1, initial_accumulator_value=0.5)
+    optimizer = Optimizer(adagrad, params=[old])
+    optimizer.apply_gradients([ones(2, 3)], [old])
+    path = Checkpoint(t=[old], o=optimizer).save(tmp_path / "c")
+    other = Optimizer(adagrad, params=[new])
+    checkpoint = Checkpoint(t=[new], o=other)
+    with pytest.raises(ValueError, match="'rows'"):
+        checkpoint.restore(path, partial="all")
+    checkpoint.restore(path, partial="rows").assert_consumed()
+    np.testing.assert_array_equal(new.numpy()[:2], old.numpy())
+    assert new.numpy()[2:].tolist() == [[7.0] * 3] * 2
+    (squares,) = optax.tree_utils.tree_get(other.state, "sum_of_squares")
+    assert squares.tolist() == [[1.5] * 3] * 2 + [[0.5] * 3] * 2
+    fewer = Checkpoint(t=[zeros(1, 3)], o=Optimizer(adagrad))
+    with pytest.raises(InvalidArgumentError, match=r"float32\[2, 3\]"):
+        fewer.restore(path, partial="rows")
+    wider = Checkpoint(t=[zeros(4, 4)], o=Optimizer(adagrad))
+    with pytest.raises(InvalidArgumentError, match=r"float32\[2, 3\]"):
+        wider.restore(path, partial="rows")
 
 
 @pytest.mark.parametrize(

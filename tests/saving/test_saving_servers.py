@@ -159,6 +159,25 @@ def test_rows_that_no_gradient_has_reached_begin_anew(tmp_path):
         assert table.numpy().tolist() == [[-2.5], [-2.5], [-1.0], [-1.0]]
 
 
+@pytest.mark.parametrize("shared", [set(), {0}, {0, 1}])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 3), (3, 1)])
+def test_a_table_that_has_grown(tmp_path, before, after, shared):
+    def program(rows, parts, fill):
+        cluster = FakeCluster(2, shared)
+        table = cluster.variable(np.full((rows, 1), fill, "f4"), parts)
+        optimizer = cluster.optimizer(optax.sgd(1.0, momentum=0.5), params=[table])
+        return Checkpoint(t=[table], o=optimizer), table, optimizer
+
+    checkpoint, table, optimizer = program(3, before, 0)
+    optimizer.apply_gradients([np.ones((3, 1), "f4")], [table])
+    path = checkpoint.write(tmp_path / "c")
+    checkpoint, table, optimizer = program(5, after, 7)
+    checkpoint.restore(path, partial="rows").assert_consumed()
+    assert table.numpy().tolist() == [[-1.0]] * 3 + [[7.0]] * 2
+    optimizer.apply_gradients([np.ones((5, 1), "f4")], [table])
+    assert table.numpy().tolist() == [[-2.5]] * 3 + [[6.0]] * 2
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("shared", [set(), {0}])
 def test_what_is_kept_beside_no_rows_is_restored_with_the_counts(

@@ -1,6 +1,7 @@
 """The optimizer's handle, and what it does to variables of this process."""
 
 import contextlib
+import inspect
 import pickle
 
 import cloudpickle
@@ -168,6 +169,34 @@ def test_a_variable_is_not_frozen_while_an_optimizer_is_made(scope, make):
     """A rate that was a variable kept its first value, whatever was assigned."""
     with scope, pytest.raises(ValueError, match="inject_hyperparams"):
         make(zv.Variable(0.1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("module", [optax, optax.contrib, optax.schedules])
+def test_no_function_of_optax_freezes_a_variable(module, monkeypatch):
+    """Each one that makes an optimizer or a schedule of numbers, number by number."""
+    read, tried = [], 0
+    value = zv.AbstractVariable.value
+    monkeypatch.setattr(
+        zv.AbstractVariable, "value", lambda self: read.append(self) or value(self)
+    )
+    for name, function in vars(module).items():
+        if not inspect.isfunction(function):
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        wanted = {p.name: 0.1 for p in parameters if p.default is p.empty}
+        for each in parameters:
+            if type(each.default) not in (int, float) and each.name not in wanted:
+                continue
+            read.clear()
+            try:
+                made = function(**wanted | {each.name: zv.Variable(0.1)})
+            except Exception:  # refused, or it wants something else than numbers
+                continue
+            if callable(made) or isinstance(made, optax.GradientTransformation):
+                tried += 1
+                assert not read, (name, each.name)
+    assert tried > 10
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["outside", "step"])

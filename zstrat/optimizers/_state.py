@@ -55,6 +55,17 @@ class StateOfTree:
         pairs = zip(arrays, self.leaves, strict=True)
         return self.treedef.unflatten([_wrapped(x, about.random) for x, about in pairs])
 
+    def flattened(self, state: Any) -> list[Any]:
+        """The leaves of a state in optax's own structure.
+
+        Raises:
+            ValueError: It has another structure.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        if treedef != self.treedef:
+            raise ValueError(f"expected the structure {self.treedef}, got {treedef}")
+        return [unwrapped(leaf) for leaf in leaves]
+
 
 class StateGrowsError(Exception):
     """An update returned a state with more leaves than it was given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -192,6 +192,7 @@ class Checkpoint(Tracked):
         save_path: str | os.PathLike[str] | None,
         *,
         expect_partial: bool = False,
+        partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
         """Restores a folder that `save` or `write` made.
 
@@ -201,20 +202,28 @@ class Checkpoint(Tracked):
 
         Args:
             save_path: None restores nothing, as `latest_checkpoint` of a new folder.
-            expect_partial: What the checkpoint lacks keeps its value.
+            expect_partial: What the checkpoint lacks keeps its value, and what it has
+                of an optimizer that does not keep it is left out.
+            partial: ``"rows"``: a variable may have more rows than it had. The rows of
+                the checkpoint are restored and the others keep their values; what an
+                optimizer keeps for those begins anew.
 
         Raises:
             NotFoundError: It is no checkpoint, or lacks something that is there now;
                 says what. Nothing was restored.
-            InvalidArgumentError: Shapes or dtypes differ, or one variable is at two
-                places where the checkpoint has different values; names all of them.
-                Nothing was restored.
+            ValueError: ``partial`` is something else.
+            InvalidArgumentError: Shapes or dtypes differ, the checkpoint has what an
+                optimizer does not keep, or one variable is at two places where the
+                checkpoint has different values; names all of them. Nothing was
+                restored.
             DataLossError: It is damaged; names file and tensor. Nothing was restored.
             PSUnavailableError: A parameter server is gone.
             OSError: As the system says.
         """
         return run_blocking(
-            self.restore_async(save_path, expect_partial=expect_partial),
+            self.restore_async(
+                save_path, expect_partial=expect_partial, partial=partial
+            ),
             "checkpoint.restore_async(save_path)",
         )
 
@@ -223,21 +232,27 @@ class Checkpoint(Tracked):
         save_path: str | os.PathLike[str] | None,
         *,
         expect_partial: bool = False,
+        partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
         """`restore`, without blocking the running loop.
 
         Cancellation: some of the variables may have been restored.
         """
-        return await self._begin(save_path, expect_partial, skips_counter=False)
+        return await self._begin(
+            save_path, expect_partial, partial, skips_counter=False
+        )
 
     def read(
         self,
         save_path: str | os.PathLike[str] | None,
         *,
         expect_partial: bool = False,
+        partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
         """`restore`, but for the count of saves, which stays."""
-        work = self.read_async(save_path, expect_partial=expect_partial)
+        work = self.read_async(
+            save_path, expect_partial=expect_partial, partial=partial
+        )
         return run_blocking(work, "checkpoint.read_async(save_path)")
 
     async def read_async(
@@ -245,19 +260,25 @@ class Checkpoint(Tracked):
         save_path: str | os.PathLike[str] | None,
         *,
         expect_partial: bool = False,
+        partial: Literal["rows"] | None = None,
     ) -> RestoreStatus:
         """`read`, without blocking the running loop; see `restore_async`."""
-        return await self._begin(save_path, expect_partial, skips_counter=True)
+        return await self._begin(save_path, expect_partial, partial, skips_counter=True)
 
     async def _begin(
         self,
         path: str | os.PathLike[str] | None,
         is_partial: bool,
+        partial: str | None,
+        *,
         skips_counter: bool,
     ) -> RestoreStatus:
+        if partial not in (None, "rows"):
+            raise ValueError(f"partial={partial!r:.80}: expected 'rows' or None")
         if path is None:
             return RestoreStatus(None)
-        begun = Restore(self, absolute(path), is_partial, skips_counter)
+        grows = partial == "rows"
+        begun = Restore(self, absolute(path), is_partial, skips_counter, grows)
         async with in_turn(self):
             await begun.begin()
             if self._restore is not None:

@@ -88,6 +88,9 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
 
     Cancellation, and all errors: some of the variables may have been restored.
     """
+    for optimizer, variable in found.partly:
+        # Then servers know what else it keeps, and how that begins.
+        await optimizer.bind_async(variable)
     local, servers = sorted_loads(folder, found.loads)
     files = CheckpointFiles(folder)
     resting = [cluster for cluster, _ in servers] + [
@@ -160,7 +163,7 @@ def _ask(
     if tensor is None:
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
         return
-    if tensor.by_rows and not tensor.is_whole:
+    if load.optimizer is not None and tensor.by_rows and not tensor.is_whole:
         # Rows that no gradient had reached begin anew, whatever happened to them since.
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
     stop = start + (component.shape[0] if component.shape else 0)
@@ -263,12 +266,14 @@ def _load_local(
         for each, start in mine[number]:
             if each.optimizer is None and each.tensor is not None:
                 value = np.empty(variable.shape, variable.dtype)
+                if not each.tensor.is_whole:
+                    value[...] = variable.numpy()
                 files.fill(value, each.tensor, start)
             elif each.optimizer is not None:
                 slots.setdefault(each.optimizer, None)
                 if each.tensor is not None:
                     beside = slots[each.optimizer] or SlotValues((), [], ())
-                    array = _slot(variable, each, start, files)
+                    array = _slot(variable, value, each, start, files)
                     slots[each.optimizer] = SlotValues(
                         (*beside.names, each.leaf),
                         [*beside.leaves, array],
@@ -276,13 +281,45 @@ def _load_local(
                     )
         home = variable.home
         assert isinstance(home, HomeWithSlots)
-        home.put(value, slots)
+        home.put(
+            value,
+            {
+                optimizer: beside and _completed(variable, home, optimizer, beside)
+                for optimizer, beside in slots.items()
+            },
+        )
+
+
+def _completed(
+    variable: VariableHandle,
+    home: HomeWithSlots,
+    optimizer: OptimizerHandle,
+    beside: SlotValues,
+) -> SlotValues:
+    """The slots, and those of the variable that the checkpoint lacks."""
+    assert isinstance(optimizer, Optimizer)
+    if optimizer.slots_beside(variable) is None:
+        return beside
+    rule = optimizer.slot_rule(variable)
+    if set(rule.names) <= set(beside.names):
+        return beside
+    kept = rule.beside(home.slots_before(rule, variable.name)).on_host()
+    for name, array, _ in beside.items():
+        kept = kept.replaced(name, array)
+    return kept
 
 
 def _slot(
-    variable: VariableHandle, load: Load, start: int, files: CheckpointFiles
+    variable: VariableHandle,
+    value: np.ndarray | None,
+    load: Load,
+    start: int,
+    files: CheckpointFiles,
 ) -> np.ndarray:
     """An array that an optimizer keeps beside a variable of this process.
+
+    Args:
+        value: That of the variable, if it is restored, too.
 
     Raises:
         InvalidArgumentError: Some of its rows are not stored, and the optimizer does
@@ -302,7 +339,8 @@ def _slot(
                 "zs.Optimizer(transformation, params=params) before restoring"
             )
         rule = optimizer.slot_rule(variable)
-        initial = zip(rule.names, rule.initial(variable.numpy()), strict=True)
+        begun = rule.initial(variable.numpy() if value is None else value)
+        initial = zip(rule.names, begun, strict=True)
         # The rows that are stored are filled in below.
         out[...] = np.asarray(dict(initial)[load.leaf])
     files.fill(out, tensor, start)
@@ -389,6 +427,7 @@ async def remember(
 
 def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
     mine = [each for each in found.loads if _lives_on(cluster, each.variable)]
+    grown = [each for each in mine if each.optimizer is None and _is_part(each)]
     _, servers = sorted_loads(path, mine)
     optimizers = {
         value.id
@@ -396,6 +435,7 @@ def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
         if isinstance(value, Optimizer) and not value.is_local
     }
     lacks = [words.strip() for words in (*found.missing, *found.wrong)]
+    lacks += [f"rows of variable {each.variable.name!r}" for each in grown]
     return SavedServers(
         path,
         frozenset(_keys(mine)),
@@ -408,6 +448,10 @@ def _point(path: str, found: Found, cluster: ClusterSession) -> SavedServers:
 
 def _lives_on(cluster: ClusterSession, variable: AbstractVariable) -> bool:
     return any(cluster_of(part) is cluster for part in variable.components)
+
+
+def _is_part(load: Load) -> bool:
+    return load.tensor is not None and not load.tensor.is_whole
 
 
 def _keys(loads: Sequence[Load]) -> set[int]:

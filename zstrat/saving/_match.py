@@ -10,14 +10,15 @@ loaded; a walk that ends with an error changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.coordinator import PerWorkerIterator
 from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.variables import AbstractVariable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, SavedIterator, escaped, graph_of, held, is_trackable
+from ._slot_names import matched_slots
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 class Load(NamedTuple):
     """A stored tensor for a variable: its value (``optimizer`` None), or the slot
-    ``leaf``. ``tensor`` None: the optimizer begins anew beside this variable."""
+    ``leaf``. ``tensor`` None: the optimizer begins anew beside this variable. A tensor
+    that is not whole leaves other rows of a value as they are, and those of a slot
+    begin anew."""
 
     variable: AbstractVariable
     optimizer: Optimizer | None
@@ -49,7 +52,13 @@ class Found:
     """What the program has and the checkpoint does not."""
     wrong: list[str] = field(default_factory=list)
     """What both have, and differently."""
+    left: dict[str, str] = field(default_factory=dict)
+    """What the checkpoint has of an optimizer, and the optimizer does not keep: the
+    tensor, and words for it."""
     loads: list[Load] = field(default_factory=list)
+    partly: list[tuple[Optimizer, AbstractVariable]] = field(default_factory=list)
+    """Optimizers of which the checkpoint has not all that they keep beside a variable.
+    """
     places: list[tuple[SavedIterator, int, Mapping[str, Any]]] = field(
         default_factory=list
     )
@@ -73,6 +82,7 @@ class Found:
         self.pairs += other.pairs
         self.missing += other.missing
         self.wrong += other.wrong
+        self.left |= other.left
         self.loads += other.loads
         self.worker_places |= other.worker_places
 
@@ -81,16 +91,14 @@ class Found:
         InvalidArgumentError: Something has another shape or dtype, or two values;
             names all of it.
         """
-        if self.wrong:
-            raise InvalidArgumentError(
-                f"checkpoint {path} does not fit this program, nothing was restored:\n"
-                + "\n".join(self.wrong)
-            )
+        _require_none(self.wrong, path)
 
     def require_complete(self, path: str) -> None:
         """Raises:
+        InvalidArgumentError: The checkpoint has what an optimizer does not keep.
         NotFoundError: Something is not in the checkpoint; names all of it.
         """
+        _require_none([*self.left.values()], path, _LEAVES_OUT)
         if self.missing:
             raise NotFoundError(
                 f"checkpoint {path} lacks what this program has, nothing was restored:"
@@ -100,15 +108,23 @@ class Found:
 
 
 class Matching:
-    """The graph of a checkpoint, and what of it the program has taken. ``skip``: nodes
-    that are nobody's."""
+    """The graph of a checkpoint, and what of it the program has taken.
+
+    Args:
+        skip: Nodes that are nobody's.
+        grows: Variables may have more rows than they had.
+    """
 
     def __init__(
         self,
         nodes: Sequence[StoredNode],
         tensors: Mapping[str, StoredTensor],
         skip: frozenset[int] = frozenset(),
+        *,
+        grows: bool = False,
     ) -> None:
+        self._grows = grows
+        self._left: list[str] = []
         self._nodes, self._tensors, self._skip = nodes, tensors, skip
         self._taken: dict[int, dict[int, Any]] = {}
         """Stored node -> the objects that match it, by ``id``."""
@@ -139,6 +155,7 @@ class Matching:
                     new.append(value)
         for _, place, _ in found.places:
             self._taken.setdefault(place, {})
+        self._left += found.left
         return new
 
     def child_of(self, holder: Any, name: str) -> list[int]:
@@ -151,14 +168,15 @@ class Matching:
         ]
 
     def unused(self) -> list[str]:
-        """Stored variables and optimizers that no object has taken."""
-        return [
+        """Stored variables, optimizers and slots that no object has taken."""
+        nodes = [
             node.path
             for place, node in enumerate(self._nodes)
             if place not in self._taken
             and place not in self._skip
             and node.kind != "group"
         ]
+        return nodes + self._left
 
     def _walk(
         self,
@@ -209,15 +227,20 @@ class Matching:
         self, variable: AbstractVariable, node: StoredNode, path: str, found: Found
     ) -> None:
         tensor = self._tensors[node.tensor]
-        same = tensor.shape == variable.shape and tensor.dtype == variable.dtype.name
-        if not same:
+        shape, dtype = variable.shape, variable.dtype.name
+        if tensor.dtype != dtype or not self._fits(tensor, shape):
+            more = tensor.dtype == dtype and _has_grown(tensor, shape)
+            hint = "; its rows fit with restore(path, partial='rows')" if more else ""
             found.wrong.append(
-                f"  {words(variable)} at {path}: the checkpoint has {tensor}"
+                f"  {words(variable)} at {path}: the checkpoint has {tensor}{hint}"
             )
         elif not tensor.is_whole:
             found.wrong.append(f"  {words(variable)} at {path}: some rows are missing")
         else:
-            found.loads.append(Load(variable, None, "", tensor))
+            found.loads.append(Load(variable, None, "", replace(tensor, shape=shape)))
+
+    def _fits(self, tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
+        return tensor.shape == shape or (self._grows and _has_grown(tensor, shape))
 
     def _place(
         self, iterator: SavedIterator, place: int, path: str, found: Found
@@ -302,21 +325,48 @@ class Matching:
             ]
             return
         kept = {info.leaf: (info.rows, info.shape) for info in infos}
-        for leaf in kept.keys() - stored.keys():
+        names = matched_slots(kept, stored)
+        for leaf in sorted(kept.keys() - names.keys()):
             found.missing.append(f"  {leaf} of {what}")
-        for leaf in stored.keys() - kept.keys():
-            found.wrong.append(f"  {what} keeps no {leaf}: it is another optimizer")
-        for leaf in kept.keys() & stored.keys():
-            tensor = self._tensors[stored[leaf]]
+        for leaf in sorted(stored.keys() - {*names.values()}):
+            found.left[stored[leaf]] = f"  {what} keeps no {leaf}"
+        is_part = len(names) < len(kept)
+        for leaf, name in sorted(names.items()):
+            tensor = self._tensors[stored[name]]
             by_rows, shape = kept[leaf]
-            if tensor.shape != shape:
+            if not self._fits(tensor, shape):
                 found.wrong.append(
                     f"  {leaf} of {what} has {list(shape)}: the checkpoint has {tensor}"
                 )
             elif by_rows and rows and not tensor.by_rows:
                 found.wrong.append(f"  {leaf} of {what}: stored without its rows")
             else:
+                tensor = replace(tensor, shape=shape)
+                is_part |= tensor.by_rows and not tensor.is_whole
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
+        if is_part:
+            found.partly.append((optimizer, variable))
+
+
+def _has_grown(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
+    """Whether there are more rows of the same shape now."""
+    if not (tensor.by_rows and tensor.shape and shape):
+        return False
+    return tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
+
+
+_LEAVES_OUT: Final = (
+    "It is another optimizer, or one in which several transformations keep the same "
+    "fields. If that is meant, restore(path, expect_partial=True) leaves these out"
+)
+
+
+def _require_none(wrong: Sequence[str], path: str, *remedy: str) -> None:
+    if wrong:
+        raise InvalidArgumentError(
+            f"checkpoint {path} does not fit this program, nothing was restored:\n"
+            + "\n".join([*wrong, *remedy])
+        )
 
 
 def words(variable: AbstractVariable) -> str:

@@ -31,14 +31,21 @@ class Restore:
     """A checkpoint on its way into the objects below ``root``.
 
     Args:
-        is_partial: What the checkpoint lacks keeps its value.
+        is_partial: What the checkpoint lacks keeps its value, and what it has of an
+            optimizer that does not keep it is left out.
+        grows: Variables may have more rows than they had.
         skips_counter: The checkpoint's count of saves is left out.
     """
 
     def __init__(
-        self, root: Any, path: str, is_partial: bool, skips_counter: bool
+        self,
+        root: Any,
+        path: str,
+        is_partial: bool,
+        skips_counter: bool,
+        grows: bool,
     ) -> None:
-        self.path = path
+        self.path, self._grows = path, grows
         self._root, self.is_partial = root, is_partial
         self._skips_counter = skips_counter
         self._matching: Matching | None = None
@@ -63,7 +70,9 @@ class Restore:
             nodes = stored_graph(manifest, os.path.join(self.path, MANIFEST))
             counter = nodes[0].children.get(SAVE_COUNTER)
             skip = {counter} if self._skips_counter and counter is not None else set()
-            matching = Matching(nodes, manifest.tensors, frozenset(skip))
+            matching = Matching(
+                nodes, manifest.tensors, frozenset(skip), grows=self._grows
+            )
             found = matching.find(self._root, 0)
             self._require(found)
             await check(self.path, manifest, disk)
@@ -98,8 +107,8 @@ class Restore:
         return found.missing
 
     def unused(self) -> list[str]:
-        """Paths of stored variables, optimizers and iterators that nothing in the
-        program took."""
+        """Paths of stored variables, optimizers, slots and iterators that nothing in
+        the program took."""
         if self._matching is None:
             return []
         return self._matching.unused()
@@ -167,7 +176,7 @@ class RestoreStatus:
     @property
     def unused(self) -> list[str]:
         """Paths of stored variables, optimizers and iterators that nothing has taken
-        (yet)."""
+        (yet), and of slots that an optimizer does not keep."""
         return [] if self._restore is None else self._restore.unused()
 
     def assert_consumed(self) -> RestoreStatus:

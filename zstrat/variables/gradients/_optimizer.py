@@ -19,9 +19,9 @@ from zstrat.variables._spec import LOCAL, VariableAggregation
 from zstrat.variables._tracing import recorder
 from zstrat.variables._variable import Variable
 
-from ._gradient_call import GradientCall, require_servers, seen
+from ._gradient_call import BindsAsync, GradientCall, require_servers, seen
 from ._gradients_given import given_pairs, given_tree
-from ._optimizer_state import Hyperparameters, state_of
+from ._optimizer_state import Hyperparameters, assign_state, state_of
 from ._slots import SlotInfo
 from ._transformation_trace import traced
 from ._tree_updates import apply_now, apply_now_async, lives_here, slot_rule
@@ -130,16 +130,24 @@ class Optimizer:
     @property
     def state(self) -> Any:
         """The state of the optimizer as it is now, in optax's own structure; arrays of
-        jax.
+        jax. It can be assigned, between steps, by the program:
+        ``optimizer.state = optax.tree_utils.tree_set(optimizer.state, ...)``. Of
+        several programs that hold a variable together each one assigns it.
 
-        Cost: all of it is read from where it lives. While steps are under way, parts of
-        several of them may be in it.
+        Cost: all of it is read from where it lives, or written there. While steps are
+        under way, parts of several of them may be in it.
 
         Raises:
             RuntimeError: Its tree is not known: it has moved nothing, and ``params=``
                 was not given. Or it has moved several trees. Or this is in a step.
+            ValueError: The assigned state has another structure, or other shapes.
+            TypeError: A leaf of it has a dtype of another kind.
         """
         return state_of(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        assign_state(self, state)
 
     @property
     def hyperparams(self) -> Hyperparameters:
@@ -298,6 +306,19 @@ class Optimizer:
                     if component.spec.key == variable.spec.key:
                         return call, leaf, number
         return None
+
+    async def bind_async(self, variable: AbstractVariable) -> None:
+        """Tells the servers of a variable of the tree that it belongs to, if that is
+        known: then they know what is kept beside it.
+
+        Cancellation: they may know it or not.
+        """
+        found = self._place_of(variable.components[0])
+        if found is None:
+            return
+        for each in found[0].variables:
+            if isinstance(each.home, BindsAsync):
+                await each.home.bind_async(found[0])
 
     def known_call(self) -> GradientCall | None:
         """A call on its tree without arrays, None if it has none yet.

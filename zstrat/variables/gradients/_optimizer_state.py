@@ -51,6 +51,28 @@ def state_of(optimizer: KnowsItsTree) -> Any:
         return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
 
 
+def assign_state(optimizer: KnowsItsTree, state: Any) -> None:
+    """See `Optimizer.state`."""
+    call = _known(optimizer)
+    tree = call.rule(is_here=lives_here(call))
+    what = f"the state of optimizer {optimizer.name!r}"
+    try:
+        with tree.precision():
+            arrays = [np.asarray(leaf) for leaf in tree.state_of().flattened(state)]
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    kinds = [x.kind for x in tree.state()]
+    dtypes = tree.settled() or [kind.dtype for kind in kinds]
+    for number, (array, kind) in enumerate(zip(arrays, kinds, strict=True)):
+        where = f"{what}, {keystr(tree.state()[number].path)}"
+        if array.shape != kind.shape:
+            raise ValueError(f"{where}: expected shape {kind.shape}, got {array.shape}")
+        if not same_kind(array.dtype, dtypes[number]):
+            raise TypeError(f"{where}: expected {dtypes[number]}, got {array.dtype}")
+        arrays[number] = array.astype(dtypes[number])
+    _assign(optimizer, call, dict(enumerate(arrays)))
+
+
 def _leaf_of(
     call: GradientCall,
     tree: TreeRule,
@@ -99,14 +121,9 @@ class Hyperparameters:
         """
         call, states = self._found(name)
         tree = call.rule(is_here=lives_here(call))
-        for state in states:
-            kind = tree.state()[state].kind
-            array = self._fitting(name, value, kind)
-            for variable, slot in _places(call, state):
-                home = _home(variable)
-                if isinstance(home, Binds):
-                    home.bind(call)
-                home.write_slot(self._optimizer, variable, slot, array)
+        kinds = {state: tree.state()[state].kind for state in states}
+        fitting = {n: self._fitting(name, value, kind) for n, kind in kinds.items()}
+        _assign(self._optimizer, call, fitting)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names(_known(self._optimizer)))
@@ -193,14 +210,24 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
     return found
 
 
-def _places(call: GradientCall, state: int) -> Iterator[tuple[VariableHandle, str]]:
-    """The variables beside which a leaf of the state is kept, and its name there."""
+def _assign(
+    optimizer: KnowsItsTree, call: GradientCall, arrays: Mapping[int, np.ndarray]
+) -> None:
+    """Writes leaves of the state, by number, beside all variables that they are kept
+    beside."""
     tree = call.rule(is_here=lives_here(call))
     for leaf, target in enumerate(call.targets):
         for slot in call.optimizer.leaf_rule(tree, leaf).slots:
-            if slot.state == state:
-                for component in target.components:
-                    yield component, slot.name
+            if slot.state not in arrays:
+                continue
+            parts = [arrays[slot.state]] * len(target.components)
+            if slot.rows and len(parts) > 1:
+                parts = np.split(parts[0], target.table.offsets[1:-1])
+            for variable, part in zip(target.components, parts, strict=True):
+                home = _home(variable)
+                if isinstance(home, Binds):
+                    home.bind(call)
+                home.write_slot(optimizer, variable, slot.name, part)
 
 
 def _initial(call: GradientCall) -> Sequence[Any]:
