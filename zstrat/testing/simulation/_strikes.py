@@ -65,6 +65,7 @@ class Strikes:
                 self.at_store(0)
             await self._calm()
             await self._look()
+            await self._late.push_late_part()
             if not has_struck():
                 self._training.broken(f"nothing makes a {kind}")
 
