@@ -82,22 +82,29 @@ CAUGHT = {
     "the ledger forgets": 2,
     "duplicates are not looked for": 2,
     "no fence is raised": 22,
-    "pushes of zombies are taken": 725,
+    "pushes of zombies are taken": 37,
     "pushes are acknowledged before they are applied": 0,
-    "updates without names are sent again": 56,
-    "servers take the requests of any session": 485,
-    "a restore stays in the same session": 5,
+    "updates without names are sent again": 141,
+    "servers take the requests of any session": 525,
+    "a restore stays in the same session": 25,
     "the mark is raised too far": 0,
     "a step is over when its push is sent": 1,
     "steps of lost workers are forgotten": 2,
-    "a checkpoint does not wait for steps": 0,
-    "answers leave before the backup has it": 75,
-    "a view that is over is not heeded": 19,
-    "the ledger is not in the log": 3,  # or one of the next
+    "a checkpoint does not wait for steps": 28,
+    "answers leave before the backup has it": 103,
+    "a view that is over is not heeded": 39,
+    "the ledger is not in the log": 39,
     "a program that goes on is taken for the one before": 11,
     "a backup does not hear of the next program": 11,
-    "two copies part when a program goes on": 311,
+    "two copies part when a program goes on": 31,
     "versions do not jump at a promotion": 203,
+    "fences of the session before are raised": 5,
+    "trees are not bound again": 25,
+    "trees are not in the log": 23,
+    "slots are not copied": 15,
+    "a copy does not know the first version": 103,
+    "a backup keeps what is deleted": 55,
+    "elements do not go back": 14,
     "a server that comes later is of another session": 111,
 }
 """A seed that catches it, by the name of the mutation."""
@@ -213,7 +220,7 @@ def test_a_program_that_goes_on_finds_each_step_once():
     assert verdict.steps >= 19
 
 
-@pytest.mark.parametrize("seed", [11, 311, 351])
+@pytest.mark.parametrize("seed", [31, 211, 411])
 def test_a_server_that_was_started_again_is_not_taken_for_the_one_before(seed):
     """Of copies that part, one had all: the next program read zeros in its place."""
     with mutated("two copies part when a program goes on"):
@@ -225,7 +232,7 @@ def test_what_nobody_began_before_it_was_killed_is_no_warning():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with mutated("two copies part when a program goes on"):
-            assert run_seed(311).failure is not None
+            assert run_seed(31).failure is not None
     assert not told
 
 

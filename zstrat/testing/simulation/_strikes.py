@@ -85,9 +85,12 @@ class Strikes:
         replication = self._coordinator.cluster.replication
         assert replication is not None, "strikes are for second copies"
         await asyncio.sleep(INTERVAL)
-        async with asyncio.timeout(CALM):
-            await replication.wait_until(
-                lambda: not replication.placement.without_backup
-            )
-            while not self._context.is_calm():  # noqa: ASYNC110  # virtual time
-                await asyncio.sleep(INTERVAL)
+        try:
+            async with asyncio.timeout(CALM):
+                await replication.wait_until(
+                    lambda: not replication.placement.without_backup
+                )
+                while not self._context.is_calm():  # noqa: ASYNC110  # virtual time
+                    await asyncio.sleep(INTERVAL)
+        except TimeoutError:
+            self._training.broken("a store has no second copy that is well")
