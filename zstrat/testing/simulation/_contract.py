@@ -13,6 +13,8 @@ counted:
 - any other step is on each server at most once;
 - what was acknowledged before a read began is in it, and reads never go back;
 - a checkpoint holds a step on all servers or on none;
+- servers are filled from the last checkpoint, and if there is one, that succeeds;
+- a step reads what those had done that ran on its worker before;
 - who goes on with what a lost program has left finds that so, and it does not change.
 
 What servers give out is looked at as whoever watches the network sees it (`GivenOut`).

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 from zstrat.coordinator.unthreaded import cut_of
-from zstrat.wire import BeginAnew, Push, Pushed
+from zstrat.wire import BeginAnew, CopyVariables, DeleteVariables, Push, Pushed
 
 from ._run import run_seed
 
@@ -146,6 +146,25 @@ def _no_ledgers(store: Any) -> Iterator[Any]:
     return iter(())
 
 
+def _treeless(original: Callable[..., None], log: Any, plan: Any) -> None:
+    """A backup does not hear which variables an optimizer moves."""
+    if type(plan).__name__ != "BindPlan":
+        original(log, plan)
+
+
+def _unversioned(original: Callable[..., Any], store: Any, change: Any) -> Any:
+    """A copy begins new variables with the version 0."""
+    found = original(store, change)
+    if isinstance(change, CopyVariables):
+        store.variables.first_version = 0
+    return found
+
+
+def _undeleted(original: Callable[..., Any], store: Any, change: Any) -> Any:
+    """A backup keeps what is deleted."""
+    return None if isinstance(change, DeleteVariables) else original(store, change)
+
+
 def _method(path: str) -> Any:
     """The present one, before it is replaced."""
     module, name, attribute = path.rsplit(".", 2)
@@ -234,6 +253,29 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (
             _untold
         )
+    },
+    "fences of the session before are raised": {f"{_FENCES}.Fences.enter": _nothing},
+    "trees are not bound again": {
+        "zstrat.coordinator.recovery._inventory.Inventory.bound": _nothing
+    },
+    "trees are not in the log": {
+        "zstrat.ps.store._store.tell": partial(
+            _treeless, _function("zstrat.ps.store._changes.tell")
+        )
+    },
+    "slots are not copied": {f"{_COPIES}._copying._slots": _no_ledgers},
+    "a copy does not know the first version": {
+        f"{_COPIES}._following.repeat": partial(
+            _unversioned, _function(f"{_COPIES}._repeating.repeat")
+        )
+    },
+    "a backup keeps what is deleted": {
+        f"{_COPIES}._following.repeat": partial(
+            _undeleted, _function(f"{_COPIES}._repeating.repeat")
+        )
+    },
+    "elements do not go back": {
+        "zstrat.program.trace._iterator.StepIterator.unread": _nothing
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, final, get_args
+
+from zstrat.ps import CHANGES
 
 MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""
@@ -12,6 +14,15 @@ MAX_FAULT_SECONDS: Final = 4.0
 
 _MOVING: Final = frozenset({6, 15, 29, 31, 33, 35, 36})
 """Of each forty seeds those in which stores move."""
+
+
+_STRUCK: Final = 15
+"""Of each forty seeds that in which a server is killed behind each change of some
+kinds."""
+ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
+"""What a program tells of its optimizer, once, and what copies are told of that."""
+RESUMED: Final = frozenset({"BeginAnew", "CopyKept"})
+"""What is told where a program goes on with what another one has left."""
 
 
 class Fault(NamedTuple):
@@ -118,11 +129,38 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         chance = random.Random(f"late {seed}")
         late, optimizes = chance.random() < 0.8, chance.random() < 0.5
         scenario = replace(scenario, late=late, optimizes=late and optimizes)
+    if seed % 40 == _STRUCK:
+        return _with_strikes(scenario, seed // 40)
     if seed % 40 not in _MOVING:
         return scenario
     chance = random.Random(f"moves {seed}")
     stores = chance.choice([1, 1, 2])
     return replace(scenario, moves=True, stores_per_ps=stores)
+
+
+def _with_strikes(scenario: Scenario, number: int) -> Scenario:
+    """With a third of the kinds of changes: three such scenarios have all."""
+    names = {kind.__name__ for kind in get_args(CHANGES)}
+    others = sorted(names - RESUMED - set(ONCE))
+    third = number % 3
+    return replace(
+        scenario,
+        workers=2,
+        servers=3,
+        steps=60,
+        pace=0.2,
+        delay=5e-4,
+        work=2e-3,
+        restores=False,
+        faults=(),
+        is_guarded=True,
+        reads_beside=False,
+        only_steps=True,
+        turns_over=False,
+        late=True,
+        optimizes=True,
+        strikes=(ONCE[third], *others[third::3]),
+    )
 
 
 def _without_copies(seed: int, workers: int, servers: int) -> Scenario:

@@ -96,6 +96,10 @@ class ScriptedFunction:
     """Of the worker that has loaded it."""
     drawn: dict[ScriptedStep, None] = field(init=False, default_factory=dict)
     """Steps that have drawn, and neither run nor given back."""
+    returned: set[int] = field(init=False, default_factory=set)
+    """Elements that were given back, and come next."""
+    elements: int = field(init=False, default=0)
+    """Elements that were drawn: the numbers from 0 on."""
     used: set[int] = field(init=False, default_factory=set)
     """Elements of the steps that ran."""
 
@@ -124,7 +128,7 @@ class ScriptedStep:
 
         self.examples = 0
         if function.iterator is not None:
-            self._element = int(function.iterator.draw())
+            self._element = self._draw()
             self.examples = 1
             function.drawn[self] = None
 
@@ -133,6 +137,7 @@ class ScriptedStep:
         function = self._function
         if function.iterator is not None:
             del function.drawn[self]
+            function.returned.add(self._element)
             function.iterator.unread(np.int64(self._element))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
@@ -151,6 +156,19 @@ class ScriptedStep:
         layout = function.layouts[is_large]
         result = np.full(layout.shapes[0], number, np.int64)
         return StepResult([result], layout, updates)
+
+    def _draw(self) -> int:
+        """The next element: one that was given back, if there is one."""
+        function = self._function
+        element = int(function.iterator.draw())
+        wanted = function.returned or {function.elements}
+        if element not in wanted and function.broken is not None:
+            function.broken(f"a step has drawn {element}, and not one of {wanted}")
+        if element in function.returned:
+            function.returned.discard(element)
+        else:
+            function.elements += 1
+        return element
 
     def _use(self) -> None:
         """Uses the element, which is the next one."""

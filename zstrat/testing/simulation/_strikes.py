@@ -65,6 +65,7 @@ class Strikes:
                 self.at_store(0)
             await self._calm()
             await self._look()
+            await self._late.push_late_part()
             if not has_struck():
                 self._training.broken(f"nothing makes a {kind}")
 
@@ -84,9 +85,12 @@ class Strikes:
         replication = self._coordinator.cluster.replication
         assert replication is not None, "strikes are for second copies"
         await asyncio.sleep(INTERVAL)
-        async with asyncio.timeout(CALM):
-            await replication.wait_until(
-                lambda: not replication.placement.without_backup
-            )
-            while not self._context.is_calm():  # noqa: ASYNC110  # virtual time
-                await asyncio.sleep(INTERVAL)
+        try:
+            async with asyncio.timeout(CALM):
+                await replication.wait_until(
+                    lambda: not replication.placement.without_backup
+                )
+                while not self._context.is_calm():  # noqa: ASYNC110  # virtual time
+                    await asyncio.sleep(INTERVAL)
+        except TimeoutError:
+            self._training.broken("a store has no second copy that is well")
