@@ -93,12 +93,14 @@ class AbstractVariable(ArrayOperators):
 
     @property
     def name(self) -> str:
+        """The name that the variable was given."""
         if (told := asked_name.get()) is not None:
             told(self)
         return self._spec.name
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
         return self._spec.shape
 
     def get_shape(self) -> tuple[int, ...]:
@@ -107,26 +109,32 @@ class AbstractVariable(ArrayOperators):
 
     @property
     def ndim(self) -> int:
+        """Number of axes of the value."""
         return len(self._spec.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements of the value."""
         return int(np.prod(self._spec.shape, dtype=np.int64))
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of the value."""
         return self._spec.numpy_dtype
 
     @property
     def trainable(self) -> bool:
+        """Whether `Module.trainable_variables` has the variable."""
         return self._spec.trainable
 
     @property
     def aggregation(self) -> VariableAggregation:
+        """How updates of several replicas become one."""
         return self._spec.aggregation
 
     @property
     def synchronization(self) -> VariableSynchronization:
+        """When the copies of replicas are combined."""
         return self._spec.synchronization
 
     def require_optimizable(self) -> None:  # most are

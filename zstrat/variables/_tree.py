@@ -105,14 +105,17 @@ class Module:
 
     @property
     def name(self) -> str:
+        """The name that the module was given, or that of its class."""
         return self._name
 
     @property
     def variables(self) -> tuple[Variable, ...]:
+        """All variables of this module and of those below it."""
         return tuple(leaf for leaf in _walk(self, set()) if isinstance(leaf, Variable))
 
     @property
     def trainable_variables(self) -> tuple[Variable, ...]:
+        """Those of `variables` that are trainable."""
         return tuple(v for v in self.variables if v.trainable)
 
     @property
