@@ -18,7 +18,7 @@ def test_a_thread_that_is_started_twice_goes_on(kind):
         thread.start()
     assert thread.is_alive()
     going.set()
-    thread.join(30)
+    thread.join(100)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="threads can only be started once"):
         thread.start()

@@ -421,7 +421,7 @@ async def test_making_a_group_that_is_cancelled_leaves_nothing_bound(monkeypatch
 
     def bind(*where):
         binds.set()
-        may_bind.wait(30)
+        may_bind.wait(100)
         return Bound
 
     monkeypatch.setattr(_invitation, "runtime_for", bind)

@@ -232,5 +232,5 @@ def test_too_many_operations(monkeypatch):
         for _ in range(2):
             groups[1].barrier()
         for each in pending:
-            each.result(20)
+            each.result(100)
         ranks.each(lambda group: group.barrier(), groups)

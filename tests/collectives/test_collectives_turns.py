@@ -9,7 +9,7 @@ import pytest
 from zstrat.collectives.group import CallTurns
 from zstrat.threads import ThreadBell
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 
 
 @pytest.fixture

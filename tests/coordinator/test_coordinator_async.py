@@ -207,7 +207,7 @@ async def test_what_is_built_on_each_worker_is_awaited(strategy):
                 await there
     dataset = await coordinator.create_per_worker_dataset(broken)
     for value in iter(dataset).values:
-        for failing in (value, value.fetch(timeout=20)):
+        for failing in (value, value.fetch(timeout=100)):
             with pytest.raises(ClosureInputError, match="no such file"):
                 await failing
     blocking = ClusterCoordinator(strategy).create_per_worker_dataset(broken)

@@ -60,7 +60,7 @@ def test_a_fetch_of_what_waits_says_that_a_ps_is_lost(make_world, fetched):
         world.until(lambda: world.session.cluster.outage_error)
         world.on_loop(world.release)
         with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
-            fetching.result(20)
+            fetching.result(100)
     for _ in range(2):
         with pytest.raises(PSUnavailableError, match="killed"):
             fetched(values[1])

@@ -156,7 +156,7 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
         busy.work()
 
     world.on_loop(finish)
-    thread.join(20)
+    thread.join(100)
     assert joined.is_set()
     assert slow.fetch() == 1, "its result counts"
 
@@ -200,7 +200,7 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
     world.until(lambda: len(coordinator._core.engine.waiters.watchers) == 4)
     world.on_loop(world.release)
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
 
 
@@ -251,9 +251,9 @@ def test_ctrl_c_that_falls_into_a_callback_of_the_collector_is_not_lost(world, w
     def collect():
         gc.collect()
         if waits == "for zstrat":
-            value.fetch(timeout=20)
+            value.fetch(timeout=100)
         else:
-            threading.Event().wait(20)
+            threading.Event().wait(100)
 
     gc.callbacks.append(collected)
     try:

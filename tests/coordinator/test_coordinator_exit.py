@@ -143,7 +143,7 @@ def test_work_that_comes_behind_the_last_look_of_a_loop_that_ends_is_refused(por
             yield
         finally:  # behind the end of all tasks
             ends.set()
-            is_asked.wait(20.0)
+            is_asked.wait(100)
 
     async def begin():
         await anext(never_closed)
@@ -152,7 +152,7 @@ def test_work_that_comes_behind_the_last_look_of_a_loop_that_ends_is_refused(por
         is_post = frame.f_code.co_name == "_post"
         if event == "call" and is_post:
             begun.set()
-            ends.wait(20.0)
+            ends.wait(100)
         elif event == "return" and is_post:
             is_asked.set()
 
@@ -167,9 +167,9 @@ def test_work_that_comes_behind_the_last_look_of_a_loop_that_ends_is_refused(por
     portal.run(begin(), 20.0, "a test")
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    assert begun.wait(20.0)
+    assert begun.wait(100)
     portal.close()
-    asking.join(20.0)
+    asking.join(100)
     assert told == ["a test: the session was closed"]
 
 
@@ -207,7 +207,7 @@ def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
     del coordinator
     gc.collect()
     assert session() is None
-    thread.join(20)
+    thread.join(100)
     assert not thread.is_alive()
     with pytest.raises(CancelledError):
         value.fetch()

@@ -328,7 +328,7 @@ def test_what_came_back_is_tried_again_though_the_timer_came_early(
 
     wrap_notify(worker, monkeypatch, refuse_once)
     coordinator.schedule(good)
-    coordinator.join(timeout=20)
+    coordinator.join(timeout=100)
     assert worker.ran == [(1, 1)]
     assert hasty.came is not None
     assert hasty.again == hasty.came  # it was set again for the same time
@@ -346,7 +346,7 @@ def test_closures_that_cannot_be_sent_fail_and_nobody_waits(make_world, monkeypa
     wrap_notify(world.workers[0], monkeypatch, refuse)
     value = coordinator.schedule(good)
     with pytest.raises(ValueError, match="header is too large"):
-        coordinator.join(timeout=20)
+        coordinator.join(timeout=100)
     assert value.error is not None
     assert coordinator.schedule(good).fetch() == 1
 

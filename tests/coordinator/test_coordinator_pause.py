@@ -33,10 +33,10 @@ class Resting:
 
     def __exit__(self, *_):
         self._leave.set()
-        self._thread.join(20)
+        self._thread.join(100)
 
     def wait(self):
-        assert self.held.wait(20)
+        assert self.held.wait(100)
         if self.error is not None:
             raise self.error
         return self.cut
@@ -214,11 +214,11 @@ def test_updates_of_the_program_wait_or_are_waited_for(world):
         threads[1].start()
         world.on_loop(ps.answer_pushes)
         resting.wait()
-        threads[0].join(20)
+        threads[0].join(100)
         assert len(ps.pushes) == 1
     world.until(lambda: len(ps.pushes) == 2)
     world.on_loop(ps.answer_pushes)
-    threads[1].join(20)
+    threads[1].join(100)
     assert not threads[1].is_alive()
 
 
@@ -270,7 +270,7 @@ def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
         assert (first.writer, first.step) == (second.writer, second.step)
         world.on_loop(ps.answer_pushes)
         resting.wait()
-        thread.join(20)
+        thread.join(100)
         assert not thread.is_alive()
         assert len(ps.fences) == 1
 

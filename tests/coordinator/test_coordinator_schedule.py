@@ -181,7 +181,7 @@ def test_schedule_waits_while_the_queue_is_full(world):
     assert 3 <= len(scheduled) <= 5, "three wait, and two are in flight"
     assert thread.is_alive()
     world.on_loop(world.release)
-    thread.join(20)
+    thread.join(100)
     coordinator.join()
     assert sum(len(worker.ran) for worker in world.workers) == 10
 
@@ -204,7 +204,7 @@ def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
     assert not coordinator.done()
     world.on_loop(world.release)
     assert value.fetch() == 7
-    coordinator.join(timeout=20)
+    coordinator.join(timeout=100)
 
 
 def test_a_join_does_not_hold_up_other_threads(world):
@@ -218,7 +218,7 @@ def test_a_join_does_not_hold_up_other_threads(world):
     world.until(lambda: sum(len(w.queue) for w in world.workers) == 2)
     first = next(w for w in world.workers if any(s == 1 for *_, s in w.queue))
     world.on_loop(first.work, 1)
-    joiner.join(20)
+    joiner.join(100)
     assert not joiner.is_alive(), "it waits for what was scheduled before it alone"
     assert not later.is_ready
     world.on_loop(world.release)
@@ -301,7 +301,7 @@ def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world):
     thread.start()
     world.until(lambda: coordinator._core.engine.waiters.watchers)
     coordinator.shutdown()
-    thread.join(20)
+    thread.join(100)
     assert raised
 
 
@@ -395,9 +395,9 @@ def test_ctrl_c_in_schedule_loses_no_closure(world, monkeypatch, where):
     if where == "unlocking":
         engine.lock = lock
     assert engine.queue.steps.next == 3, "it is in the queue"
-    coordinator.join(timeout=20)
+    coordinator.join(timeout=100)
     assert coordinator.done()
-    assert coordinator.schedule(constant).fetch(timeout=20) == 7
+    assert coordinator.schedule(constant).fetch(timeout=100) == 7
 
 
 def test_done_wakes_those_who_were_forgotten(world, monkeypatch):

@@ -153,11 +153,11 @@ def test_of_two_threads_one_is_told_of_the_other(world, monkeypatch):
     monkeypatch.setattr(Portal, "run", told)
     thread = threading.Thread(target=lambda: outcomes.append(world.connect()))
     thread.start()
-    assert opening.wait(20)
+    assert opening.wait(100)
     with pytest.raises(BusyError, match="another thread of this program"):
         world.connect()
     world.ps[0].busy = False
-    thread.join(20)
+    thread.join(100)
     assert outcomes == [world.session]
 
 

@@ -77,7 +77,7 @@ def test_sigterm_ends_it(run, tmp_path):
         assert "evaluator:3" in line
         assert "ready" in line
         child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 0
+        assert child.wait(100) == 0
         assert "SIGTERM (once more ends at once)" in child.stderr.read()
 
 

@@ -13,7 +13,7 @@ from zstrat.testing import leak_check
 
 @pytest.mark.shows("tf.data.Dataset.map(num_parallel_calls=, deterministic=)")
 def test_elements_are_made_together_and_come_in_order():
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=100)
 
     def meet(x):
         together.wait()  # three calls at a time, or nobody comes through
@@ -28,7 +28,7 @@ def test_what_is_ready_comes_first_if_the_order_does_not_count():
 
     def late(x):
         if x == 0:
-            assert others_are_out.wait(20)
+            assert others_are_out.wait(100)
         return x
 
     dataset = Dataset.range(4).map(late, num_parallel_calls=2, deterministic=False)

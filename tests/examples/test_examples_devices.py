@@ -112,7 +112,7 @@ def test_towers_that_are_interrupted_leave_nothing_behind(images_alone, tmp_path
             raise
     assert (process.returncode, err) == (130, ""), out
     assert "Traceback" not in out
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert not psutil.wait_procs(family, timeout=100)[1]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_daemons_end_with_it_and_are_forked_from_another_then():
         killed = server_of(cluster)
         daemons = [psutil.Process(cluster.pid(task)) for task in cluster.tasks]
         killed.kill()
-        gone, _ = psutil.wait_procs(daemons, timeout=30)
+        gone, _ = psutil.wait_procs(daemons, timeout=100)
         assert len(gone) == len(daemons)
         assert not any(cluster.is_running(task) for task in cluster.tasks)
         for task in cluster.tasks:
@@ -77,7 +77,7 @@ signal.pause()
         child, daemon = map(psutil.Process, json.loads(run.stdout.readline()))
         try:
             run.kill()
-            psutil.wait_procs([daemon], timeout=30)
+            psutil.wait_procs([daemon], timeout=100)
             assert not daemon.is_running()
             assert child.is_running(), "and it has the other end of all pipes"
         finally:

@@ -33,7 +33,7 @@ def test_serves_until_it_is_stopped():
         joining = threading.Thread(target=server.join)
         joining.start()
         server.stop()
-        joining.join(30)
+        joining.join(100)
         assert not joining.is_alive()
     server.stop()
 

@@ -40,7 +40,7 @@ class Gated:
         self.ask(OpenSession(SESSION, 0, 1, []))
 
     def load(self, code):
-        assert self.gate.wait(30), "the test never opened the gate"
+        assert self.gate.wait(100), "the test never opened the gate"
         return optax.sgd(0.5) if self.shipped is None else self.shipped[code]
 
     def ask(self, message, peer=None):

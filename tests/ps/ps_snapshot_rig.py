@@ -96,7 +96,7 @@ def halt(monkeypatch, name: str):
 
     def held(file, *arguments):
         reached.set()
-        assert onward.wait(30), "the test never went on"
+        assert onward.wait(100), "the test never went on"
         return method(file, *arguments)
 
     monkeypatch.setattr(disk_module.NewFile, name, held)

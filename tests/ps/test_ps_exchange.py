@@ -184,7 +184,7 @@ async def test_parts_that_take_long_go_to_the_thread_one_after_the_other(
     both = rig.ask(exchange(0, step=1, reads=[1], rows=[0], indices=[[3]]))
     again = rig.ask(exchange(0, step=1, rows=[0], indices=[[3]]))
     wrong = rig.ask(exchange(9, rows=[0], indices=[[0]]))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         answer = await both
         assert answer.applied
         assert [array.tolist() for array in answer.arrays[1:]] == [[[7, 8]]]
@@ -315,7 +315,7 @@ def asked(rig, message):
 async def settled(answer):
     if not asyncio.isfuture(answer):
         return answer
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         (done,) = await asyncio.gather(answer, return_exceptions=True)
         return done
 

@@ -372,7 +372,7 @@ async def test_who_says_that_another_one_serves_is_asked_again_after_a_while(rig
     later = rig.client.update(DELTA)
     assert rig.line.is_held
     assert rig.link.asked == []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await rig.link.news.wait()
     assert not rig.line.is_held
     rig.answer(Pushed(True, [1]), Pushed(True, [2]))

@@ -55,7 +55,7 @@ class Loader:
         self.gate.set()
 
     def __call__(self, code: bytes) -> object:
-        assert self.gate.wait(30), "the test never opened the gate"
+        assert self.gate.wait(100), "the test never opened the gate"
         match code:
             case b"sgd":
                 return optax.sgd(0.5)
@@ -174,7 +174,7 @@ async def test_large_pushes_and_creations_go_to_the_thread(rig, monkeypatch):
         Push(SESSION, 3, 0, 0, [Update(5, int(UpdateOp.ADD), 0, 1)], (np.ones(100),))
     )
     pulling = rig.ask(pull(5))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         assert await creating == Done()
         assert await pushing == Pushed(True, [1])
         assert await again == Pushed(False, [1])
@@ -345,7 +345,7 @@ async def test_drain_does_not_wait_for_ever():
     rig = Rig(drain=0.01)
     rig.open()
     loading = rig.held_up()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         assert await rig.service.drain() is False
     assert not loading.done()
     rig.loader.gate.set()

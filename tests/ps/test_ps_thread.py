@@ -40,7 +40,7 @@ async def test_the_loop_turns_while_a_full_thread_is_closed(monkeypatch):
         gate.wait()
 
     jobs = [thread.submit(wait)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await began.wait()
     jobs += [thread.submit(gate.wait) for _ in range(2)]
     with pytest.raises(BusyError, match="2 jobs wait"):

@@ -88,9 +88,9 @@ def test_it_waits_for_the_first_one_and_can_be_stopped(training, tmp_path):
     thread = threading.Thread(target=evaluator.start)
     thread.start()
     save(training, 2)
-    assert evaluated.wait(30)
+    assert evaluated.wait(100)
     evaluator.stop()
-    thread.join(30)
+    thread.join(100)
     assert seen.lines == [(20, {"sum": 6.0}, "ckpt-1")]
 
 
@@ -233,6 +233,6 @@ def test_ctrl_c_anywhere_while_it_watches_leaves_one_that_can_be_stopped(tmp_pat
         assert is_struck(evaluator.start, number, *files)
         stopping = threading.Thread(target=evaluator.stop, daemon=True)
         stopping.start()
-        stopping.join(20)
+        stopping.join(100)
         assert not stopping.is_alive(), number
         evaluator.start()  # returns

@@ -243,7 +243,7 @@ def test_killed_programs_draw_together_what_one_would(tmp_path):
                 if what == "drawn":
                     found.append(list(map(int, numbers)))
             child.send_signal(signal.SIGKILL)
-            assert child.wait(30) == -signal.SIGKILL
+            assert child.wait(100) == -signal.SIGKILL
     lost = int(numbers[0])
     checkpoint = Checkpoint(numbers=iter(Dataset.range(30).shuffle(30)))
     manager = CheckpointManager(checkpoint, tmp_path / "saved", 2)

@@ -133,7 +133,7 @@ def test_ctrl_c_anywhere_in_a_close_loses_no_point():
         is_struck(export.close, number, *files)
         closing = threading.Thread(target=export.close, daemon=True)
         closing.start()
-        closing.join(20)
+        closing.join(100)
         assert not closing.is_alive(), number
         assert written.is_closed
         assert losses(written) == [(0, 2.0)]

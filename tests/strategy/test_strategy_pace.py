@@ -22,7 +22,7 @@ class Table:
     """The accord of workers that are threads; keeps what was asked."""
 
     def __init__(self, size):
-        self.barrier = threading.Barrier(size, timeout=30.0)
+        self.barrier = threading.Barrier(size, timeout=100)
         self.asked = [[] for _ in range(size)]
 
     def accord(self, worker):
@@ -71,7 +71,7 @@ def passes(lengths, *, is_partial, common=False, draws=DRAWN):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(100)
     return found, [len(each) for each in table.asked]
 
 

@@ -62,7 +62,7 @@ def test_processes_that_a_dataset_function_forks():
         cluster.restart("worker:0")
         assert drawn(with_pool) == 2.0
         child.terminate()
-        child.wait(30)
+        child.wait(100)
 
 
 def test_a_strategy_is_refused_in_a_process_that_was_forked(daemons, programs):

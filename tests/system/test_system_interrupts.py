@@ -38,7 +38,7 @@ STRIKES = """
             sys.setprofile(None)
             is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if strikes.left <= 0 and is_default:  # nobody could catch it there:
-                threading.Event().wait(20)  # it is raised again
+                threading.Event().wait(100)  # it is raised again
         except (KeyboardInterrupt, RuntimeError, KeyError):
             pass  # Thread.start and OrderedDict make others of some
         finally:

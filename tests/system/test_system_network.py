@@ -133,7 +133,7 @@ def test_a_program_says_who_has_the_place_of_its_worker():
     thread.start()
 
     def do(work):
-        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(100)
 
     async def take(address):
         me = hello("worker", 0, new_incarnation())
@@ -170,7 +170,7 @@ def tasks_of_another_version():
     thread.start()
 
     def do(coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(100)
 
     endpoints, jobs = [], {}
     try:

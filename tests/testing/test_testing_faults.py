@@ -196,7 +196,7 @@ async def test_a_context_in_a_thread_judges_the_error_and_is_left_when_cancelled
     class Slow:
         def __enter__(self):
             entered.set()
-            assert gate.wait(30)
+            assert gate.wait(100)
             return self
 
         def __exit__(self, kind, error, trace):

@@ -133,7 +133,7 @@ class World:
         )
 
     async def ask(self, message, remote=None):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             answer = self.worker.handle(remote or self.remote, message)
             if asyncio.iscoroutine(answer) or asyncio.isfuture(answer):
                 answer = await answer
@@ -197,7 +197,7 @@ class World:
     async def outcomes(self, steps):
         """What became of the steps: values, or errors; each is asserted to end once."""
         steps = list(steps)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while True:
                 self._read()
                 if all(step in self.ends for step in steps):

@@ -166,7 +166,7 @@ async def test_a_zombie_of_an_earlier_run_has_no_effect(world):
     @function(eager=True)
     def step():
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
         v.assign_add(1.0)
 
     world.dispatch(await world.ship(step), [1])
@@ -294,7 +294,7 @@ async def test_what_it_pushes_is_as_old_as_the_pushes_of_others_since_its_read(w
         for _ in range(count):
             update = Update(v.spec.key, UpdateOp.ADD, 0, 1)
             push = Push(1000, next(number), 0, 0, [update], (np.float32(1),), 0)
-            asyncio.run_coroutine_threadsafe(served(push), loop).result(30)
+            asyncio.run_coroutine_threadsafe(served(push), loop).result(100)
 
     async def served(push):
         answer = world.services[0].handle(world.remote, push)

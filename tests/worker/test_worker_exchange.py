@@ -16,7 +16,7 @@ async def under_way(world, *kinds, prepared=0):
     """Waits until the links, which are held, have been sent these messages, and until
     so many steps are prepared."""
     pipeline = world.worker._session.runner.pipeline
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while True:
             line = await world.worker._executor.submit(lambda: len(pipeline._line))
             sent = [[type(message) for message, _ in link.held] for link in world.links]

@@ -51,7 +51,7 @@ async def test_what_is_under_way_goes_to_the_other_address_in_its_order():
     await asyncio.sleep(0)
     pushes.append(rig.client.push(7, 0, 0, ADD))
     assert await moving == Done()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         assert await asyncio.gather(*pushes) == [True] * 3
     assert (rig.steps("a"), rig.steps("b")) == ([5, 6], [5, 6, 7])
     assert rig.links["a"].is_closed
@@ -100,7 +100,7 @@ async def test_another_process_in_its_place_is_no_loss_for_a_while():
     way.opened(first)
     way.opened(second)
     assert line.said == ["resume", "hold"]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await line.news.wait()
     away = "away", "it was started again, and what it held is gone"
     assert line.said == ["resume", "hold", away]

@@ -160,7 +160,7 @@ async def test_a_cancelled_job_still_runs(executor):
 
     def job():
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
         ran.append(1)
 
     future = executor.submit(job)
@@ -174,7 +174,7 @@ async def test_a_cancelled_job_still_runs(executor):
 async def test_closing_does_not_wait_for_ever():
     go_on = threading.Event()
     executor = Executor("stuck", on_crash=lambda error: None)
-    executor.tell(lambda: go_on.wait(20))
+    executor.tell(lambda: go_on.wait(100))
     assert await executor.close(0.0) is False
     go_on.set()
     assert await executor.close(20) is True

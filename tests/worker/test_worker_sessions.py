@@ -136,7 +136,7 @@ async def test_what_runs_when_its_coordinator_is_lost_is_not_pushed(world):
         def __iter__(self):
             yield np.float32(1)
             began.set()
-            assert go_on.wait(20)
+            assert go_on.wait(100)
             yield np.float32(1)
 
     @function
@@ -223,7 +223,7 @@ async def test_draining_sends_back_what_has_not_begun(world):
     @function(eager=True)
     def slow():
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
         return "ran"
 
     digest = await world.ship(slow)
@@ -251,7 +251,7 @@ async def test_draining_has_a_bound(world):
 
     @function(eager=True)
     def slow():
-        assert go_on.wait(20)
+        assert go_on.wait(100)
 
     world.dispatch(await world.ship(slow), [1])
     session = world.worker._session

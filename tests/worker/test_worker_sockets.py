@@ -128,7 +128,7 @@ class Chief:
         self.worker.notify(Dispatch(self.session, 0, [batch], b"", ()))
 
     async def outcomes(self, steps):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while not all(step in self.ends for step in steps):
                 self.rang.clear()
                 await self.rang.wait()
@@ -287,7 +287,7 @@ async def test_a_coordinator_that_goes_and_the_next_one(cluster):
     async with cluster.chief() as chief:
         code = await chief.ship(step)
         assert await chief.run(code, [1], chief.arguments(np.float32(1))) == [2]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         await cluster.left.wait()
     assert cluster.worker.statistics()["session"] == 0
     async with cluster.chief() as chief:

@@ -331,7 +331,7 @@ async def test_cancel_keeps_what_runs_and_loses_no_element(world):
     @function(eager=True)
     def slow():
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
         return "ran"
 
     @function
@@ -378,7 +378,7 @@ async def test_a_step_that_is_here_already_is_ignored(world):
     def slow():
         runs.append(1)
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
 
     digest = await world.ship(slow)
     world.dispatch(digest, [1, 2])
@@ -396,7 +396,7 @@ async def test_steps_that_are_here_already_leave_the_others_their_inputs(world):
     @function(eager=True)
     def doubled(x):
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
         x *= 2  # it is the step's own
         return x
 
@@ -418,7 +418,7 @@ async def test_large_inputs_of_steps_that_are_here_already_are_left_out(world):
     @function(eager=True)
     def first(x):
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(100)
         return x[:1] * 2
 
     def numbers(*given):

@@ -90,7 +90,7 @@ async def test_who_stays_away_is_not_waited_for_and_may_come_back():
     way.opened(FIRST)
     line.news.clear()
     way.lost(SILENT)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await line.news.wait()
     way.opened(FIRST)
     assert line.said == ["resume", ("away", "it was silent"), "resume"]
