@@ -318,7 +318,7 @@ def test_a_state_goes_with_its_kind_and_not_with_its_place(tmp_path):
     assert [int(state.count) for state in restored.state] == [40, 3]
 
 
-def test_rows_that_were_added_keep_their_values_and_begin_anew(tmp_path):
+def test_rows_that_were_added_keep_their_values(tmp_path):
     old, new = Variable(np.full((2, 3), 5, "f4")), Variable(np.full((4, 3), 7, "f4"))
     # Its slots begin with the value.
     adagrad = optax.adagrad(0.1, initial_accumulator_value=0.5)

@@ -89,7 +89,7 @@ async def load(folder: str, found: Found, disk: FileThread) -> list[ClusterMomen
     Cancellation, and all errors: some of the variables may have been restored.
     """
     for optimizer, variable in found.partly:
-        # Then servers know what else it keeps, and how that begins.
+        # So that servers know what else it keeps, and its initial value.
         await optimizer.bind_async(variable)
     local, servers = sorted_loads(folder, found.loads)
     files = CheckpointFiles(folder)

@@ -65,7 +65,7 @@ def _paired(here: list[str], there: list[str]) -> list[tuple[str, str]]:
 
 
 def _is_moved(pairs: list[tuple[str, str]]) -> bool:
-    """Whether all paths are others behind one prefix, which may be empty."""
+    """Whether each path is the other one after a common prefix, or without one."""
     prefixes = {path.removesuffix(old) for path, old in pairs if path.endswith(old)}
     return len(prefixes) == 1 and all(path.endswith(old) for path, old in pairs)
 

@@ -403,7 +403,7 @@ class _Bag:
         return _Bag(ids, valid, weights, row_ids, nrows)
 
     def pruned(self, *, by_weight: bool) -> _Bag:
-        """This bag without ids below 0 and, if told so, weights that are not above."""
+        """This bag without negative ids; ``by_weight``: without weights <= 0, too."""
         valid = self.valid & (self.ids >= 0)
         if by_weight and self.weights is not None:
             valid &= self.weights > 0

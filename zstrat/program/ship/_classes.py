@@ -5,8 +5,8 @@ class: register it with jax, note its fields. So a class is not filled into a bl
 Its statement (`_bodies`) is run again, with empty functions (`_functions`), because
 functions refer to the class. Then functions are filled, and what differs from the
 original is set: the original is the truth, whatever the code did on its second run.
-Last, jax is told of a class that is a pytree: objects that arrive after it, as handles
-that hold a tree of it, may flatten theirs at once.
+Last, a class that is a pytree is registered with jax: objects that arrive after it, as
+handles that hold a tree of it, may flatten theirs at once.
 
 A class travels with a number of its own and is made once per process, however often it
 arrives. A class that comes home is the one that left, untouched; one that arrives again
@@ -302,7 +302,7 @@ def make_enum(
 
 
 def finish(cls: type, state: Any) -> None:
-    """Fills the functions, sets what differs from the original, and tells jax."""
+    """Fills the functions, sets what differs, and registers the class with jax."""
     functions, names, generated, subclasses, registrations = state
     if not _known().is_arrived(cls):
         return
@@ -324,7 +324,7 @@ def finish(cls: type, state: Any) -> None:
 
 
 def finish_plain(cls: type, state: Any) -> None:
-    """Fills a class of cloudpickle as it does, and tells jax."""
+    """Fills a class as cloudpickle does, and registers it with jax."""
     finish_class, given, registrations = state
     finish_class(cls, given)
     _register(registrations)

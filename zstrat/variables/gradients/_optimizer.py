@@ -308,10 +308,10 @@ class Optimizer:
         return None
 
     async def bind_async(self, variable: AbstractVariable) -> None:
-        """Tells the servers of a variable of the tree that it belongs to, if that is
+        """Sends the servers of a variable the tree that it belongs to, if that is
         known: then they know what is kept beside it.
 
-        Cancellation: they may know it or not.
+        Cancellation: they may have got it.
         """
         found = self._place_of(variable.components[0])
         if found is None:
