@@ -3,6 +3,7 @@ meanwhile: the step finds out before it takes any value."""
 
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,9 +88,13 @@ def test_while_it_is_traced(replicas, variable, during, how):
         traces.append(1)
         if len(traces) == during:
             part()
+        # Read inside of what jax traces by itself: the body is traced twice.
+        read = jax.lax.fori_loop(
+            0, 1, lambda _, x: x + variable.value(), jnp.zeros(SHAPE)
+        )
         if how != "read":
             getattr(variable, how)(jnp.full(SHAPE, 10.0))
-        return variable.value() + 100
+        return variable.value() + 100 + 0 * read
 
     first = {"read": 1, "assign": 10, "assign_add": 11}[how]
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))

@@ -164,7 +164,8 @@ def replicate(
     def made(values: Any, shared: Any, mine: Any, rows: Any) -> RegionMade:
         if region.program is not None:
             inputs = [*shared, *given.arguments(mine)]
-            return region.program(inputs, given.named(values, mine, rows))
+            known = given.named(values, mine, rows)
+            return RegionMade(*region.program(inputs, known))
         replica = MappedReplica(given.feed(values, mine, rows), team)
         with replica.recording(), printed_before():
             result = fn(shared, given.arguments(mine))
