@@ -99,7 +99,7 @@ def run(order: Order) -> int:
     """Serves the task of the order until it is told to end; returns the exit code."""
     incarnation = new_incarnation()
     start_logging(order.place.task, incarnation, as_json=order.settings.log_json)
-    name_children(order.place.task)
+    name_children(order.place.job)
     tie = die_with if order.report >= 0 else is_there
     if order.parent and not tie(order.parent):
         log.error("the process %d, which started me, is gone already", order.parent)

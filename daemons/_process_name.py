@@ -21,7 +21,7 @@ def show_as(name: str, *arguments: str) -> None:
             memory.write(words[: end - start - 1].ljust(end - start, b"\0"))
 
 
-def name_children(task: str) -> None:
+def name_children(daemon: str) -> None:
     """Gives processes that user code forks in this daemon a name of their own: who
     looks for the daemon, to end it, say, must not find them."""
-    os.register_at_fork(after_in_child=partial(show_as, "zstrat-forked", "by", task))
+    os.register_at_fork(after_in_child=partial(show_as, "zstrat-forked", "by", daemon))

@@ -102,6 +102,8 @@ SLOWEST = (
     "test_strategy_local_variables.py",
     "test_strategy_local_ranks_uneven.py",
     "test_daemons_life.py",
+    "test_streams.py",
+    "test_system_forks.py",
     "test_strategy_local_integer_rows.py",
     "test_strategy_local_examples.py",
     "test_collectives_faults_shm.py",

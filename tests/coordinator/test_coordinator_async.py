@@ -194,7 +194,6 @@ async def test_datasets(strategy):
         assert await value == 3
 
 
-@pytest.mark.filterwarnings("ignore:this call blocks")
 async def test_what_is_built_on_each_worker_is_awaited(strategy):
     def broken():
         raise ValueError("no such file")

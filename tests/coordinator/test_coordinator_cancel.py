@@ -61,7 +61,6 @@ def test_cancel_ends_what_waits_and_lets_what_runs_end(begun):
     assert coordinator.cancel() == 0
 
 
-@pytest.mark.filterwarnings("ignore:this call blocks")
 async def test_the_awaited_one_does_the_same(world):
     blocking = world.coordinator(closures_in_flight=2)
     coordinator = AsyncClusterCoordinator(world.strategy)

@@ -558,7 +558,6 @@ def test_the_counter_goes_with_the_checkpoint(tmp_path):
     Checkpoint(a=Variable(0.0)).restore(written).assert_consumed()
 
 
-@pytest.mark.filterwarnings("ignore:this call blocks")
 async def test_the_async_forms(tmp_path):
     checkpoint = Checkpoint(a=Variable(3.0))
     path = await checkpoint.save_async(tmp_path / "c")

@@ -85,7 +85,6 @@ def test_who_writes_what(tmp_path):
     assert sorted(asked) == ["load 0", "load 2", "store 1"]
 
 
-@pytest.mark.filterwarnings("ignore:this call blocks")
 def test_saving_restoring_and_exporting_are_between_two_steps(tmp_path):
     cluster = FakeCluster(2)
     table = cluster.variable(np.arange(4, dtype="f4"), 2)

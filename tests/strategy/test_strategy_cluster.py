@@ -93,7 +93,6 @@ def test_gradients_are_clipped_by_the_norm_of_all(strategy):
     np.testing.assert_allclose([*a.numpy(), *b.numpy()], [0.6, 0.8], rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:this call blocks")
 async def test_variables_block_or_wait_in_a_running_loop(strategy):
     with strategy.scope():
         x = zs.Variable([1.0, 2.0])

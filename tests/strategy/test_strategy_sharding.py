@@ -334,7 +334,6 @@ def test_reads_and_updates_are_one_request(make_cluster):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:this call blocks")
 async def test_the_twins_are_one_request_too(make_cluster):
     fake = make_cluster(variable_partitioner=in_parts(3))
     w, value = sharded(fake)

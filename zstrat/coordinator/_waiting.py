@@ -152,8 +152,8 @@ class Waiters:
         """
         deadline = _deadline(timeout)
         while (bell := self._attempted(attempt, ThreadBell)) is not None:
-            warn_of_blocking("the same method of a zs.AsyncClusterCoordinator")
             with self._watched(bell):
+                warn_of_blocking("the same method of a zs.AsyncClusterCoordinator")
                 rest = None if deadline is None else deadline - time.monotonic()
                 if not bell.wait(rest):
                     with self._guarded.lock:
@@ -202,9 +202,9 @@ class Waiters:
         deadline = _deadline(timeout)
         while (bell := self._bell_of(value, ThreadBell)) is not None:
             began = time.monotonic()
-            warn_of_blocking("the remote value itself")
             self.echo.place = copy_context()
             try:
+                warn_of_blocking("the remote value itself")
                 rest = None if deadline is None else deadline - began
                 rang = bell.wait(rest)
             finally:

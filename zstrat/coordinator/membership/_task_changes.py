@@ -122,8 +122,8 @@ class Workers:
                 could join.
         """
         patience, number = self._patience(address, timeout), task_number(index)
-        work = self._session.cluster.turnover.add(address, number, patience)
         warn_of_blocking("strategy.workers.add_async(address)")
+        work = self._session.cluster.turnover.add(address, number, patience)
         return self._session.run(work, f"adding {address}", patience + SLACK_SECONDS)
 
     async def add_async(
@@ -163,8 +163,8 @@ class Workers:
         Raises:
             NotFoundError: No worker of the cluster is at that address.
         """
-        work, seconds = self._removing(address, timeout)
         warn_of_blocking("strategy.workers.remove_async(address)")
+        work, seconds = self._removing(address, timeout)
         self._session.run(work, f"removing {address}", seconds)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
@@ -288,8 +288,8 @@ class StoreServers:
                 it was.
             PSUnavailableError: A ps is lost.
         """
-        work, seconds = self._adding(address, index, timeout), math.inf
         warn_of_blocking("strategy.parameter_servers.add_async(address)")
+        work, seconds = self._adding(address, index, timeout), math.inf
         return self._session.run(work, f"adding {address}", seconds)
 
     async def add_async(
@@ -319,8 +319,8 @@ class StoreServers:
             UnavailableError: No other ps takes a store, which stays; says why.
             PSUnavailableError: A ps is lost.
         """
-        work = self._vacating(address, timeout)
         warn_of_blocking("strategy.parameter_servers.drain_async(address)")
+        work = self._vacating(address, timeout)
         self._session.run(work, f"draining {address}", math.inf)
 
     async def drain_async(self, address: str, timeout: float | None = None) -> None:
