@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import numpy as np
 
@@ -69,6 +69,10 @@ _ROWS: Final = (
 _GRADIENTS: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
 
 
+_PushPart: TypeAlias = "Callable[[int, int], Awaitable[None]]"
+"""By attempt and part."""
+
+
 @final
 class LateChanges:
     """The changes of one session.
@@ -97,8 +101,9 @@ class LateChanges:
         self._knows_optimizer = False
         """This program has made it, or has found it."""
         self._count = 0
-        self._claimed: Callable[[], Awaitable[None]] | None = None
-        """Pushes for a run of which another one has begun."""
+        self._claimed: tuple[_PushPart, Callable[[World], World], int] | None = None
+        """Pushes parts of a step of which a second run has begun; what its end does,
+        and on which server."""
         self.changed: int | None = None
         """The store of the last change."""
         work: list[Callable[[], Coroutine[Any, Any, None]]] = [
@@ -137,14 +142,13 @@ class LateChanges:
         """Makes one change, if it is known what is there."""
         if self._model.is_unsure or self._count >= MOST:
             return
+        await self.end_parts()
         if len(self._model.keys) < 2:
             await self._create()
         elif self._optimizes and not self._knows_optimizer and self._draw() < 0.5:
             await self._make_optimizer()
         else:
             await self.all[int(self._draw() * len(self.all))]()
-        if self._draw() < 0.5:
-            await self.push_late_part()
 
     async def look(self) -> World | None:
         """What is there now; None: it is not known what was made."""
@@ -332,8 +336,8 @@ class LateChanges:
             await self._create()
 
     async def _push_parts(self) -> None:
-        """As an eager step that a worker runs for the second time: its first part was
-        applied."""
+        """As an eager step whose second run has begun, when its first one had pushed a
+        part; `end_parts` ends it."""
         key, value = self._any(), _full(self._number())
         ps = self.spec(key).ps
         step = _FIRST_PART + 100 * self._training.number + self._count
@@ -345,7 +349,7 @@ class LateChanges:
                 lambda client: client.push_part(run, part, names, update)
             )
 
-        async def again() -> None:
+        async def claim() -> None:
             applied: Mapping[int, object] = {}
 
             async def ask(client: PsClient) -> None:
@@ -355,29 +359,36 @@ class LateChanges:
             await self._steadily(ask)
             if list(applied) != [0]:
                 self._training.broken(f"part 0 was applied, and {applied} are known")
-            await push(2, 0)
-            await push(2, 1)
 
         add = partial(_updated, key, UpdateOp.ADD, (value,))
         await self._do(add, partial(push, 1, 0), ps)
         if not self._model.is_unsure:
-            await self._do(add, again, ps)
-            self._claimed = partial(push, 1, 2)
+            await self._do(dict, claim, ps)
+            self._claimed = push, add, ps
 
-    async def push_late_part(self) -> None:
-        """The first run of the eager step goes on, in vain."""
-        late, self._claimed = self._claimed, None
-        if late is None or self._model.is_unsure:
+    async def end_parts(self) -> None:
+        """The first run of the eager step goes on, in vain, and the second one ends
+        it."""
+        claimed, self._claimed = self._claimed, None
+        if claimed is None or self._model.is_unsure:
             return
+        push, add, ps = claimed
         try:
-            await late()
+            await push(1, 2)
         except StaleSessionError:
-            return
+            pass
         except ZstratError:  # nobody is there who could say so
             if self._is_guarded:
                 raise
             return
-        self._training.broken("the first run of a step pushed behind the second")
+        else:
+            self._training.broken("the first run of a step pushed behind the second")
+
+        async def end() -> None:
+            await push(2, 0)
+            await push(2, 1)
+
+        await self._do(add, end, ps)
 
     async def _steadily(self, work: Callable[[PsClient], Awaitable[object]]) -> None:
         """Of what may be asked twice, as `ParameterServers` asks."""

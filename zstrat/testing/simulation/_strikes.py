@@ -65,7 +65,7 @@ class Strikes:
                 self.at_store(0)
             await self._calm()
             await self._look()
-            await self._late.push_late_part()
+            await self._late.end_parts()
             if not has_struck():
                 self._training.broken(f"nothing makes a {kind}")
 
@@ -73,6 +73,7 @@ class Strikes:
         """Changes stores in each way that there is, until that is enough."""
         await self._calm()
         await self._late.begin(3)
+        await self._late.end_parts()
         for change in self._late.all:
             await change()
             if is_enough():
