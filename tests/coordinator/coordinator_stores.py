@@ -19,6 +19,7 @@ from zstrat.wire import (
     DetachBackup,
     Done,
     DropStore,
+    Fence,
     HostStore,
     Inspect,
     MoveServer,
@@ -82,7 +83,7 @@ class StorePs(FakePs):
                 self.former = 0
             case Inspect():
                 return Statistics({})
-            case Push() if not self.serves:
+            case Push() | Fence() if not self.serves:
                 raise NotPrimaryError("another process serves")
         return super().handle(message)
 

@@ -78,6 +78,29 @@ def test_a_copy_takes_the_place_of_a_server_that_is_killed(world, caplog):
     assert "/job:ps/task:1 has no backup until another process" in words
 
 
+def test_a_rest_waits_for_the_copy_of_a_server_that_ends(world):
+    """A server that drains refuses what is new, and is still connected."""
+    world.connect()
+    world.coordinator()
+    first, second = world.ps
+    world.on_loop(setattr, first, "serves", False)
+
+    async def rested():
+        resting = asyncio.ensure_future(_rest())
+        await asyncio.to_thread(
+            world.until, lambda: world.session.cluster.client.lines[0].is_held
+        )
+        world.on_loop(first.kill)
+        await resting
+
+    async def _rest():
+        async with world.session.at_rest():
+            pass
+
+    asyncio.run(rested())
+    assert [len(task.fences) for task in (second, *second.copies)] == [1, 1]
+
+
 def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(world):
     world.connect()
     for lost in (0, 1, 0):

@@ -144,7 +144,7 @@ class Cluster:
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
         self.fences: Final[Fences] = Fences(
-            session, self.ps, self._absent, timeouts.request
+            session, self.client, self.ps, self._absent, timeouts.request
         )
         self.pause: Final = SessionPause(self.fences)
 
@@ -306,9 +306,10 @@ class Cluster:
         restores = 0 if self.recovery is None else self.recovery.restores
         return restores + self.failovers
 
-    async def settled(self, since: int) -> bool:
-        """Waits while it is not known which process serves what; returns whether that
-        was so now, or since so many `outages`.
+    async def settled(self, since: int, error: ZstratError) -> bool:
+        """Waits until each store has a known server. Returns True if it had to wait, if
+        `outages` is not ``since``, or if the error says that the process which was
+        asked does not serve the store now.
 
         Raises:
             PSUnavailableError: A server did not come back, or could not be filled.
@@ -317,7 +318,7 @@ class Cluster:
         if recovery is not None:
             waited = await recovery.settled(recovery.restores)
         if self.replication is not None:
-            waited |= await self.replication.settled(self.failovers)
+            waited |= await self.replication.settled(self.failovers, error)
         return waited or self.outages != since
 
     @property

@@ -81,7 +81,7 @@ class Restore:
         for place in self._matching.child_of(holder, name):
             found = self._matching.find(value, place, name, named=named)
             self._require(found)
-            run_blocking(self._load(found))
+            self._load_now(found)
             self._accept(found)
 
     def refresh(self) -> list[str]:
@@ -92,7 +92,7 @@ class Restore:
         found = self._matching.find(self._root, 0)
         found.require_right(self.path)
         if found.is_new:
-            run_blocking(self._load(found))
+            self._load_now(found)
             self._accept(found)
         return found.missing
 
@@ -114,6 +114,9 @@ class Restore:
         found.require_right(self.path)
         if not self.is_partial:
             found.require_complete(self.path)
+
+    def _load_now(self, found: Found) -> None:
+        run_blocking(steadily(found.components, lambda: self._load(found)))
 
     async def _load(self, found: Found) -> None:
         await self._require_places(found)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
+    NotPrimaryError,
+    PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
@@ -324,17 +326,20 @@ class Replication:
             before = self.takeovers
             try:
                 return await work()
-            except ZstratError:
-                if not again or not await self.settled(before):
+            except ZstratError as error:
+                if not again or not await self.settled(before, error):
                     raise
 
-    async def settled(self, since: int) -> bool:
-        """Waits while it is not known who serves a store; returns whether that was so
-        now, or another copy took its place since so many `takeovers`."""
+    async def settled(self, since: int, error: ZstratError) -> bool:
+        """Waits until each store has a known server. Returns True if it had to wait, if
+        `takeovers` is not ``since``, or if the error says that the process which was
+        asked does not serve the store now."""
         if self._cluster.outage_error is not None:
             return False
         lines = self._cluster.client.lines
         waited = any(line.is_held or line.peer is None for line in lines)
+        # A process that ends may have answered before, and be asked again since then.
+        waited |= isinstance(error, NotPrimaryError | PSUnavailableError)
         if waited:
             # The lines have them wait until that is known.
             with contextlib.suppress(ZstratError):

@@ -138,6 +138,10 @@ def _untold(self: Any, origin: int) -> None:
         session.keep_origin(origin)
 
 
+async def _unsettled(self: Any, since: int, error: object) -> bool:
+    return False
+
+
 def _no_pair(found: object) -> None:
     """No two copies are known to go on together."""
 
@@ -234,6 +238,9 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
         "zstrat.coordinator.replication._store_processes.StoreProcesses.keep_origin": (
             _untold
         )
+    },
+    "what fails as a server ends is not tried again": {
+        "zstrat.coordinator._cluster.Cluster.settled": _unsettled
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

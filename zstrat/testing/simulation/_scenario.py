@@ -79,6 +79,8 @@ class Scenario:
     else takes it from them, so none may be said to be lost."""
     resumes: bool = False
     """A program that is started again goes on with what the one before has left."""
+    saves: bool = False
+    """The program saves and restores now and then, and each has to succeed."""
     moves: bool = False
     """The program drains servers, adds them again and levels, beside its steps."""
     stores_per_ps: int = 1
@@ -143,7 +145,7 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     servers = chance.choice([2, servers, servers])
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
     themes = {7: "restarts of copies", 11: "successors", 19: "old primaries"}
-    theme = themes.get(seed % 20, "")
+    theme = "ends of copies" if seed % 40 == 27 else themes.get(seed % 20, "")
     is_guarded = chance.random() < 0.7 or bool(theme)
     restores = not is_guarded and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
@@ -172,6 +174,7 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         is_guarded=is_guarded,
         reads_beside=not restores and chance.random() < 0.5,
         resumes=theme == "successors",
+        saves=theme == "ends of copies",
     )
 
 
@@ -201,6 +204,7 @@ class _Fate:
             "copies": ([1, 2, 3], self._trouble),
             "restarts": ([1, 2, 4], self._restart),
             "restarts of copies": ([1, 2], self._restart),
+            "ends of copies": ([1, 2, 3], self._restart),
             "old primaries": ([0, 0, 1], self._trouble),
             "programs": ([1, 2, 3], self._killed),
             "programs and restarts": ([1, 2, 3], self._killed),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from zstrat.coordinator import until_settled
 from zstrat.coordinator.unthreaded import Code, LoopCoordinator
 from zstrat.errors import (
     DeadlineExceededError,
@@ -32,6 +33,7 @@ from ._script import DENSE, ScriptedFunction, one_hot
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.coordinator import SessionCut
     from zstrat.ps import PsClient
 
     from ._scenario import Scenario
@@ -129,6 +131,7 @@ class TrainingSession:
         self._marks = _specs(100, "marks", (length,), "int64", count)
         self._own = _specs(200, "own", (lives * OWN,), "int64", count)
         self._tables = _specs(300, "table", (length, 2), "float32", count)
+        self._restored = _specs(400, "restored", (2,), "int64", count)
         self._updates: set[asyncio.Task[None]] = set()
         self._beside: asyncio.Task[Any] | None = None
         self._change: asyncio.Task[None] | None = None
@@ -153,6 +156,8 @@ class TrainingSession:
 
     async def _create(self) -> None:
         specs = (*self._marks, *self._own, *self._tables)
+        if self._scenario.saves:
+            specs += self._restored
         await self._coordinator.servers.create_variables(
             [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
         )
@@ -184,7 +189,9 @@ class TrainingSession:
 
     async def _something_else(self, chance: float) -> None:
         """Does what a program does besides training, now and then."""
-        if chance < 0.25:
+        if self._scenario.saves and chance > 0.7:
+            await (self._save() if chance > 0.85 else self._restore())
+        elif chance < 0.25:
             self._update_soon()
         elif chance < 0.32:
             await self._look(partial(self._steadily, self._read))
@@ -363,25 +370,19 @@ class TrainingSession:
             self._context.kill(address, 2.0 * self._context.draw())
 
     async def _save(self) -> None:
-        """Saves a checkpoint; one that fails is none."""
+        """Saves a checkpoint. One that fails is none, where servers may be lost."""
         coordinator, training = self._coordinator, self._training
         if coordinator.cluster.outage_error is not None:
             return
-        client, number = coordinator.cluster.client, self._context.new_number()
-        holder, fills = object(), training.fills
+        fills = training.fills
         specs = (*self._marks, *self._own, *self._tables)
-        refs = [Ref(spec.ps, spec.key) for spec in specs]
         try:
-            cut = await coordinator.cluster.pause.begin(holder)
-            await client.pin(number, refs, [])
-        except ZstratError:  # and if a server was lost, it is told by the next call
-            return
-        finally:
-            coordinator.cluster.pause.end(holder)
-        try:
-            values = await self._pinned(client, number, specs)
-            await client.release(number)
-        except ZstratError:
+            cut, values = await until_settled(
+                [coordinator.cluster], partial(self._cut, specs)
+            )
+        except ZstratError as error:  # a lost server is reported by the next call, too
+            if self._scenario.saves:
+                self._look_at(error)
             return
         if training.fills != fills or training.is_filling:
             return
@@ -395,6 +396,44 @@ class TrainingSession:
             point = MemoryPoint(training, f"{len(training.saved)}", saved, specs)
             point.values = values
             recovery.remember(point, cut, fills)
+
+    async def _cut(
+        self, specs: Sequence[VariableSpec]
+    ) -> tuple[SessionCut, list[np.ndarray]]:
+        """The values at one moment between two steps."""
+        cluster, number = self._coordinator.cluster, self._context.new_number()
+        holder, refs = object(), [Ref(spec.ps, spec.key) for spec in specs]
+        try:
+            cut = await cluster.pause.begin(holder)
+            await cluster.client.pin(number, refs, [])
+        finally:
+            cluster.pause.end(holder)
+        values = await self._pinned(cluster.client, number, specs)
+        await cluster.client.release(number)
+        return cut, values
+
+    async def _restore(self) -> None:
+        """Gives variables other values between two steps, as a restore does."""
+        coordinator, value = self._coordinator, np.int64(self._context.draw() * 2**40)
+        try:
+            await until_settled([coordinator.cluster], partial(self._load, value))
+        except ZstratError as error:
+            self._look_at(error)
+            return
+        found = await self._steadily(partial(coordinator.servers.read, self._restored))
+        if any((each != value).any() for each in found):
+            self._training.broken(f"{value} was restored, and a read has {found}")
+
+    async def _load(self, value: np.int64) -> None:
+        cluster, holder = self._coordinator.cluster, object()
+        try:
+            await cluster.pause.begin(holder)
+            for spec in self._restored:
+                array = np.full(spec.shape, value)
+                entry = StoreEntry(spec.key, 0, "", 0)
+                await cluster.client.store(spec.ps, [entry], [array])
+        finally:
+            cluster.pause.end(holder)
 
     async def _pinned(
         self, client: PsClient, number: int, specs: Sequence[VariableSpec]
