@@ -47,6 +47,7 @@ class StorePs(FakePs):
         """Kinds of orders, and what is said to them."""
         self.slow = ()
         """Kinds of orders that it never ends."""
+        self.answers_looks = True
 
     def handle(self, message):
         if isinstance(message, REPLICATION):
@@ -81,6 +82,8 @@ class StorePs(FakePs):
                 return replace(super().handle(message), origin=origin)
             case CloseSession():
                 self.former = 0
+            case Inspect() if not self.answers_looks:
+                raise UnavailableError("it is asked in vain")
             case Inspect():
                 return Statistics({})
             case Push() | Fence() if not self.serves:

@@ -355,22 +355,25 @@ class Cluster:
         """The task is not in our session any more."""
         if self._closing:
             return
-        self.run_status.task_lost(task.name, reason)
-        if id(task) not in self._ps_ids:
+        replication, is_server = self.replication, id(task) in self._ps_ids
+        words = reason
+        if is_server and replication is not None:
+            words = replication.status.reason_with_process(task.place, reason)
+        self.run_status.task_lost(task.name, words)
+        if not is_server:
             if self.dispatcher is not None:
                 self.dispatcher.worker_lost(task, reason)
             self.turnover.worker_lost()
             return
-        replication = self.replication
         if replication is None or not (
             self.options.replicas or replication.keeps(task.place)
         ):
-            self.store_lost(task.place, reason)
+            self.store_lost(task.place, words)
         elif replication.is_started and task.place not in self._absent:
             replication.store_lost(task, reason)
         else:  # no copy can take its place now: requests end that wait for that
-            task.give_up(reason)
-            self.store_lost(task.place, reason)
+            task.give_up(words)
+            self.store_lost(task.place, words)
 
     def store_lost(self, store: int, reason: str) -> None:
         """The parameter server is not there, and no other in its place."""

@@ -163,6 +163,12 @@ class TaskSession:
         return self.opened is not None
 
     @property
+    def is_heard(self) -> bool:
+        """Whether the task is in our session, and was heard just now: one whose
+        connection has broken may still be back in time, and is not known to live."""
+        return self.is_ready and self.link.is_heard
+
+    @property
     def is_closed(self) -> bool:
         """Whether we have left it, for good."""
         return self._closed

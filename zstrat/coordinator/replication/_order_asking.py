@@ -168,14 +168,26 @@ class OrderAsking:
             case Promote():
                 if placement.stores[order.store].target == order.backup.process:
                     return self._moved(order)
-                log.warning(
-                    "%s is lost (%s): its backup, in the process of %s, is in its "
-                    "place with all that was acknowledged",
-                    self._stores.servers[order.store].name,
-                    placement.stores[order.store].reason,
-                    self._stores.processes[order.backup.process].name,
-                )
+                self._log_failover(order)
                 return placement.promoted(order)
+
+    def _log_failover(self, order: Promote) -> None:
+        """Names the process that is lost, and the store, which goes on elsewhere."""
+        store = self._stores.placement.stores[order.store]
+        name = self._stores.servers[order.store].name
+        here = self._stores.processes[order.backup.process].name
+        if not store.is_primary_known:
+            words = "the store of %s goes on with the copy in the process of %s (%s)"
+            log.warning(words, name, here, store.reason)
+            return
+        log.warning(
+            "the process of %s is lost (%s): the store of %s, which it served, goes on "
+            "in the process of %s with all that was acknowledged",
+            self._stores.processes[store.primary.process].name,
+            store.reason,
+            name,
+            here,
+        )
 
     def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
         address = self._reached(order, answer)
@@ -200,15 +212,16 @@ class OrderAsking:
         return self._stores.placement.promoted(order)
 
     def _what(self, order: Asked) -> str:
-        name, processes = self._stores.servers[order.store].name, self._stores.processes
+        name = f"the store of {self._stores.servers[order.store].name}"
+        processes = self._stores.processes
         match order:
             case Host(_, _, number):
                 return f"{processes[number].name} keeps no backup of {name}"
             case Establish(_, _, number):
                 return f"{processes[number].name} does not host {name}"
             case Attach():
-                return f"{name} does not fill its backup"
+                return f"{name}: its server does not fill its backup"
             case Detach():
-                return f"{name} does not go on without its backup"
+                return f"{name}: its server does not go on without its backup"
             case Promote():
-                return f"the backup of {name} does not take its place"
+                return f"{name}: its backup does not take its server's place"

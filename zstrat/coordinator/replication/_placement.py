@@ -132,8 +132,8 @@ class StorePlacement:
 
     @property
     def without_backup(self) -> int:
-        """How many stores have no second copy that has all."""
-        return sum(store.phase is not CopyPhase.PAIRED for store in self.stores)
+        """How many stores have no second copy that has all, if all processes live."""
+        return sum(not store.is_paired for store in self.stores)
 
     @property
     def is_creating(self) -> bool:

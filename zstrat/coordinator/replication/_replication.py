@@ -381,7 +381,8 @@ class Replication:
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
         if isinstance(message, BackupLost) and message.session == self._session:
-            log.warning("%s has lost its backup: %s", task.name, message.reason)
+            words = "the store of %s has lost its backup: %s"
+            log.warning(words, task.name, message.reason)
             store, view = task.place, message.view
             self.carry_out(self.placement.backup_lost(store, view, message.reason))
         elif isinstance(message, WorkerReported):
@@ -408,7 +409,8 @@ class Replication:
         place = self.placement.stores[task.place]
         if place.is_reported_lost and not self._losses.is_due(task.place):
             # Its process was lost before, and this way to it was not known to be.
-            self._losses.report(task.place, reason)
+            words = self.status.reason_with_process(task.place, reason)
+            self._losses.report(task.place, words)
 
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
         """Another program has left these copies, when processes had these lives. What
@@ -459,11 +461,12 @@ class Replication:
             task.move(address, life=order.primary.incarnation)
 
     def _lose(self, order: Lose) -> None:
+        reason = self.status.reason_with_process(order.store, order.reason)
         if order.gone:
             self._send_home(self.placement.stores[order.store])
-            self._losses.report(order.store, order.reason)
+            self._losses.report(order.store, reason)
         else:
-            self._losses.report_later(order.store, order.reason)
+            self._losses.report_later(order.store, reason)
 
     def _look(self) -> None:
         """What follows from all orders together."""

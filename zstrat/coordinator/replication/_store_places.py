@@ -77,6 +77,21 @@ class StorePlace:
         return self.phase in _BARE
 
     @property
+    def is_primary_known(self) -> bool:
+        """Whether the process of its primary is, or was, one of this session."""
+        return self.primary.life >= 0
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether it has two whole copies, if their processes live."""
+        return self.phase is CopyPhase.PAIRED
+
+    @property
+    def copies(self) -> list[Copy]:
+        """All that it has, or is getting."""
+        return [copy for copy in (self.primary, self.backup) if copy is not None]
+
+    @property
     def is_backup_at_target(self) -> bool:
         """Whether its backup is where it moves."""
         return self.backup is not None and self.backup.process == self.target

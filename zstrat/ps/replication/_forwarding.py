@@ -140,9 +140,13 @@ class Forwarding:
         """How the backup stands: ``behind`` changes that it does not have, in
         ``log_bytes`` of memory, and ``unacknowledged`` answers that wait for it."""
         state = "copying" if not self.is_strict else "attached"
+        if self.trouble:
+            state = "lost"
+        elif not self._link.is_heard:  # it may be back in time, or be gone
+            state = "unknown"
         return {
             "backup": self.attached.address,
-            "backup_state": "lost" if self.trouble else state,
+            "backup_state": state,
             "backup_trouble": self.trouble,
             "behind": self._log.head - self._log.taken + len(self._held),
             "log_bytes": self._log.nbytes + self._held_bytes,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 from zstrat.coordinator.unthreaded import cut_of
+from zstrat.errors import NotPrimaryError
 from zstrat.wire import BeginAnew, Push, Pushed
 
 from ._run import run_seed
@@ -138,8 +139,12 @@ def _untold(self: Any, origin: int) -> None:
         session.keep_origin(origin)
 
 
-async def _unsettled(self: Any, since: int, error: object) -> bool:
-    return False
+def _refused(
+    resubmit: Callable[..., Any], self: Any, message: Any, deadline: Any, lost: Any
+) -> Any:
+    """Who asks a process that does not serve the store is told so."""
+    is_final = not lost.cancelled() and isinstance(lost.exception(), NotPrimaryError)
+    return None if is_final else resubmit(self, message, deadline, lost)
 
 
 def _no_pair(found: object) -> None:
@@ -177,6 +182,7 @@ _RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
+_RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -239,8 +245,8 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
             _untold
         )
     },
-    "what fails as a server ends is not tried again": {
-        "zstrat.coordinator._cluster.Cluster.settled": _unsettled
+    "what a server refuses as it ends is not asked again": {
+        _RESUBMIT: _around(_RESUBMIT, _refused)
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }
