@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from zstrat.config import Settings
+    from zstrat.errors import ZstratError
     from zstrat.ps import PsClient
     from zstrat.transport import Portal
     from zstrat.wire import PlainTree

@@ -368,7 +368,7 @@ class SettledServers(Protocol):
 
     @property
     def outages(self) -> int:
-        """How often the servers were filled again, or a store has changed its server."""
+        """How often the servers were filled again, or a store changed its server."""
         ...
 
     async def settled(self, since: int, error: ZstratError) -> bool:
