@@ -61,6 +61,7 @@ class StorePs(FakePs):
                 copy = StorePs(self.world, store, self)
                 copy.serves = message.serves
                 copy.session = message.session if message.serves else None
+                copy.is_whole = message.swaps
                 address = f"ps{self.index}.{store}.{view}:1"
                 self.world.tasks[address] = copy
                 self.copies.append(copy)

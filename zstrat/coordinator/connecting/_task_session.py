@@ -106,7 +106,7 @@ class TaskSession:
         moves: bool = False,
         objection: Objection = _take_all,
     ) -> None:
-        self.place, self.address = place, address
+        self.place, self.address, self.task_number = place, address, task_number
         self.name = f"/job:{job}/task:{task_number}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None

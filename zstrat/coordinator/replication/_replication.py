@@ -358,7 +358,7 @@ class Replication:
                 copy.incarnation,
             )
             for store in self.placement.stores
-            if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
+            if store.is_paired and (copy := store.backup) is not None
         ]
 
     @property
@@ -383,7 +383,8 @@ class Replication:
         if isinstance(message, BackupLost) and message.session == self._session:
             words = "the store of %s has lost its backup: %s"
             log.warning(words, task.name, message.reason)
-            store, view = task.place, message.view
+            # A process has its own store's number, whatever its place among processes.
+            store, view = task.task_number, message.view
             self.carry_out(self.placement.backup_lost(store, view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.message_received(task, message)

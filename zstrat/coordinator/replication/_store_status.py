@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, final
 from zstrat.errors import ZstratError
 from zstrat.wire import Inspect
 
-from ._orders import CopyPhase
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -130,7 +128,7 @@ class CopiesStatus:
             f"the store of {self._servers[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"
             for store in self._placement.stores
-            if store.phase is not CopyPhase.PAIRED
+            if not store.is_paired
         )
 
     def statistics(self) -> dict[str, PlainTree]:
@@ -177,13 +175,13 @@ class CopiesStatus:
 
     def _log_change(self, store: StorePlace) -> None:
         name, bare = self._servers[store.number].name, self._bare
-        if store.phase is CopyPhase.PAIRED and store.number in bare:
+        if store.is_paired and store.number in bare:
             level = bare.pop(store.number)
             assert store.backup is not None, store
             at = self._processes[store.backup.process].name
             words = "the store of %s has a backup, in the process of %s"
             log.log(level, words, name, at)
-        elif store.phase is not CopyPhase.PAIRED and store.number not in bare:
+        elif not store.is_paired and store.number not in bare:
             bare[store.number] = logging.WARNING
             log.warning(
                 "the store of %s has no backup until another process has taken what it "

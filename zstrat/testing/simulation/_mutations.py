@@ -147,6 +147,21 @@ def _refused(
     return None if is_final else resubmit(self, message, deadline, lost)
 
 
+def _parted(self: Any, store: Any) -> Any:
+    """A store that moves loses its backup before another one is whole."""
+    if store.is_backup_at_target:
+        return self.promote(store, "it moves")
+    is_leaving = self.processes[store.backup.process].is_leaving
+    if store.target is None and not is_leaving:
+        return []
+    return self.detach(store, "it moves")
+
+
+def _bare(self: Any, message: Any) -> None:
+    """A new primary does not hear that the old one is its backup."""
+    self.following, self.view = None, message.view
+
+
 def _no_pair(found: object) -> None:
     """No two copies are known to go on together."""
 
@@ -247,6 +262,12 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "what a server refuses as it ends is not asked again": {
         _RESUBMIT: _around(_RESUBMIT, _refused)
+    },
+    "a store that moves has one copy meanwhile": {
+        "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
+    },
+    "a server that has swapped goes on alone": {
+        f"{_COPIES}._standing.Standing.promoted": _bare
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

@@ -95,7 +95,12 @@ class Run:
         self._given_out = GivenOut(self._broken)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
-            world, self._network, self._processes, self._program, told
+            world,
+            self._network,
+            self._processes,
+            self._program,
+            told,
+            amid_moves=scenario.only_moves,
         )
 
     def verdict(self) -> SeedVerdict:
@@ -142,7 +147,6 @@ class Run:
             self._readers,
             (ps, workers),
             kill=self._kill,
-            is_calm=lambda: self._faults.is_calm,
             over=self._end,
             healed_at=lambda: self._faults.healed_at,
         )

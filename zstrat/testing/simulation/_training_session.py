@@ -69,8 +69,6 @@ class SessionContext:
     """A number that no other start, session or snapshot has."""
     kill: Callable[[str, float], object]
     """Kills the server at an address, and starts it again so many seconds later."""
-    is_calm: Callable[[], bool]
-    """Whether no server has trouble that somebody may not know of yet."""
     healed_at: Callable[[], float]
     """When no fault will be left, as far as is known."""
     go_on: Callable[[Training, bool], int]
@@ -325,15 +323,12 @@ class TrainingSession:
         return self._change is not None and not self._change.done()
 
     def _change_soon(self, chance: float) -> None:
-        """Now and then, one change at a time; the program may think better of it. Where
-        nothing may be lost it begins none while a server is in trouble: a store that
-        moves has one copy meanwhile, and that may be where the trouble is."""
+        """Now and then, one change at a time; the program may think better of it."""
+        often = 0.8 if self._scenario.only_moves else 0.2
         if self._change is not None and not self._change.done():
             if chance > 0.98:
                 self._change.cancel()
-        elif chance < 0.2 and (
-            not self._scenario.is_guarded or self._context.is_calm()
-        ):
+        elif chance < often:
             loop = asyncio.get_running_loop()
             self._change = loop.create_task(self._changed(), name="change of servers")
 
