@@ -19,6 +19,7 @@ from zstrat.wire import (
     DetachBackup,
     Done,
     DropStore,
+    Fence,
     HostStore,
     Inspect,
     MoveServer,
@@ -46,6 +47,7 @@ class StorePs(FakePs):
         """Kinds of orders, and what is said to them."""
         self.slow = ()
         """Kinds of orders that it never ends."""
+        self.answers_looks = True
 
     def handle(self, message):
         if isinstance(message, REPLICATION):
@@ -59,6 +61,7 @@ class StorePs(FakePs):
                 copy = StorePs(self.world, store, self)
                 copy.serves = message.serves
                 copy.session = message.session if message.serves else None
+                copy.is_whole = message.swaps
                 address = f"ps{self.index}.{store}.{view}:1"
                 self.world.tasks[address] = copy
                 self.copies.append(copy)
@@ -80,9 +83,11 @@ class StorePs(FakePs):
                 return replace(super().handle(message), origin=origin)
             case CloseSession():
                 self.former = 0
+            case Inspect() if not self.answers_looks:
+                raise UnavailableError("it is asked in vain")
             case Inspect():
                 return Statistics({})
-            case Push() if not self.serves:
+            case Push() | Fence() if not self.serves:
                 raise NotPrimaryError("another process serves")
         return super().handle(message)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zstrat.coordinator.moving import leaving, levelled
 from zstrat.errors import InvalidArgumentError
-from zstrat.wire import DetachBackup
+from zstrat.wire import AttachBackup, DetachBackup
 
 
 def test_stores_are_dealt_out_and_levelled(world):
@@ -51,6 +51,8 @@ def test_second_copies_are_elsewhere_before_a_server_goes(world):
     assert [store["process"] for store in stores] == ["/job:ps/task:1"] * 2
     assert [store["backup"] for store in stores] == ["/job:ps/task:2"] * 2
     assert (world.paired(), world.numbers_of["failovers"]) == (True, 0)
+    asked = [kind for task in world.ps for kind in kinds(task)]
+    assert DetachBackup not in asked  # no store was alone at any moment
     world.on_loop(world.ps[1].kill)
     world.until(lambda: all(store.primary.process == 2 for store in places(world)))
     assert coordinator.schedule(good).fetch() == 1
@@ -67,13 +69,13 @@ def test_a_second_copy_that_becomes_the_first_meanwhile_is_moved_too(world):
     handle = world.ps[1].handle
 
     def lost_meanwhile(message):
-        if isinstance(message, DetachBackup):
+        if isinstance(message, AttachBackup) and message.beside:
             world.ps[2].kill()
         return handle(message)
 
     world.ps[1].handle = lost_meanwhile
     servers.drain("ps0:1", timeout=10.0)
-    assert DetachBackup in kinds(world.ps[1])
+    assert not world.ps[2].alive
     assert world.numbers_of["failovers"] == 1
     assert set(served(world)) == {"/job:ps/task:1", "/job:ps/task:3"}
     assert world.paired()

@@ -17,6 +17,7 @@ from zstrat.coordinator.replication import (
     Promote,
     Serve,
     StorePlacement,
+    Swap,
 )
 
 PLACES = st.integers(0, 2)
@@ -33,6 +34,9 @@ class Held:
     is_primary: bool = False
     is_whole: bool = False
     backup: "Held | None" = None
+    third: "Held | None" = None
+    is_beside: bool = False
+    """A third copy that does not count yet."""
     has: set = dataclasses.field(default_factory=set)
 
 
@@ -80,7 +84,7 @@ class Stores(RuleBasedStateMachine):
 
     def drop(self, store, view, process):
         held = self.memory[process].get(store)
-        if self.up[process] and held is not None and held.view < view:
+        if self.up[process] and held is not None and held.view <= view:
             del self.memory[process][store]
 
     def at(self, address, store):
@@ -95,6 +99,10 @@ class Stores(RuleBasedStateMachine):
         """The outcome: "done" or "refused", or None if there is no answer."""
         store, view = order.store, order.view
         match order:
+            case Swap(process=process, backup=backup):
+                if not self.up[process] or lives[process] != self.lives[process]:
+                    return None
+                return self.swap(order, self.at(backup.address, store))
             case Host(process=process):
                 if not self.up[process] or lives[process] != self.lives[process]:
                     return None
@@ -102,14 +110,21 @@ class Stores(RuleBasedStateMachine):
                 if held is not None and held.view >= view:
                     return "done" if held.view == view else "refused"
                 address = f"copy{process}.{store}.{view}"
-                self.memory[process][store] = Held(store, view, address)
+                held = Held(store, view, address, is_beside=order.beside)
+                self.memory[process][store] = held
                 return "done"
-            case Promote(backup=backup):
+            case Promote(backup=backup, heir=heir):
                 held = self.at(backup.address, store)
                 if held is None:
                     return None
+                if held.is_beside:
+                    return "never counted"
                 if not held.is_whole or held.view > view:
                     return "refused"
+                if not held.is_primary or heir is None:
+                    held.backup = held.third = None
+                if heir is not None and held.backup is None:
+                    held.backup = self.at(heir.address, store) or Held(store, 0, "gone")
                 held.is_primary, held.view = True, view
                 return "done"
         primary = self.at(self.lines[store], store)
@@ -119,13 +134,50 @@ class Stores(RuleBasedStateMachine):
             return "refused"
         primary.view = view
         if isinstance(order, Detach):
-            primary.backup = None
+            primary.backup = primary.third = None
             return "done"
-        backup = self.at(order.backup.address, store)
+        return self.attach(order, primary, self.at(order.backup.address, store))
+
+    def attach(self, order, primary, backup):
         if backup is None or backup.is_primary:
             return "refused"
-        backup.is_whole, backup.has = True, set(primary.has)
-        primary.backup = backup
+        if primary.third is not None and primary.third is not backup:
+            primary.third = None
+        if order.beside:
+            if not self.reaches(primary, primary.backup):
+                return "refused"
+            primary.third = backup
+        elif primary.third is backup:
+            if not self.reaches(primary, primary.backup):
+                return "refused"
+            primary.backup, primary.third, backup.is_beside = backup, None, False
+        elif primary.backup is backup:
+            primary.third = None
+            return "done" if self.reaches(primary, backup) else "refused"
+        else:
+            primary.backup = backup
+        backup.is_whole, backup.has, backup.view = True, set(primary.has), order.view
+        return "done"
+
+    def reaches(self, primary, backup):
+        if backup is None or backup.is_primary:
+            return False
+        return self.at(backup.address, primary.store) is backup
+
+    def swap(self, order, backup):
+        memory, store = self.memory[order.process], order.store
+        primary = memory.get(store)
+        address = f"copy{order.process}.{store}.{order.view}"
+        if primary is not None and primary.address == address:
+            return "done"
+        if primary is None or not primary.is_primary or primary.view > order.view:
+            return "refused"
+        if backup is not primary.backup or not self.reaches(primary, backup):
+            return "refused"
+        backup.has = set(primary.has)
+        memory[store] = Held(
+            store, primary.view, address, is_whole=True, has=set(primary.has)
+        )
         return "done"
 
     @rule(process=PLACES, keeps=st.booleans())
@@ -185,13 +237,17 @@ class Stores(RuleBasedStateMachine):
         placement = self.placement
         if outcome is None or not is_heard:
             self.take(placement.unanswered(order, "no answer"))
-        elif outcome == "refused":
-            self.take(placement.refused(order, "no"))
+        elif outcome != "done":
+            never = outcome == "never counted"
+            self.take(placement.refused(order, "no", never_counted=never))
         else:
             match order:
                 case Host(process=process, view=view):
                     address = f"copy{process}.{store}.{view}"
                     self.take(placement.hosted(order, address, view))
+                case Swap(process=process, view=view):
+                    address = f"copy{process}.{store}.{view}"
+                    self.take(placement.swapped(order, address, view))
                 case Attach():
                     self.take(placement.attached(order))
                 case Detach():
@@ -212,18 +268,19 @@ class Stores(RuleBasedStateMachine):
         for process in range(self.count):
             while self.news[process]:
                 self.hears(process)
-        for _ in range(4):
+        for _ in range(16):
             for store in list(self.asked):
                 self.answers(store, True)
 
-    @rule(process=PLACES)
-    def is_lost(self, process):
-        """It is killed, while all others are there: their copies take its place."""
-        self.settles()
-        paired = [
-            s.number for s in self.placement.stores if s.phase is CopyPhase.PAIRED
-        ]
-        sound = paired if all(self.up) else []
+    @rule(process=PLACES, settles=st.booleans())
+    def is_lost(self, process, settles):
+        """It is killed, while all others are there: their copies take its place, also
+        amid a move."""
+        process %= self.count
+        if settles:
+            self.settles()
+        calm = all(self.up) and not any(self.news)
+        sound = [s.number for s in self.placement.stores if calm and self.is_safe(s)]
         self.goes(process, False)
         self.settles()
         for store in sound:
@@ -231,6 +288,13 @@ class Stores(RuleBasedStateMachine):
             serving = self.at(self.lines[store], store)
             assert serving.is_primary
             assert self.acked[store] <= serving.has
+
+    def is_safe(self, store):
+        """Whether the program knows of two whole copies, and its primary reaches its
+        backup."""
+        if store.phase is CopyPhase.PROMOTING:
+            return store.is_third_heir and store.third is not None
+        return store.is_paired
 
     @rule()
     def forgives(self):
@@ -254,6 +318,10 @@ class Stores(RuleBasedStateMachine):
                 primary.has.add(self.pushes)  # it waits, and is not acknowledged
                 return
             backup.has.add(self.pushes)
+        if primary.third is not None and not self.reaches(primary, primary.third):
+            primary.third = None
+        elif primary.third is not None:
+            primary.third.has.add(self.pushes)
         primary.has.add(self.pushes)
         if primary.address == self.lines[store]:
             assert self.acked[store] <= primary.has, "it lacks what was acknowledged"
@@ -272,7 +340,9 @@ class Stores(RuleBasedStateMachine):
     @invariant()
     def backups_are_elsewhere(self):
         for store in self.placement.stores:
-            assert store.backup is None or store.backup.process != store.primary.process
+            # Where a swap went wrong, the primary has nothing any more.
+            if store.phase is not CopyPhase.PROMOTING and store.backup is not None:
+                assert store.backup.process != store.primary.process
 
     def teardown(self):
         """All are back, and stay: each store that can be is served, and has two."""

@@ -74,8 +74,95 @@ def test_a_copy_takes_the_place_of_a_server_that_is_killed(world, caplog):
     metrics = coordinator.metrics()
     assert (metrics["failovers"], metrics["stores_without_backup"]) == (1, 2)
     words = caplog.text
-    assert "/job:ps/task:0 is lost (killed): its backup, in the process of" in words
+    assert (
+        "process of /job:ps/task:0 is lost (killed): the store of /job:ps/task:0"
+        in (words)
+    )
     assert "/job:ps/task:1 has no backup until another process" in words
+
+
+def test_a_rest_waits_for_the_copy_of_a_server_that_ends(world):
+    """A server that drains refuses what is new, and is still connected."""
+    world.connect()
+    world.coordinator()
+    first, second = world.ps
+    world.on_loop(setattr, first, "serves", False)
+
+    async def rested():
+        resting = asyncio.ensure_future(_rest())
+        await asyncio.to_thread(
+            world.until, lambda: world.session.cluster.client.lines[0].is_held
+        )
+        world.on_loop(first.kill)
+        await resting
+
+    async def _rest():
+        async with world.session.at_rest():
+            pass
+
+    asyncio.run(rested())
+    assert [len(task.fences) for task in (second, *second.copies)] == [1, 1]
+
+
+def test_a_loss_names_the_process_and_the_store_that_it_served(world, caplog):
+    """After a failover one process serves the stores of two, and dies with both."""
+    world.connect()
+    coordinator = world.coordinator()
+    first, second = world.ps
+    world.on_loop(first.kill)
+    world.until(lambda: _serves_all(second))
+    world.on_loop(first.come_back)
+    world.until(world.paired)
+    caplog.clear()
+    world.on_loop(second.kill, "out of memory")
+    world.until(lambda: _serves_all(first))
+    for store in (0, 1):
+        assert (
+            "the process of /job:ps/task:1 is lost (out of memory): the store of "
+            f"/job:ps/task:{store}, which it served, goes on in the process of "
+            "/job:ps/task:0"
+        ) in caplog.text
+    assert "task:0 is lost" not in caplog.text
+    lost = coordinator.metrics()["tasks"]["ps:0"]["last_error"]
+    assert lost.endswith("in the process of /job:ps/task:1: out of memory")
+
+
+def test_an_error_names_the_process_that_served_the_store(world):
+    world.connect()
+    coordinator = world.coordinator()
+    first, second = world.ps
+    world.on_loop(first.kill)
+    world.until(lambda: _serves_all(second))
+    (copy,) = second.copies
+    world.on_loop(copy.kill, "out of memory")
+    with pytest.raises(PSUnavailableError) as raised:
+        coordinator.schedule(good).fetch()
+    assert raised.value.task == "/job:ps/task:0"
+    assert "in the process of /job:ps/task:1: out of mem" in raised.value.reason
+
+
+def test_a_store_of_a_silent_server_is_not_known_to_have_a_backup(world):
+    """Between the death of a process and the loss of its session nobody decides."""
+    world.connect()
+    coordinator = world.coordinator()
+    first, second = world.ps
+
+    def told():
+        metrics = coordinator.metrics()
+        states = [store["state"] for store in metrics["stores"]]
+        return metrics["stores_without_backup"], states
+
+    assert told() == (0, ["paired"] * 2)
+    lines = [link for link in first.links if link.is_open]
+    for line in lines:
+        world.on_loop(setattr, line, "is_silent", True)
+    assert told() == (2, ["unknown"] * 2)
+    for line in lines:
+        world.on_loop(setattr, line, "is_silent", False)
+    assert told() == (0, ["paired"] * 2)
+    world.on_loop(setattr, second, "answers_looks", False)  # heard a moment ago
+    assert told() == (2, ["paired"] * 2)
+    assert world.numbers_of["stores_without_backup"] == 0  # where nobody is asked
 
 
 def test_who_comes_back_takes_what_is_missing_and_may_be_lost_and_found_again(world):
@@ -169,7 +256,7 @@ def test_a_process_that_keeps_no_backup_is_said_in_time(world, caplog, kind):
             replicas=1,
             make_link=world.make_link,
         )
-    said = f"task:1 keeps no backup of /job:ps/task:0: {kind.__name__}"
+    said = f"task:1 keeps no backup of the store of /job:ps/task:0: {kind.__name__}"
     assert said in caplog.text
 
 

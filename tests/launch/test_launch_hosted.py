@@ -9,9 +9,11 @@ import pytest
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import (
+    InvalidArgumentError,
     NotPrimaryError,
     PermissionDeniedError,
     StaleSessionError,
+    UnavailableError,
 )
 from zstrat.launch import TaskPlace, serve
 from zstrat.transport import Link, Security, generate_keys, hello
@@ -20,6 +22,7 @@ from zstrat.wire import (
     BackupLost,
     CloseSession,
     CreateVariables,
+    DetachBackup,
     Done,
     DropStore,
     HostStore,
@@ -92,15 +95,24 @@ class World(contextlib.AsyncExitStack):
         values = np.zeros(3, "f4"), np.zeros((20_000, 64), "f4")
         await self.ask(self.links[0], CreateVariables(SESSION, entries, values))
 
-    async def host(self, on=1, store=0, view=1, primary=None):
+    async def host(self, on=1, store=0, view=1, primary=None, **options):
         if primary is None:
             primary = self.tasks[store].hello.incarnation
-        asked = HostStore(SESSION, store, view, primary=primary)
+        asked = HostStore(SESSION, store, view, primary=primary, **options)
         return await self.ask(self.links[on], asked)
 
-    async def attach(self, primary, hosted, view=1):
-        asked = AttachBackup(SESSION, view, hosted.address, hosted.incarnation)
+    async def attach(self, primary, hosted, view=1, beside=False):
+        where = hosted.address, hosted.incarnation
+        asked = AttachBackup(SESSION, view, *where, beside)
         assert await self.ask(primary, asked) == Done()
+
+    async def promote(self, hosted, view, *backup):
+        """The copy, which serves from now on."""
+        copy = await self.link(hosted.address, 0)
+        promote = PromoteBackup(SESSION, view, *backup)
+        assert await self.ask(copy, promote) == Done()
+        assert (await self.ask(copy, OpenSession(SESSION, 0, 1, []))).resumed
+        return copy
 
 
 def push(step):
@@ -158,6 +170,91 @@ async def test_a_store_goes_on_in_another_process(tmp_path, kind):
         (kept,) = values["copies"]
         assert (kept["store"], kept["address"]) == (0, again.address)
         assert kept["replication"]["whole"]
+
+
+async def test_a_third_copy_is_the_backup_when_it_is_whole_and_has_heard_so():
+    async with World(bind=["127.0.0.1:0"] * 3) as world:
+        await world.create()
+        home = world.links[0]
+        first = await world.host()
+        await world.attach(home, first)
+        third = await world.host(on=2, view=2, beside=True)
+        pushing = asyncio.gather(*(world.ask(home, push(step)) for step in range(20)))
+        await world.attach(home, third, view=2, beside=True)
+        await pushing
+        copy = await world.link(third.address, 0)
+        with pytest.raises(InvalidArgumentError, match="third copy"):
+            await world.ask(copy, PromoteBackup(SESSION, 3))
+        await world.ask(home, push(20))
+        await world.attach(home, third, view=3)
+        assert await world.ask(world.links[1], DropStore(SESSION, 0, 3)) == Done()
+        await world.ask(home, push(21))  # the one before is not waited for
+        before = await world.ask(home, PULL)
+        copy = await world.promote(third, 4)
+        after = await world.ask(copy, PULL)
+        for one, other in zip(before.arrays, after.arrays, strict=True):
+            assert (one == other).all()
+        applied = [(await world.ask(copy, push(n))).applied for n in (19, 21, 22)]
+        assert applied == [False, False, True]
+
+
+async def test_a_third_copy_that_is_lost_leaves_the_backup():
+    async with World(bind=["127.0.0.1:0"] * 3) as world:
+        await world.create()
+        home = world.links[0]
+        first = await world.host()
+        await world.attach(home, first)
+        third = await world.host(on=2, view=2, beside=True)
+        await world.attach(home, third, view=2, beside=True)
+        await world.ask(world.links[2], DropStore(SESSION, 0, 2))
+        assert (await world.ask(home, push(0))).applied
+        copy = await world.promote(first, 3)
+        assert not (await world.ask(copy, push(0))).applied
+
+
+async def test_a_primary_swaps_with_its_backup_and_either_may_be_lost():
+    async with World() as world:
+        await world.create()
+        home = world.links[0]
+        backup = await world.host()
+        await world.attach(home, backup)
+        pushing = asyncio.gather(*(world.ask(home, push(step)) for step in range(20)))
+        await pushing
+        before = await world.ask(home, PULL)
+        swaps = {"on": 0, "view": 2, "primary": backup.incarnation, "swaps": True}
+        kept = await world.host(**swaps)
+        assert await world.host(**swaps) == kept
+        with pytest.raises(NotPrimaryError):
+            await world.ask(home, push(20))
+        primary = await world.promote(backup, 3, kept.address, kept.incarnation)
+        after = await world.ask(primary, PULL)
+        assert (await world.ask(primary, push(20))).applied
+        values = (await world.ask(home, Inspect())).values
+        assert values["service"]["variables"] == 0
+        (copy,) = values["copies"]
+        assert (copy["address"], copy["replication"]["whole"]) == (kept.address, True)
+        # What it acknowledged is in the other one.
+        await world.ask(world.links[1], DropStore(SESSION, 0, 3))
+        copy = await world.promote(kept, 4)
+        applied = [(await world.ask(copy, push(n))).applied for n in (19, 20, 21)]
+        assert applied == [False, False, True]
+        for one, other in zip(before.arrays, after.arrays, strict=True):
+            assert (one == other).all()
+
+
+async def test_a_server_whose_backup_is_lost_as_they_swap_serves_on():
+    async with World() as world:
+        await world.create()
+        home = world.links[0]
+        backup = await world.host()
+        await world.attach(home, backup)
+        await world.ask(world.links[1], DropStore(SESSION, 0, 1))
+        waiting = asyncio.ensure_future(world.ask(home, push(0)))
+        with pytest.raises(UnavailableError, match="is lost"):
+            await world.host(on=0, view=2, primary=backup.incarnation, swaps=True)
+        assert await world.ask(home, DetachBackup(SESSION, 3)) == Done()
+        assert (await waiting).applied
+        assert (await world.ask(home, push(1))).applied
 
 
 async def test_a_backup_that_is_dropped_is_told_to_the_coordinator():

@@ -1,5 +1,7 @@
 """What is on its way to a backup: in order, once, bounded, and again after a break."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 from zstrat.errors import ProtocolError
 from zstrat.ps.replication import WINDOW, ReplicationLog
-from zstrat.wire import CopyParts, RaiseMark
+from zstrat.ps.store import TwoLogs
+from zstrat.wire import CopyParts, Done, RaiseMark
 
 LARGE = np.empty(WINDOW // 3, np.uint8)  # never touched: it costs no memory
 
@@ -64,3 +67,37 @@ def test_numbers_that_cannot_be():
         log.resume(1)
     with pytest.raises(ProtocolError, match="4 of 3"):
         log.resume(4)
+
+
+class HeldLog:
+    """Has each answer wait in ``held``."""
+
+    def __init__(self):
+        self.changes, self.held = [], []
+
+    def append(self, change):
+        self.changes.append(change)
+
+    def hold(self, message):
+        self.held.append(asyncio.get_running_loop().create_future())
+        return self.held[-1]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+async def test_an_answer_leaves_when_both_of_two_logs_let_it(last):
+    logs = HeldLog(), HeldLog()
+    both = TwoLogs(*logs)
+    both.append(RaiseMark(0, 1))
+    assert [log.changes for log in logs] == [[RaiseMark(0, 1)]] * 2
+    awaited = asyncio.get_running_loop().create_future()
+    answer, _ = both.hold(Done()), both.answer(awaited, Done())
+    for future in logs[1 - last].held:
+        future.set_result(Done())
+    await asyncio.sleep(0)
+    assert (answer.done(), awaited.done()) == (False, False)
+    answered, refused = logs[last].held
+    answered.set_result(Done())
+    refused.set_exception(ProtocolError("another process serves"))
+    assert await answer == Done()
+    with pytest.raises(ProtocolError):
+        await awaited

@@ -225,7 +225,7 @@ class FakeCluster:
     def require_unrestored(self, since):
         assert since == self.restores
 
-    async def settled(self, since):
+    async def settled(self, since, error):
         return False
 
     async def remember(self, point, cut, restores):

@@ -120,7 +120,7 @@ def test_an_export_begins_again_when_a_server_has_moved(tmp_path, form):
             raise NotFoundError("it holds no snapshot")
         yield cluster.cut
 
-    async def settled(since):
+    async def settled(since, error):
         return cluster.outages != since
 
     cluster.at_rest, cluster.settled = at_rest, settled

@@ -114,6 +114,7 @@ def test_no_step_is_lost_or_doubled_whichever_server_is_lost(cluster, tmp_path):
             values = training.schedule(20)
             saving = pool.submit(training.checkpoint.save, tmp_path / "ckpt")
             cluster.local.kill("ps:0")
+            assert metrics()["stores_without_backup"] == 2  # nobody has missed it yet
             values += training.schedule(20)
             training.check(owns=2)
         shows_both_copies(profile, {value.run.step for value in values})

@@ -106,6 +106,9 @@ CAUGHT = {
     "a backup keeps what is deleted": 55,
     "elements do not go back": 14,
     "a server that comes later is of another session": 111,
+    "what a server refuses as it ends is not asked again": 35,
+    "a store that moves has one copy meanwhile": 183,
+    "a server that has swapped goes on alone": 143,
 }
 """A seed that catches it, by the name of the mutation."""
 
@@ -241,6 +244,19 @@ def test_a_server_that_is_told_to_stop_loses_nothing():
     verdict = run_scenario(scenario(1, retired, hands_over=True))
     assert verdict.failure is None
     assert verdict.steps == 17
+
+
+@pytest.mark.parametrize("seed", [183, 263, 503])
+def test_any_one_server_may_be_lost_while_a_store_moves(seed):
+    """The old copy was dropped before the new one was whole."""
+    assert scenario_of(seed).only_moves
+    assert run_seed(seed).failure is None
+
+
+def test_saves_and_restores_end_while_servers_with_a_second_copy_end():
+    """A server that drains refused what a checkpoint asks first."""
+    assert scenario_of(107).saves
+    assert run_seed(107).failure is None
 
 
 def test_many_seeds_from_a_shell(capsys):

@@ -144,7 +144,7 @@ class Cluster:
         self.moves: Final = StoreMoves(self, ps, timeouts)
         """Has stores move on purpose."""
         self.fences: Final[Fences] = Fences(
-            session, self.ps, self._absent, timeouts.request
+            session, self.client, self.ps, self._absent, timeouts.request
         )
         self.pause: Final = SessionPause(self.fences)
 
@@ -306,9 +306,10 @@ class Cluster:
         restores = 0 if self.recovery is None else self.recovery.restores
         return restores + self.failovers
 
-    async def settled(self, since: int) -> bool:
-        """Waits while it is not known which process serves what; returns whether that
-        was so now, or since so many `outages`.
+    async def settled(self, since: int, error: ZstratError) -> bool:
+        """Waits until each store has a known server. Returns True if it had to wait, if
+        `outages` is not ``since``, or if the error says that the process which was
+        asked does not serve the store now.
 
         Raises:
             PSUnavailableError: A server did not come back, or could not be filled.
@@ -317,7 +318,7 @@ class Cluster:
         if recovery is not None:
             waited = await recovery.settled(recovery.restores)
         if self.replication is not None:
-            waited |= await self.replication.settled(self.failovers)
+            waited |= await self.replication.settled(self.failovers, error)
         return waited or self.outages != since
 
     @property
@@ -354,22 +355,25 @@ class Cluster:
         """The task is not in our session any more."""
         if self._closing:
             return
-        self.run_status.task_lost(task.name, reason)
-        if id(task) not in self._ps_ids:
+        replication, is_server = self.replication, id(task) in self._ps_ids
+        words = reason
+        if is_server and replication is not None:
+            words = replication.status.reason_with_process(task.place, reason)
+        self.run_status.task_lost(task.name, words)
+        if not is_server:
             if self.dispatcher is not None:
                 self.dispatcher.worker_lost(task, reason)
             self.turnover.worker_lost()
             return
-        replication = self.replication
         if replication is None or not (
             self.options.replicas or replication.keeps(task.place)
         ):
-            self.store_lost(task.place, reason)
+            self.store_lost(task.place, words)
         elif replication.is_started and task.place not in self._absent:
             replication.store_lost(task, reason)
         else:  # no copy can take its place now: requests end that wait for that
-            task.give_up(reason)
-            self.store_lost(task.place, reason)
+            task.give_up(words)
+            self.store_lost(task.place, words)
 
     def store_lost(self, store: int, reason: str) -> None:
         """The parameter server is not there, and no other in its place."""

@@ -52,8 +52,9 @@ class CoordinatorFace:
     def metrics(self) -> dict[str, PlainTree]:
         """What the run does, as plain data: counters, gauges, and of the last ten
         seconds rates, phases of steps, staleness, the tasks and what holds them up. All
-        of it is described in `docs/observing.md`. It asks nobody anything: it is what
-        the tasks have said last, which they do about once a second.
+        of it is described in `docs/observing.md`. It is what the tasks have said last,
+        which they do about once a second; only ``stores_without_backup`` is asked of
+        the parameter servers now, which have a second to answer.
 
         ``steps_per_s`` is how many closures ended per second, on all workers together,
         in the last ten seconds, or since the first one ended if that is less, but at
@@ -63,9 +64,10 @@ class CoordinatorFace:
         were filled from a checkpoint, and ``steps_lost`` how many steps had ended, well
         or with an error, and are not in the values any more. With ``replicas=1``
         ``failovers`` is how often a second copy took a parameter server's place, and
-        ``stores_without_backup`` of how many there is only one copy now. ``stores`` has
-        a dict for each store: ``process`` (the task that serves it), ``address``,
-        ``backup`` and ``state``; ``stores_moved`` says how often one was moved.
+        ``stores_without_backup`` how many stores are not known to have two whole copies
+        now: one of a server that does not answer counts, too. ``stores`` has a dict for
+        each store: ``process`` (the task that serves it), ``address``, ``backup`` and
+        ``state``; ``stores_moved`` says how often one was moved.
         """
         return self._core.metrics()
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.errors import ClosedError, ForkedError
+from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
 from zstrat.transport import warn_of_blocking
 
 from ._calls import CallTable, Code, PickledArguments
@@ -167,7 +167,8 @@ class CoordinatorCore:
             return list(self.engine.queue.errors)
 
     def metrics(self) -> dict[str, PlainTree]:
-        """Counters and gauges, as plain data; cheap, from any thread."""
+        """Counters and gauges, as plain data; from any thread. With second copies the
+        servers are asked whether they live, unless this is the loop's thread."""
         queue, dispatcher = self.engine.queue, self.dispatcher
         workers: dict[str, PlainTree] = {
             member.name: {
@@ -201,11 +202,26 @@ class CoordinatorCore:
             "stale_completions": dispatcher.outcomes.stale,
             "ps_restores": 0 if recovery is None else recovery.restores,
             "steps_lost": 0 if recovery is None else recovery.steps_lost,
-            **self.session.cluster.moves.metrics,
+            **self._store_metrics(),
             "recoverable_worker_failures": dispatcher.members.losses,
             **self.session.cluster.turnover.metrics,
             "workers": workers,
         }
+
+    def _store_metrics(self) -> dict[str, PlainTree]:
+        cluster, name = self.session.cluster, "stores_without_backup"
+        metrics, replication = cluster.moves.metrics, cluster.replication
+        if replication is None or name not in metrics or self.portal.is_here:
+            return metrics
+        patience = 2 * self.session.settings.timeouts.beat
+        asking = replication.status.ask_without_backup(patience)
+        try:
+            bare = self.portal.run(asking, 2 * patience, "asking parameter servers")
+        except DeadlineExceededError:  # nothing is known of any
+            bare = len(cluster.ps)
+        except ClosedError:
+            return metrics
+        return {**metrics, name: bare}
 
     def shutdown(self, cluster: bool) -> None:
         """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""

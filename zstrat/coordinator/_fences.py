@@ -22,8 +22,8 @@ from zstrat.errors import (
     BusyError,
     ClosedError,
     DeadlineExceededError,
+    NotPrimaryError,
     PeerLostError,
-    ProtocolError,
     PSUnavailableError,
 )
 from zstrat.wire import Fence, Fenced, RaiseMark, StepRun
@@ -32,6 +32,8 @@ from ._queue import Effect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from zstrat.ps import PsClient
 
     from .connecting import TaskSession
 
@@ -48,7 +50,8 @@ class Fences:
     """Raises the fences of one session.
 
     Args:
-        ps: The sessions with the parameter servers.
+        client: Asks the parameter servers.
+        ps: The sessions with them.
         absent: By store, why a server is lost for good.
         patience: Seconds in which a server has to answer.
     """
@@ -56,11 +59,13 @@ class Fences:
     def __init__(
         self,
         session: int,
+        client: PsClient,
         ps: Sequence[TaskSession],
         absent: Mapping[int, str],
         patience: float,
     ) -> None:
-        self._session, self._ps, self._absent = session, ps, absent
+        self._session, self._client = session, client
+        self._ps, self._absent = ps, absent
         self._patience = patience
         self._raising: set[asyncio.Task[None]] = set()
 
@@ -172,23 +177,23 @@ class Fences:
     async def _answer(
         self, task: TaskSession, fence: Fence, deadline: float
     ) -> list[int]:
-        """Asks again if the line was cut: saying it twice is as good as once. It stays
-        behind updates of the program that wait for the line."""
-        way = task.line or task.link
+        """Asks through the client, which asks again if the line was cut or another
+        process serves the store, and again if the server was lost and is back: saying
+        it twice is as good as once. It stays behind updates of the program that wait
+        for the line."""
+        asked = [(task.place, fence)]
         while True:
             if task.place in self._absent:
                 raise PSUnavailableError(task.name, self._absent[task.place])
             try:
-                answer = await way.submit(fence, deadline=deadline)
-            except PeerLostError:
+                (answer,) = await self._client.each(asked, Fenced, deadline=deadline)
+            except PSUnavailableError:
                 await self._returned(task, deadline)
                 continue
-            if not isinstance(answer, Fenced):
-                raise ProtocolError(f"{task.name} answered {type(answer).__name__}")
             return answer.applied
 
     async def _returned(self, task: TaskSession, deadline: float) -> None:
-        """Waits a moment for a server whose line was cut.
+        """Waits a moment for a server that was lost.
 
         Raises:
             DeadlineExceededError: It did not return in time.
@@ -199,6 +204,8 @@ class Fences:
         except DeadlineExceededError:
             if now + LOOK_AGAIN_SECONDS >= deadline:
                 raise
+        except NotPrimaryError:
+            pass  # the line has the question wait until it is known who serves
 
 
 INTERVAL: Final = 0.25

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from zstrat.config import Settings
+    from zstrat.errors import ZstratError
     from zstrat.ps import PsClient
     from zstrat.transport import Portal
     from zstrat.wire import PlainTree
@@ -231,14 +232,14 @@ class ClusterSession:
         """How often that was so, or another copy took a server's place."""
         return self.cluster.outages
 
-    async def settled(self, since: int) -> bool:
-        """Waits until no parameter server is awaited or filled; returns whether that
-        was so now, or since so many `outages`: what failed may be tried again.
+    async def settled(self, since: int, error: ZstratError) -> bool:
+        """Waits until no parameter server is awaited or filled; returns whether what
+        failed with this error, ``since`` so many `outages`, may be tried again.
 
         Raises:
             PSUnavailableError: One did not come back, or could not be filled.
         """
-        work = self.cluster.settled(since)
+        work = self.cluster.settled(since, error)
         return await self.run_async(work, "waiting for parameter servers")
 
     async def remember(

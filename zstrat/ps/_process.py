@@ -30,6 +30,7 @@ from zstrat.wire import (
     Job,
     LeftCopy,
     Message,
+    PromoteBackup,
     StoreHosted,
 )
 
@@ -38,7 +39,7 @@ from ._thread import ComputeThread
 from .handover._handover import Handover, Inherited, StoreRole
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     from zstrat.config import Settings
     from zstrat.transport import Handler, Remote, Security, Sockets
@@ -117,7 +118,7 @@ class PsProcess:
         self._settings, self._security, self._on_exit = settings, security, on_exit
         self._draw, self._sockets = draw, sockets
         self._changing = asyncio.Lock()
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[object]] = set()
         self._is_over = False
         self._is_taken_over = asyncio.Event()
         self._handover: Handover | None = None
@@ -292,11 +293,13 @@ class PsProcess:
             at = copy.service.session
             over = at is None if mine is None else copy.session != mine
             if over or (at is None and not copy.service.role.is_backup):
-                task = asyncio.get_running_loop().create_task(
-                    self._end(store, copy), name=f"dropping store {store}"
-                )
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)
+                self._end_soon(self._end(store, copy), store)
+
+    def _end_soon(self, ending: Coroutine[Any, Any, object], store: int) -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(ending, name=f"dropping store {store}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _require(self, message: HostStore | DropStore) -> None:
         if self._is_over:
@@ -338,18 +341,54 @@ class PsProcess:
         if copy is not None:
             if (copy.session, copy.origin, copy.view) == asked:
                 return copy.hosted  # asked again, as the answer was lost
-            await self._drop(store, "an empty one takes its place")
+            if not message.swaps:
+                await self._drop(store, "an empty one takes its place")
         # Another incarnation: nobody may take the empty copy for one that was here.
         me = replace(self.me, index=store, incarnation=self._draw())
-        service = self._service(me, (owner, message.view, message.primary), None)
+        source = self.service if copy is None else copy.service
+        # A copy that swaps has what was of the view before, and is of no newer one.
+        view = source.role.view if message.swaps else message.view
+        service = self._service(me, (owner, view, message.primary), None)
         where = _beside(self._bind, store, me.incarnation)
         hosted = await self._serve(me, service, where, owner, message.view)
         if message.serves:
-            service.role.promoted(remote, message.view)
+            promote = PromoteBackup(message.session, message.view)
+            service.role.promoted(remote, promote)
+        elif message.swaps:
+            await self._swap(store, source, copy)
+        elif message.beside:
+            service.role.stand_beside()
         _LOG.info(
             "%s keeps a copy of store %d at %s", self._task, store, hosted.address
         )
         return hosted
+
+    async def _swap(
+        self, store: int, source: PsService, before: _HostedCopy | None
+    ) -> None:
+        """Has the copy that was made last hold what ``source`` serves.
+
+        Args:
+            before: The copy in whose place it is, if ``source`` is one.
+
+        Raises:
+            UnavailableError: All is as before.
+
+        Cancellation: as an error.
+        """
+        copy = self._copies[store]
+        try:
+            if before is None and store != self.me.index:
+                raise UnavailableError(f"{self._task} does not serve store {store}")
+            await source.hand_to(copy.service)
+        except BaseException:  # to the coordinator
+            del self._copies[store]
+            if before is not None:
+                self._copies[store] = before
+            await copy.close("the store stays where it was")
+            raise
+        if before is not None:
+            self._end_soon(before.close("another process serves its store"), store)
 
     async def _inherit(self, owner: Owner, left: LeftStore) -> None:
         number, where = left.number, left.address

@@ -61,6 +61,7 @@ from ._serving import Serving
 from ._thread import ComputeThread, MakeThread
 from ._waiting_workers import WaitingWorkers
 from .engine._engine import OptimizerEngine
+from .replication._copying import hand_over
 from .replication._following import Following
 from .replication._role import ServingState, StoreServingRole
 from .replication._standing import ReplicationRequest, Standing
@@ -143,7 +144,6 @@ class PsService:
             self._store = Store(engine, task=task, largest=largest)
         else:
             self._store = inherited.store
-        self._engine = self._store.engine
         self._ownership = Ownership(task)
         self._keeps_state = keeps_state
         self._thread = make_thread(f"compute {task}")
@@ -174,6 +174,7 @@ class PsService:
             tell=tell,
             connect=connect,
             patience=settings.timeouts.connect,
+            silence=settings.timeouts.patience,
             clock=clock,
         )
         self._joining = Joining(task, self._ownership, self._store)
@@ -438,8 +439,8 @@ class PsService:
             "session_name": "" if owner is None else owner.name,
             "owner": "" if owner is None else str(owner),
             "owner_alive": owner is not None and owner.alive,
-            "optimizers": len(self._engine),
-            "programs": self._engine.programs,
+            "optimizers": len(self._store.engine),
+            "programs": self._store.engine.programs,
             "waiting": len(self._serving),
             "failed": self._failed + self._serving.failed,
         }
@@ -467,6 +468,21 @@ class PsService:
         self._snapshots.clear()
         self._store.clear()
 
+    async def hand_to(self, backup: PsService) -> None:
+        """Ends to serve the store: all that is here becomes the content of the service
+        of an empty backup, which follows another primary.
+
+        Raises:
+            UnavailableError: The backup that is to be the primary is lost; this service
+                serves as before.
+
+        Cancellation: as an error.
+        """
+        await self._standing.give_way()
+        self._snapshots.clear()
+        hand_over(self._store, backup._store)
+        backup.role.be_whole()
+
     def copy_of_lost_program(
         self, number: int, lost_at: float | None
     ) -> LeftCopy | None:
@@ -486,7 +502,7 @@ class PsService:
         self._require_open()
         done = await self._standing.handle(message)
         if isinstance(message, PromoteBackup):  # it is asked again, maybe by a new line
-            self.role.promoted(remote, message.view)
+            self.role.promoted(remote, message)
         return done
 
     def _handle_aside(

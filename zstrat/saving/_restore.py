@@ -127,7 +127,7 @@ class Restore:
 
     async def _load_later(self, found: Found) -> None:
         async with in_turn(self._root):
-            await self._load(found)
+            await steadily(found.components, lambda: self._load(found))
 
     async def _load(self, found: Found) -> None:
         await self._require_places(found)

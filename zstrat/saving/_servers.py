@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from zstrat.errors import ZstratError
+from zstrat.coordinator import until_settled
 from zstrat.strategy import ServerVariables
 from zstrat.variables import HomeWithSlots
 
@@ -99,12 +99,4 @@ async def steadily(
     Raises:
         PSUnavailableError: One did not come back, or could not be filled.
     """
-    clusters = clusters_of(variables)
-    while True:
-        since = [(cluster, cluster.outages) for cluster in clusters]
-        try:
-            return await work()
-        except ZstratError:
-            again = [await cluster.settled(before) for cluster, before in since]
-            if not any(again):
-                raise
+    return await until_settled(clusters_of(variables), work)

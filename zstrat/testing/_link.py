@@ -138,6 +138,8 @@ class FakeLink:
         self.is_started = self.is_closed = False
         self.is_refused = False
         """As of a `Link`: the last attempt to connect has failed at once."""
+        self.is_silent = False
+        """It is open, and the task is not heard."""
         self.trouble = "no answer"
         """As of a `Link`: why it is not open."""
         self.sent: list[Message] = []
@@ -157,6 +159,10 @@ class FakeLink:
     @property
     def is_open(self) -> bool:
         return self.peer is not None
+
+    @property
+    def is_heard(self) -> bool:
+        return self.is_open and not self.is_silent
 
     def start(self) -> None:
         """Connects, if the task is there.

@@ -72,6 +72,8 @@ class TaskLink(Protocol):
     @property
     def is_open(self) -> bool: ...
     @property
+    def is_heard(self) -> bool: ...
+    @property
     def is_refused(self) -> bool: ...
     @property
     def trouble(self) -> str: ...
@@ -186,6 +188,12 @@ class Link:
     @property
     def is_open(self) -> bool:
         return self._outlet is not None and self._outlet.peer.state is OrderState.OPEN
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it is open, its connection is whole, and the task was heard within
+        two beats."""
+        return self._outlet is not None and self._outlet.peer.is_heard
 
     @property
     def trouble(self) -> str:

@@ -237,8 +237,13 @@ class Portal:
     def is_closed(self) -> bool:
         return self._closed
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is on the thread of the loop, and must not block it."""
+        return threading.current_thread() is self._thread
+
     def _require_open(self, work: Coroutine[Any, Any, T], what: str) -> None:
-        if threading.current_thread() is self._thread:
+        if self.is_here:
             work.close()
             raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
         if self._closed:

@@ -21,7 +21,10 @@ class HostStore:
     empty for now, at an address of its own. Answered by `StoreHosted`; asked again in
     the same view it answers the same. ``primary`` is the incarnation of who serves it,
     from whom alone the copy takes changes. ``serves``: it is no backup, but the primary
-    of a store that is new."""
+    of a store that is new. ``beside``: it is a third copy, which counts for nothing
+    until its primary says so in a newer view (`OpenLog`). ``swaps``: the process serves
+    the store, and hands it to its backup ``primary``, which is to be promoted: it
+    serves nobody from now on, and what it has is the copy, which is whole."""
 
     kind: ClassVar = 80
     session: int
@@ -29,6 +32,8 @@ class HostStore:
     view: int
     serves: bool = False
     primary: int = 0
+    beside: bool = False
+    swaps: bool = False
 
 
 @message
@@ -100,13 +105,15 @@ class CopiesTold:
 class AttachBackup:
     """A coordinator gives the primary a backup, which is empty. Answered by `Done` when
     the backup has all: from then on nothing is acknowledged that it has not. Training
-    goes on meanwhile."""
+    goes on meanwhile. ``beside``: the backup that the primary has stays, too. Without
+    that it ends when the other one, which has all, is named."""
 
     kind: ClassVar = 83
     session: int
     view: int
     address: str
     incarnation: int
+    beside: bool = False
 
 
 @message
@@ -136,11 +143,15 @@ class PromoteBackup:
     """A coordinator makes the backup the primary of its store: it takes nothing from
     the old one any more, and serves. Answered by `Done`. All versions jump
     past whatever the old primary can have given out. Refused by a backup that
-    does not have all yet."""
+    does not have all yet. ``incarnation`` is that of a copy at ``address`` that has the
+    same (`HostStore.swaps`): it is the new primary's backup from the beginning; 0: it
+    has none."""
 
     kind: ClassVar = 86
     session: int
     view: int
+    address: str = ""
+    incarnation: int = 0
 
 
 @message

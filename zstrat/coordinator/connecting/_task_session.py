@@ -106,7 +106,7 @@ class TaskSession:
         moves: bool = False,
         objection: Objection = _take_all,
     ) -> None:
-        self.place, self.address = place, address
+        self.place, self.address, self.task_number = place, address, task_number
         self.name = f"/job:{job}/task:{task_number}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
@@ -161,6 +161,12 @@ class TaskSession:
     def is_ready(self) -> bool:
         """Whether the task is in our session now."""
         return self.opened is not None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the task is in our session, and was heard just now: one whose
+        connection has broken may still be back in time, and is not known to live."""
+        return self.is_ready and self.link.is_heard
 
     @property
     def is_closed(self) -> bool:

@@ -305,7 +305,7 @@ class StoreMoves:
         become primary before another one is made."""
         stores, me = replication.placement.stores, process.place
         tried: set[tuple[int, int]] = set()
-        while held := [store for store in stores if me in _processes_of(store)]:
+        while held := [store for store in stores if me in store.processes]:
             if any(store.primary.process == me for store in held):
                 await self._move_one(replication, process, tried)
             else:
@@ -327,7 +327,7 @@ class StoreMoves:
         backups = {
             store.number: store.backup.process
             for store in stores
-            if store.backup is not None and store.phase is CopyPhase.PAIRED
+            if store.backup is not None and store.is_paired
         }
         serving = [store.primary.process for store in stores]
         store, target = leaving(serving, backups, me, others or [me])[0]
@@ -352,7 +352,7 @@ class StoreMoves:
         await replication.wait_until(
             lambda: (
                 place.primary.process == process
-                or process not in _processes_of(place)
+                or process not in place.processes
                 or self._cluster.outage_error is not None
             )
         )
@@ -414,12 +414,8 @@ def _words(replication: Replication, process: TaskSession) -> str:
     stores = [
         str(store.number)
         for store in replication.placement.stores
-        if process.place in _processes_of(store)
+        if process.place in store.processes
     ]
     if not stores:
         return "not all workers have heard where its stores are now"
     return f"store {', '.join(stores)}"
-
-
-def _processes_of(store: StorePlace) -> list[int]:
-    return [copy.process for copy in (store.primary, store.backup) if copy is not None]

@@ -40,7 +40,7 @@ from zstrat.errors import DataLossError, NotFoundError, PSUnavailableError, Zstr
 from ._inventory import Inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from zstrat.coordinator._session_pause import SessionCut
     from zstrat.coordinator.connecting import ClusterTasks, TaskSession
@@ -361,6 +361,41 @@ class Recovery:
 def count(cut: SessionCut) -> int:
     """How many steps are in it."""
     return cut.end - 1 + sum(run.end - run.first for run in cut.besides)
+
+
+class SettledServers(Protocol):
+    """The parameter servers of a session, of which some are lost for a while."""
+
+    @property
+    def outages(self) -> int:
+        """How often the servers were filled again, or a store changed its server."""
+        ...
+
+    async def settled(self, since: int, error: ZstratError) -> bool:
+        """Waits until each store has a known server. Returns True if it had to wait, if
+        ``outages`` is not ``since``, or if the error says that the process which was
+        asked does not serve the store now."""
+        ...
+
+
+async def until_settled(
+    servers: Sequence[SettledServers], work: Callable[[], Awaitable[T]]
+) -> T:
+    """Carries out work that may be done twice, such as a save; again if it failed
+    because a parameter server was lost that came back, was filled again, or has another
+    process in its place.
+
+    Raises:
+        PSUnavailableError: One did not come back, or could not be filled.
+    """
+    while True:
+        since = [each.outages for each in servers]
+        try:
+            return await work()
+        except ZstratError as error:
+            pairs = zip(servers, since, strict=True)
+            if not any([await each.settled(before, error) for each, before in pairs]):
+                raise
 
 
 class Patient(Protocol):

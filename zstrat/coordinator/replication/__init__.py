@@ -11,6 +11,7 @@ from ._orders import Host as Host
 from ._orders import Lose as Lose
 from ._orders import Promote as Promote
 from ._orders import Serve as Serve
+from ._orders import Swap as Swap
 from ._placement import StorePlacement as StorePlacement
 from ._replication import Replication as Replication
 from ._store_places import StorePlace as StorePlace

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from ._orders import Copy, CopyPhase, Drop
-from ._store_places import WITH_BACKUP
+from ._store_places import THIRD_BESIDE, WITH_BACKUP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +72,10 @@ class Failover:
         self, store: StorePlace, number: int, reason: str
     ) -> list[PlacementOrder]:
         """The process is away; it may have a copy of the store."""
+        if store.third is not None and store.third.process == number:
+            orders = self._third_lost(store, reason)
+            if store.primary.process != number:
+                return orders
         if store.primary.process == number:
             return self.primary_lost(store, reason)
         if store.backup is not None and store.backup.process == number:
@@ -80,7 +84,10 @@ class Failover:
 
     def process_back(self, store: StorePlace, number: int) -> Iterator[PlacementOrder]:
         """The process is here, and may have copies of the store."""
-        places, primary, backup = self._places, store.primary, store.backup
+        places, primary, third = self._places, store.primary, store.third
+        if third is not None and third.process == number and not places.lives(third):
+            yield from self._third_lost(store, RESTARTED)
+        backup = store.backup
         if primary.process == number:
             if not places.lives(primary):
                 yield from self._primary_restarted(store)
@@ -100,7 +107,7 @@ class Failover:
         is_promoting = store.phase is CopyPhase.PROMOTING
         if is_promoting and places.lives(store.backup):
             pass  # the backup is asked already, or when it is back
-        elif store.phase in WITH_BACKUP:
+        elif store.phase in (*WITH_BACKUP, CopyPhase.SWAPPING):
             yield from self.primary_lost(store, RESTARTED)
         else:
             store.backup = store.backup if is_promoting else None
@@ -112,7 +119,9 @@ class Failover:
     ) -> Iterator[PlacementOrder]:
         reason = "the process of its backup was started again"
         yield Drop(store.number, store.view, number)
-        if store.phase is CopyPhase.PROMOTING:
+        if store.phase is CopyPhase.PROMOTING and self._has_heir(store):
+            yield from self._places.promote_third(store, reason)
+        elif store.phase is CopyPhase.PROMOTING:
             self._places.forget_backup(store)
             yield from self._primary_goes_on(store, reason)
         elif store.phase is CopyPhase.HOSTING:
@@ -124,11 +133,21 @@ class Failover:
         """The primary of the store does not answer, or not with what it had."""
         places = self._places
         store.reason = reason
+        if store.phase in THIRD_BESIDE:
+            third, store.third = store.third, None
+            dropped = places.drop(store, third)
+            return [*self._backup_takes_place(store, reason), *dropped]
         match store.phase:
-            case CopyPhase.ATTACHING | CopyPhase.PAIRED if places.is_there(
-                store.backup
-            ):
-                return places.promote(store, reason)
+            case CopyPhase.SWAPPING if places.is_there(store.primary):
+                return []  # its process says what has become of it
+            case CopyPhase.REPLACING:
+                # Only the third one knows whether it counts by now.
+                store.backup, store.third = store.third, store.backup
+                return self._ask_backup(store, reason)
+            case CopyPhase.SWAPPING:
+                return self._ask_backup(store, reason)
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED:
+                return self._backup_takes_place(store, reason)
             case CopyPhase.PROMOTING if not places.is_there(store.backup):
                 return places.report_store_lost(store, reason)
             case CopyPhase.PROMOTING | CopyPhase.EMPTY:
@@ -139,6 +158,41 @@ class Failover:
                 places.forget_backup(store)
                 told = places.report_store_lost(store, reason)
                 return [*told, *places.detach(store, reason)]
+
+    def _backup_takes_place(
+        self, store: StorePlace, reason: str
+    ) -> list[PlacementOrder]:
+        places = self._places
+        if places.is_there(store.backup):
+            return places.promote(store, reason)
+        places.forget_backup(store)
+        told = places.report_store_lost(store, reason)
+        return [*told, *places.detach(store, reason)]
+
+    def _ask_backup(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        """Only the backup knows whether it may be the primary, or now is away."""
+        is_there = self._places.is_there(store.backup)
+        asked = self._places.promote(store, reason)
+        told = [] if is_there else self._places.report_store_lost(store, reason)
+        return [*told, *asked]
+
+    def _has_heir(self, store: StorePlace) -> bool:
+        """Whether a third copy is there that has all that the backup has."""
+        return store.is_third_heir and self._places.is_there(store.third)
+
+    def _third_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        """The process of the third copy is away, or has lost it."""
+        places = self._places
+        match store.phase:
+            case CopyPhase.ADDING | CopyPhase.FILLING:
+                return places.end_third(store, reason)
+            case CopyPhase.REPLACING:
+                return places.detach(store, reason)
+            case CopyPhase.PROMOTING if store.is_third_heir:
+                store.third = None
+                return places.promote(store, store.reason)
+        store.third = None
+        return []
 
     def backup_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The primary of the store cannot reach its backup."""
@@ -152,8 +206,10 @@ class Failover:
         match store.phase:
             case CopyPhase.HOSTING:
                 return places.seek_elsewhere(store, unwilling=False)
-            case CopyPhase.ATTACHING | CopyPhase.PAIRED:
+            case phase if phase in WITH_BACKUP:
                 return places.detach(store, reason)
+            case CopyPhase.PROMOTING if self._has_heir(store):
+                return places.promote_third(store, reason)
             case CopyPhase.PROMOTING if places.is_there(store.primary):
                 return places.detach(store, reason)
             case CopyPhase.PROMOTING:  # whoever is back first
@@ -161,9 +217,16 @@ class Failover:
             case _:
                 return []
 
-    def refused(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+    def refused(
+        self, store: StorePlace, reason: str, *, never_counted: bool
+    ) -> list[PlacementOrder]:
         """The process or copy that was asked has refused: nothing of the order was
-        carried out, nor will be."""
+        carried out, nor will be.
+
+        Args:
+            never_counted: It is a third copy, of which its primary has never said that
+                it counts.
+        """
         places = self._places
         store.reason = reason
         match store.phase:
@@ -173,6 +236,19 @@ class Failover:
                 return places.seek_elsewhere(store)
             case CopyPhase.ATTACHING:
                 return self.backup_lost(store, reason)
+            case CopyPhase.ADDING | CopyPhase.FILLING:
+                places.avoid_process(store, store.third)
+                return places.end_third(store, reason)
+            case CopyPhase.REPLACING:
+                return self.backup_lost(store, reason)
+            case CopyPhase.SWAPPING:
+                places.end_move(store)
+                is_there = places.is_there(store.backup)
+                return (places.keep if is_there else places.detach)(store, reason)
+            case CopyPhase.PROMOTING if store.third is not None and (
+                store.is_third_heir or never_counted
+            ):
+                return places.promote_third(store, reason)
             case CopyPhase.PROMOTING:
                 backup = store.backup
                 places.forget_backup(store)

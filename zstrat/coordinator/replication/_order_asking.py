@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.coordinator.connecting import HailedTask
-from zstrat.errors import ClosedError, DeadlineExceededError, PeerLostError
+from zstrat.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    PeerLostError,
+)
 from zstrat.transport import reached_as
 from zstrat.wire import (
     AttachBackup,
@@ -23,7 +29,7 @@ from zstrat.wire import (
     StoreHosted,
 )
 
-from ._orders import Attach, Detach, Establish, Host, Promote
+from ._orders import Attach, Detach, Establish, Host, Promote, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -88,14 +94,17 @@ class OrderAsking:
 
     async def _asked(self, order: Asked) -> None:
         placement = self._stores.placement
-        hear, told = placement.unanswered, ""
+        hear: Callable[..., Sequence[PlacementOrder]] = placement.unanswered
+        told = ""
         try:
             answer = await self._answer(order)
         except (PeerLostError, DeadlineExceededError, ClosedError) as error:
             told = str(error)
         except Exception as error:  # to the log, and to whoever decides: also OSError
             log.warning("%s: %s: %s", self._what(order), type(error).__name__, error)
-            hear, told = placement.refused, str(error)
+            third = isinstance(error, InvalidArgumentError)
+            hear = partial(placement.refused, never_counted=third)
+            told = str(error)
         else:
             del self._asking[order.store]
             self._carry_out(self._done(order, answer))
@@ -107,7 +116,7 @@ class OrderAsking:
         loop, session, view = asyncio.get_running_loop(), self.session, order.view
         deadline = loop.time() + ATTACH_SECONDS
         match order:
-            case Host(store, _, number):
+            case Host(store, _, number, beside):
                 primary = self._stores.servers[store]
                 process = self._stores.processes[number]
                 await primary.wait_ready(deadline)
@@ -115,7 +124,7 @@ class OrderAsking:
                 deadline = loop.time() + self._timeouts.request
                 assert primary.hello is not None, "it has entered the session"
                 named = primary.hello.incarnation
-                host = HostStore(session, store, view, primary=named)
+                host = HostStore(session, store, view, primary=named, beside=beside)
                 return await process.link.submit(host, deadline=deadline)
             case Establish(store, _, number):
                 process = self._stores.processes[number]
@@ -123,10 +132,17 @@ class OrderAsking:
                 deadline = loop.time() + self._timeouts.request
                 host = HostStore(session, store, view, True)
                 return await process.link.submit(host, deadline=deadline)
-            case Attach(store, _, backup):
+            case Swap(store, _, number, backup):
+                process = self._stores.processes[number]
+                await process.wait_ready(deadline)
+                named = backup.incarnation
+                host = HostStore(session, store, view, primary=named, swaps=True)
+                return await process.link.submit(host, deadline=deadline)
+            case Attach(store, _, backup, beside):
                 primary = self._stores.servers[store]
                 await primary.wait_ready(deadline)
-                attach = AttachBackup(session, view, backup.address, backup.incarnation)
+                at, number = backup.address, backup.incarnation
+                attach = AttachBackup(session, view, at, number, beside)
                 return await primary.link.submit(attach, deadline=deadline)
             case Detach(store):
                 primary = self._stores.servers[store]
@@ -147,6 +163,9 @@ class OrderAsking:
         try:
             await backup.wait_ready(deadline)
             promote = PromoteBackup(self.session, order.view)
+            if (heir := order.heir) is not None:
+                at, number = heir.address, heir.incarnation
+                promote = PromoteBackup(self.session, order.view, at, number)
             return await backup.link.submit(promote, deadline=deadline)
         finally:
             await backup.link.close()
@@ -161,6 +180,10 @@ class OrderAsking:
                 assert isinstance(answer, StoreHosted), answer
                 address = self._reached(order, answer)
                 return placement.created(order, address, answer.incarnation)
+            case Swap():
+                assert isinstance(answer, StoreHosted), answer
+                address = self._reached(order, answer)
+                return placement.swapped(order, address, answer.incarnation)
             case Attach():
                 return placement.attached(order)
             case Detach():
@@ -168,14 +191,26 @@ class OrderAsking:
             case Promote():
                 if placement.stores[order.store].target == order.backup.process:
                     return self._moved(order)
-                log.warning(
-                    "%s is lost (%s): its backup, in the process of %s, is in its "
-                    "place with all that was acknowledged",
-                    self._stores.servers[order.store].name,
-                    placement.stores[order.store].reason,
-                    self._stores.processes[order.backup.process].name,
-                )
+                self._log_failover(order)
                 return placement.promoted(order)
+
+    def _log_failover(self, order: Promote) -> None:
+        """Names the process that is lost, and the store, which goes on elsewhere."""
+        store = self._stores.placement.stores[order.store]
+        name = self._stores.servers[order.store].name
+        here = self._stores.processes[order.backup.process].name
+        if not store.is_primary_known:
+            words = "the store of %s goes on with the copy in the process of %s (%s)"
+            log.warning(words, name, here, store.reason)
+            return
+        log.warning(
+            "the process of %s is lost (%s): the store of %s, which it served, goes on "
+            "in the process of %s with all that was acknowledged",
+            self._stores.processes[store.primary.process].name,
+            store.reason,
+            name,
+            here,
+        )
 
     def _hosted(self, order: Host, answer: StoreHosted) -> Sequence[PlacementOrder]:
         address = self._reached(order, answer)
@@ -188,7 +223,7 @@ class OrderAsking:
             )
         return orders
 
-    def _reached(self, order: Host | Establish, answer: StoreHosted) -> str:
+    def _reached(self, order: Host | Establish | Swap, answer: StoreHosted) -> str:
         return reached_as(answer.address, self._stores.addresses[order.process])
 
     def _moved(self, order: Promote) -> Sequence[PlacementOrder]:
@@ -200,15 +235,18 @@ class OrderAsking:
         return self._stores.placement.promoted(order)
 
     def _what(self, order: Asked) -> str:
-        name, processes = self._stores.servers[order.store].name, self._stores.processes
+        name = f"the store of {self._stores.servers[order.store].name}"
+        processes = self._stores.processes
         match order:
             case Host(_, _, number):
                 return f"{processes[number].name} keeps no backup of {name}"
+            case Swap(_, _, number):
+                return f"{processes[number].name} does not hand over {name}"
             case Establish(_, _, number):
                 return f"{processes[number].name} does not host {name}"
             case Attach():
-                return f"{name} does not fill its backup"
+                return f"{name}: its server does not fill its backup"
             case Detach():
-                return f"{name} does not go on without its backup"
+                return f"{name}: its server does not go on without its backup"
             case Promote():
-                return f"the backup of {name} does not take its place"
+                return f"{name}: its backup does not take its server's place"

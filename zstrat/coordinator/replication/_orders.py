@@ -21,11 +21,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The process is to keep a backup, empty for now."""
+    """The process is to keep a backup, empty for now. ``beside``: a third copy, which
+    counts for nothing yet."""
 
     store: int
     view: int
     process: int
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,13 @@ class Establish:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The primary is to fill the backup, and to keep it equal."""
+    """The primary is to fill the backup, and to keep it equal. ``beside``: so with its
+    other backup, too, which ends when this one is named without that."""
 
     store: int
     view: int
     backup: Copy
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,23 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """The process of the primary is to hand the store to its backup, and to be that."""
+
+    store: int
+    view: int
+    process: int
+    backup: Copy
+
+
+@dataclass(frozen=True, slots=True)
 class Promote:
-    """The backup is to be the primary."""
+    """The backup is to be the primary. ``heir`` has the same, and is its backup."""
 
     store: int
     view: int
     backup: Copy
+    heir: Copy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,7 @@ class Lose:
     gone: bool = False
 
 
-Asked = Host | Establish | Attach | Detach | Promote
+Asked = Host | Establish | Attach | Detach | Swap | Promote
 """Orders that are answered, one at a time for each store: a later one replaces it."""
 PlacementOrder = Asked | Drop | Serve | Lose
 
@@ -103,6 +118,10 @@ class CopyPhase(enum.Enum):
     HOSTING = "hosting"
     ATTACHING = "attaching"
     PAIRED = "paired"
+    ADDING = "adding a copy"
+    FILLING = "filling another copy"
+    REPLACING = "replacing its backup"
+    SWAPPING = "swapping with its backup"
     DETACHING = "detaching"
     PROMOTING = "promoting"
     EMPTY = "empty"

@@ -13,8 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, final
 
 from ._failover import Failover
-from ._orders import Attach, Copy, CopyPhase, Detach, Drop, Establish, Host, Promote
-from ._store_places import WITH_BACKUP, ProcessPlace, StorePlaces
+from ._orders import (
+    Attach,
+    Copy,
+    CopyPhase,
+    Detach,
+    Drop,
+    Establish,
+    Host,
+    Promote,
+    Swap,
+)
+from ._store_places import THIRD_BESIDE, WITH_BACKUP, ProcessPlace, StorePlaces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,19 +36,25 @@ if TYPE_CHECKING:
 
 MOVES: Final = "it moves"
 
+_ASKED_TO_SERVE: Final = (CopyPhase.SWAPPING, CopyPhase.PROMOTING)
+"""A copy is asked to be the primary, or to make room for it: what cannot be taken
+back."""
+
 
 @final
 class MovingStores:
     """The stores of a session that move on purpose: a process is to serve one that
     another one serves.
 
-    A store moves as it fails over: it gets a backup in the process that is its
-    *target*, which is promoted when it is whole. Without replicas a store has a backup
-    only to move.
+    It gets a backup in the process that is its *target*, which is promoted when it is
+    whole. Without replicas a store has a backup only to move. With replicas it keeps
+    two whole copies: a backup elsewhere is replaced when a third copy is whole, and one
+    at the target swaps with the primary.
 
-        has no backup ────────seek──▶ one at the target ──whole──▶ promoted: it is there
-        has one at the target ──────────────────────────whole──▶ promoted
-        has one elsewhere ──detach──▶ has none
+        has no backup ─────────seek──▶ one at the target
+        has one at the target, whole ──▶ promoted, or swapped: it is there
+        has one elsewhere ──detach──▶ has none                       (no replicas)
+        has one elsewhere ──add, fill, replace──▶ one at the target  (replicas)
         is created, promoted or detached: its target is kept until it is served again
 
     The law of this class: a store that moves can be lost as one that does not, and no
@@ -60,11 +76,17 @@ class MovingStores:
         match store.phase:
             case CopyPhase.ALONE:
                 return places.seek(store)
+            case CopyPhase.PAIRED if places.replicas:
+                return places.seek(store)
+            case CopyPhase.ADDING | CopyPhase.FILLING if not store.is_third_at_target:
+                return [*places.end_third(store, MOVES), *places.seek(store)]
             case CopyPhase.PAIRED if at_target:
                 return places.promote(store, MOVES)
             case CopyPhase.HOSTING if not at_target:
                 return places.seek_elsewhere(store, unwilling=False)
-            case CopyPhase.ATTACHING | CopyPhase.PAIRED if not at_target:
+            case CopyPhase.ATTACHING | CopyPhase.PAIRED if not (
+                at_target or places.replicas
+            ):
                 return places.detach(store, MOVES)
             case CopyPhase.EMPTY:
                 places.end_move(store)
@@ -72,8 +94,11 @@ class MovingStores:
 
     def cancel_move(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The store is to stay where it is; a switch that is under way ends."""
-        if store.target is None or store.phase is CopyPhase.PROMOTING:
+        if store.target is None or store.phase in _ASKED_TO_SERVE:
             return []
+        if store.phase in THIRD_BESIDE:
+            self._places.end_move(store)
+            return self._places.end_third(store, reason)
         is_for_move = store.is_backup_at_target
         self._places.end_move(store)
         if self._places.replicas or not is_for_move:
@@ -81,7 +106,9 @@ class MovingStores:
         return self._end_backup(store, reason)
 
     def evict(self, store: StorePlace) -> list[PlacementOrder]:
-        """The backup of the store is to be in another process."""
+        """The backup of the store, in a process that leaves, is to be elsewhere."""
+        if self._places.replicas and store.phase is not CopyPhase.HOSTING:
+            return self._places.seek(store)
         return self._end_backup(store, MOVES)
 
     def _end_backup(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -93,6 +120,8 @@ class MovingStores:
 
     def backup_whole(self, store: StorePlace) -> list[PlacementOrder]:
         """The backup has all: it is promoted where the store moves."""
+        if self._places.replicas:
+            return self._places.seek(store)
         if store.is_backup_at_target:
             return self._places.promote(store, MOVES)
         return []
@@ -132,8 +161,8 @@ class StorePlacement:
 
     @property
     def without_backup(self) -> int:
-        """How many stores have no second copy that has all."""
-        return sum(store.phase is not CopyPhase.PAIRED for store in self.stores)
+        """How many stores have no second copy that has all, if all processes live."""
+        return sum(not store.is_paired for store in self.stores)
 
     @property
     def is_creating(self) -> bool:
@@ -244,7 +273,8 @@ class StorePlacement:
     def backup_lost(self, number: int, view: int, reason: str) -> list[PlacementOrder]:
         """The primary says so of the backup that it has in this view."""
         store = self.stores[number]
-        if store.view != view or store.phase not in WITH_BACKUP:
+        is_known = store.paired_view <= view <= store.view
+        if not is_known or store.phase not in WITH_BACKUP:
             return []
         return self._failover.backup_lost(store, reason)
 
@@ -260,7 +290,7 @@ class StorePlacement:
         return self._moving.cancel_move(self.stores[number], reason)
 
     def evict(self, number: int) -> list[PlacementOrder]:
-        """The backup of the store is to be in another process."""
+        """The backup of the store, in a process that leaves, is to be elsewhere."""
         return self._moving.evict(self.stores[number])
 
     def hosted(
@@ -268,9 +298,12 @@ class StorePlacement:
     ) -> list[PlacementOrder]:
         """The process keeps an empty copy there."""
         store = self.stores[order.store]
-        if not self._is_of_now(order, CopyPhase.HOSTING):
-            return [Drop(store.number, store.view, order.process)]
+        phase = CopyPhase.ADDING if order.beside else CopyPhase.HOSTING
+        if not self._is_of_now(order, phase):
+            return self._useless(order)
         backup = self._copy(order, address, incarnation)
+        if order.beside:
+            return self._places.fill_third(store, backup)
         self._places.fill(store, backup)
         return [Attach(store.number, store.view, backup)]
 
@@ -285,12 +318,37 @@ class StorePlacement:
         return self._places.serve(store)
 
     def attached(self, order: Attach) -> list[PlacementOrder]:
-        """The backup has all."""
-        if not self._is_of_now(order, CopyPhase.ATTACHING):
-            return []
+        """The backup has all, or the third copy."""
         store = self.stores[order.store]
-        self._places.pair(store)
-        return self._moving.backup_whole(store)
+        if self._is_of_now(order, CopyPhase.FILLING):
+            return self._places.replace(store)
+        dropped: list[PlacementOrder] = []
+        if self._is_of_now(order, CopyPhase.REPLACING):
+            dropped = self._places.replaced(store)
+        elif self._is_of_now(order, CopyPhase.ATTACHING):
+            self._places.pair(store)
+        else:
+            return []
+        return [*dropped, *self._moving.backup_whole(store)]
+
+    def swapped(
+        self, order: Swap, address: str, incarnation: int
+    ) -> list[PlacementOrder]:
+        """The process of the primary has handed the store to its backup, and keeps what
+        it has as a copy there."""
+        store = self.stores[order.store]
+        if not self._is_of_now(order, CopyPhase.SWAPPING):
+            return self._useless(order)
+        store.third = heir = self._copy(order, address, incarnation)
+        store.is_third_heir = True
+        if not self._places.is_there(store.backup):
+            return self._places.promote_third(store, "it was lost as it swapped")
+        return self._places.promote(store, MOVES, heir)
+
+    def _useless(self, order: Host | Swap) -> list[PlacementOrder]:
+        """Nobody wants the copy that was made, unless a later one took its place."""
+        store = self.stores[order.store]
+        return [Drop(store.number, store.view, order.process)]
 
     def detached(self, order: Detach) -> list[PlacementOrder]:
         """The primary goes on alone."""
@@ -305,26 +363,43 @@ class StorePlacement:
         store = self.stores[order.store]
         if not self._is_of_now(order, CopyPhase.PROMOTING):
             return []
-        former, store.primary, store.backup = store.primary, order.backup, None
+        former, third = store.primary, store.third
+        store.primary, store.backup, store.third = order.backup, None, None
         if self._moving.promoted(store):
             self.moves += 1
         else:
             self.failovers += 1
-        dropped = self._places.drop(store, former)  # before a new backup is asked for
+        if order.heir is not None:  # which is where the former primary was
+            return self._places.serve_with(store, order.heir)
+        # Before a new backup is asked for.
+        dropped = self._places.drop(store, third)
+        if former.process != store.primary.process:  # else that has swapped
+            dropped += self._places.drop(store, former)
         return dropped + self._places.serve(store)
 
-    def refused(self, order: Asked, reason: str) -> list[PlacementOrder]:
+    def refused(
+        self, order: Asked, reason: str, *, never_counted: bool = False
+    ) -> list[PlacementOrder]:
         """The process or copy that was asked has refused: nothing of the order was
-        carried out, nor will be."""
+        carried out, nor will be.
+
+        Args:
+            never_counted: As of `Failover.refused`.
+        """
         if not self._may_hear(order):
             return []
-        return self._failover.refused(self.stores[order.store], reason)
+        store = self.stores[order.store]
+        return self._failover.refused(store, reason, never_counted=never_counted)
 
     def unanswered(self, order: Asked, reason: str) -> list[PlacementOrder]:
         """Nobody knows whether the order was carried out; it is given once more."""
         if not self._may_hear(order):
             return []
         store = self.stores[order.store]
+        if isinstance(order, Host) and order.beside:
+            is_asked = store.phase is CopyPhase.ADDING
+            self._places.avoid_process(store, store.third)
+            return self._places.end_third(store, reason) if is_asked else []
         if isinstance(order, Host):
             is_asked = store.phase is CopyPhase.HOSTING
             return self._places.seek_elsewhere(store) if is_asked else []
@@ -335,7 +410,9 @@ class StorePlacement:
     def _processes(self) -> list[ProcessPlace]:
         return self._places.processes
 
-    def _copy(self, order: Host | Establish, address: str, incarnation: int) -> Copy:
+    def _copy(
+        self, order: Host | Establish | Swap, address: str, incarnation: int
+    ) -> Copy:
         """What the process has made, in its life of now."""
         life = self._processes[order.process].life
         return Copy(order.process, life, address, incarnation)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.coordinator.connecting import HailedTask, TaskSession, arrive
 from zstrat.errors import (
     DeadlineExceededError,
+    NotPrimaryError,
+    PSUnavailableError,
     UnavailableError,
     ZstratError,
 )
@@ -324,17 +326,20 @@ class Replication:
             before = self.takeovers
             try:
                 return await work()
-            except ZstratError:
-                if not again or not await self.settled(before):
+            except ZstratError as error:
+                if not again or not await self.settled(before, error):
                     raise
 
-    async def settled(self, since: int) -> bool:
-        """Waits while it is not known who serves a store; returns whether that was so
-        now, or another copy took its place since so many `takeovers`."""
+    async def settled(self, since: int, error: ZstratError) -> bool:
+        """Waits until each store has a known server. Returns True if it had to wait, if
+        `takeovers` is not ``since``, or if the error says that the process which was
+        asked does not serve the store now."""
         if self._cluster.outage_error is not None:
             return False
         lines = self._cluster.client.lines
         waited = any(line.is_held or line.peer is None for line in lines)
+        # A process that ends may have answered before, and be asked again since then.
+        waited |= isinstance(error, NotPrimaryError | PSUnavailableError)
         if waited:
             # The lines have them wait until that is known.
             with contextlib.suppress(ZstratError):
@@ -353,7 +358,7 @@ class Replication:
                 copy.incarnation,
             )
             for store in self.placement.stores
-            if store.phase is CopyPhase.PAIRED and (copy := store.backup) is not None
+            if store.is_paired and (copy := store.backup) is not None
         ]
 
     @property
@@ -376,8 +381,10 @@ class Replication:
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
         if isinstance(message, BackupLost) and message.session == self._session:
-            log.warning("%s has lost its backup: %s", task.name, message.reason)
-            store, view = task.place, message.view
+            words = "the store of %s has lost its backup: %s"
+            log.warning(words, task.name, message.reason)
+            # A process has its own store's number, whatever its place among processes.
+            store, view = task.task_number, message.view
             self.carry_out(self.placement.backup_lost(store, view, message.reason))
         elif isinstance(message, WorkerReported):
             self._cluster.message_received(task, message)
@@ -403,7 +410,8 @@ class Replication:
         place = self.placement.stores[task.place]
         if place.is_reported_lost and not self._losses.is_due(task.place):
             # Its process was lost before, and this way to it was not known to be.
-            self._losses.report(task.place, reason)
+            words = self.status.reason_with_process(task.place, reason)
+            self._losses.report(task.place, words)
 
     def succeed(self, left: Mapping[int, Successor], lives: Sequence[int]) -> None:
         """Another program has left these copies, when processes had these lives. What
@@ -454,11 +462,12 @@ class Replication:
             task.move(address, life=order.primary.incarnation)
 
     def _lose(self, order: Lose) -> None:
+        reason = self.status.reason_with_process(order.store, order.reason)
         if order.gone:
             self._send_home(self.placement.stores[order.store])
-            self._losses.report(order.store, order.reason)
+            self._losses.report(order.store, reason)
         else:
-            self._losses.report_later(order.store, order.reason)
+            self._losses.report_later(order.store, reason)
 
     def _look(self) -> None:
         """What follows from all orders together."""

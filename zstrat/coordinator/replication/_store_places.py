@@ -16,6 +16,11 @@ refused, and an answer to that is not heard.
       │              refuses,  │     ▼        ▼                  │
       └──promoted── or is lost └─ PROMOTING ◀────────────────────┘
                                      │
+    PAIRED ──host──▶ ADDING ──attach──▶ FILLING ──whole──▶ REPLACING ──▶ PAIRED, with
+        the third copy as its backup. A third copy that is lost is forgotten.
+    PAIRED ──swap──▶ SWAPPING ──▶ PROMOTING, with what was the primary as its heir
+        ──promoted──▶ PAIRED. If the backup is lost the heir is promoted.
+    in all of these ──primary lost──▶ PROMOTING: a copy that cannot lack anything
     any phase ──no copy lives that has all──▶ EMPTY: whoever asks for the store is told.
     any phase ──another session (`begin_anew`)──▶ ALONE, or CREATING.
 
@@ -39,6 +44,7 @@ from ._orders import (
     Lose,
     Promote,
     Serve,
+    Swap,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +52,21 @@ if TYPE_CHECKING:
 
     from ._orders import PlacementOrder
 
-WITH_BACKUP: Final = (CopyPhase.ATTACHING, CopyPhase.PAIRED)
+THIRD_BESIDE: Final = (CopyPhase.ADDING, CopyPhase.FILLING)
+"""A third copy is made, which counts for nothing yet."""
+WHOLE: Final = (
+    CopyPhase.PAIRED,
+    *THIRD_BESIDE,
+    CopyPhase.REPLACING,
+    CopyPhase.SWAPPING,
+)
+"""Two copies are whole."""
+WITH_BACKUP: Final = (
+    CopyPhase.ATTACHING,
+    CopyPhase.PAIRED,
+    *THIRD_BESIDE,
+    CopyPhase.REPLACING,
+)
 """The primary has a backup, or fills it."""
 _BARE: Final = (CopyPhase.ALONE, CopyPhase.EMPTY)
 """No other process has anything of the store."""
@@ -62,6 +82,13 @@ class StorePlace:
     phase: CopyPhase = CopyPhase.ALONE
     backup: Copy | None = None
     """While it is hosted its address is not known yet."""
+    third: Copy | None = None
+    """A copy besides these, while one of them is to be replaced; or the one that is
+    asked if the backup does not become the primary."""
+    is_third_heir: bool = False
+    """The third copy has all that the backup has, which becomes the primary."""
+    paired_view: int = 0
+    """That in which the primary got its backup."""
     is_reported_lost: bool = False
     """That nobody serves it was ordered."""
     reason: str = ""
@@ -75,6 +102,36 @@ class StorePlace:
     def is_bare(self) -> bool:
         """Whether no other process has anything of it."""
         return self.phase in _BARE
+
+    @property
+    def is_primary_known(self) -> bool:
+        """Whether the process of its primary is, or was, one of this session."""
+        return self.primary.life >= 0
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether it has two whole copies, if their processes live."""
+        is_swapped = self.phase is CopyPhase.PROMOTING and self.third is not None
+        return self.phase in WHOLE or (is_swapped and self.is_third_heir)
+
+    @property
+    def copies(self) -> list[Copy]:
+        """The primary, and the backup if there is one."""
+        return [copy for copy in (self.primary, self.backup) if copy is not None]
+
+    @property
+    def processes(self) -> set[int]:
+        """Where something of it is, or will be."""
+        return {
+            copy.process
+            for copy in (self.primary, self.backup, self.third)
+            if copy is not None
+        }
+
+    @property
+    def is_third_at_target(self) -> bool:
+        """Whether its third copy is where it moves."""
+        return self.third is not None and self.third.process == self.target
 
     @property
     def is_backup_at_target(self) -> bool:
@@ -147,15 +204,14 @@ class StorePlaces:
         return Copy(process, known.life if life is None else life, known.address)
 
     def _copies_of(self, process: int) -> int:
-        copies = [copy for s in self.stores for copy in (s.primary, s.backup) if copy]
-        return sum(copy.process == process for copy in copies)
+        return sum(process in store.processes for store in self.stores)
 
     def begin_anew(self, store: StorePlace) -> None:
         """The store begins anew where it belongs, without a backup, in another session.
         Its views go on."""
         self.end_move(store)
         self._change(store, CopyPhase.ALONE)
-        store.backup, store.is_reported_lost = None, False
+        store.backup, store.third, store.is_reported_lost = None, None, False
         store.primary = self.copy_at(store.home)
 
     def create(self, store: StorePlace) -> list[PlacementOrder]:
@@ -168,11 +224,27 @@ class StorePlaces:
         """The newest view of a program before, which had it; later ones go on there."""
         store.view = view
 
-    def promote(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
-        """The backup is asked to be the primary."""
+    def promote(
+        self, store: StorePlace, reason: str, heir: Copy | None = None
+    ) -> list[PlacementOrder]:
+        """The backup is asked to be the primary, with the heir as its backup."""
         assert store.backup is not None, store
         self._change(store, CopyPhase.PROMOTING, reason)
-        return [Promote(store.number, store.view, store.backup)]
+        return [Promote(store.number, store.view, store.backup, heir)]
+
+    def promote_third(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        """The third copy is asked to be the primary, in place of the backup, which is
+        of no use, or which would have been that with the third copy as its backup."""
+        assert store.backup is not None, store
+        lost, store.backup, store.third = store.backup, store.third, None
+        return [*self.promote(store, reason), *self.drop(store, lost)]
+
+    def swap(self, store: StorePlace) -> list[PlacementOrder]:
+        """The primary is to hand the store to its backup, and to be that."""
+        assert store.backup is not None, store
+        self._change(store, CopyPhase.SWAPPING)
+        at = store.primary.process
+        return [Swap(store.number, store.view, at, store.backup)]
 
     def await_backup(self, store: StorePlace) -> None:
         """Only the backup may go on with the store, and is asked when its process is
@@ -184,21 +256,59 @@ class StorePlaces:
     def detach(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The primary is asked to go on alone."""
         self._end_move_with_backup(store)
+        third, store.third = store.third, None
         self._change(store, CopyPhase.DETACHING, reason)
-        return [Detach(store.number, store.view)]
+        return [Detach(store.number, store.view), *self.drop(store, third)]
 
     def keep(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
         """The primary serves it, and is to keep the backup that it has."""
         assert store.backup is not None, store
         self._change(store, CopyPhase.ATTACHING, reason)
+        store.paired_view = store.view
         served = Serve(store.number, store.view, store.primary)
         return [served, Attach(store.number, store.view, store.backup)]
+
+    def end_third(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
+        """No third copy is made: the primary keeps the backup that it has. A move
+        that it was for ends."""
+        third, store.third = store.third, None
+        assert third is not None, store
+        if third.process == store.target:
+            self.end_move(store)
+        if store.phase is CopyPhase.ADDING:  # the primary does not know of it
+            self._change(store, CopyPhase.PAIRED)
+            return self.drop(store, third)
+        _, attach = self.keep(store, reason)
+        return [attach, *self.drop(store, third)]
+
+    def replace(self, store: StorePlace) -> list[PlacementOrder]:
+        """The third copy has all, and is to be the backup."""
+        assert store.third is not None, store
+        self._change(store, CopyPhase.REPLACING)
+        return [Attach(store.number, store.view, store.third)]
+
+    def replaced(self, store: StorePlace) -> list[PlacementOrder]:
+        """The third copy is the backup."""
+        before, store.backup, store.third = store.backup, store.third, None
+        store.paired_view = store.view
+        self.pair(store)
+        return self.drop(store, before)
 
     def serve(self, store: StorePlace) -> list[PlacementOrder]:
         """The primary has the store, alone, and is to get a backup."""
         self._go_on(store, CopyPhase.ALONE)
         store.is_reported_lost = False
         served = Serve(store.number, store.view, store.primary)
+        return [served, *self.seek(store)]
+
+    def serve_with(self, store: StorePlace, backup: Copy) -> list[PlacementOrder]:
+        """The primary has the store, and a backup that has all."""
+        store.backup, store.paired_view = backup, store.view
+        self.pair(store)
+        store.is_reported_lost = False
+        served = Serve(store.number, store.view, store.primary)
+        if not self.is_there(backup):
+            return [served, *self.detach(store, "the process of its backup is lost")]
         return [served, *self.seek(store)]
 
     def report_store_lost(self, store: StorePlace, reason: str) -> list[PlacementOrder]:
@@ -214,17 +324,22 @@ class StorePlaces:
             return []
         self.end_move(store)
         self._change(store, CopyPhase.EMPTY)
-        store.backup, store.is_reported_lost = None, True
+        store.backup, store.third, store.is_reported_lost = None, None, True
         return [Lose(store.number, reason, gone=True)]
 
     def seek_all(self) -> list[PlacementOrder]:
-        """Each store that has no backup, and is to have one, seeks it."""
+        """Each store that lacks a copy, or is to have it elsewhere, seeks it."""
         return [order for store in self.stores for order in self.seek(store)]
 
     def seek(self, store: StorePlace) -> list[PlacementOrder]:
         """A backup, where it moves; or else in the process that has the fewest copies
-        and not the primary's."""
-        if store.phase is not CopyPhase.ALONE or not self.is_started:
+        and not the primary's. Where it has one that is to be elsewhere, a third copy.
+        """
+        if not self.is_started:
+            return []
+        if store.phase is CopyPhase.PAIRED and self.replicas:
+            return self._seek_third(store)
+        if store.phase is not CopyPhase.ALONE:
             return []
         at, count = store.primary.process, len(self.processes)
         fit = self._fit_for_backup(store)
@@ -243,6 +358,33 @@ class StorePlaces:
         store.backup = Copy(chosen, self.processes[chosen].life, "")
         return [Host(store.number, store.view, chosen)]
 
+    def _seek_third(self, store: StorePlace) -> list[PlacementOrder]:
+        """The store has two copies, which it keeps until a third one is whole: its
+        backup at the target swaps with the primary, any other is replaced."""
+        assert store.backup is not None, store
+        if store.is_backup_at_target:
+            return self.swap(store)
+        fit = [n for n in self._fit_for_backup(store) if n != store.backup.process]
+        if store.target is not None and store.target not in fit:
+            self.end_move(store)
+        if store.target is not None:
+            fit = [store.target]
+        elif not self.processes[store.backup.process].is_leaving:
+            return []
+        if not fit:
+            return []
+        chosen = min(fit, key=self._copies_of)
+        self._change(store, CopyPhase.ADDING)
+        store.third = Copy(chosen, self.processes[chosen].life, "")
+        store.is_third_heir = False
+        return [Host(store.number, store.view, chosen, beside=True)]
+
+    def fill_third(self, store: StorePlace, third: Copy) -> list[PlacementOrder]:
+        """The third copy is hosted, and the primary fills it."""
+        store.third = third
+        self._go_on(store, CopyPhase.FILLING)
+        return [Attach(store.number, store.view, third, beside=True)]
+
     def _fit_for_backup(self, store: StorePlace) -> list[int]:
         return [
             number
@@ -255,7 +397,7 @@ class StorePlaces:
 
     def fill(self, store: StorePlace, backup: Copy) -> None:
         """The backup is hosted, and the primary fills it."""
-        store.backup = backup
+        store.backup, store.paired_view = backup, store.view
         self._go_on(store, CopyPhase.ATTACHING)
 
     def pair(self, store: StorePlace) -> None:
@@ -278,8 +420,12 @@ class StorePlaces:
 
     def avoid_backup_process(self, store: StorePlace) -> None:
         """The process of its backup shall not have one of it for a while."""
-        if store.backup is not None:
-            self.processes[store.backup.process].unwilling.add(store.number)
+        self.avoid_process(store, store.backup)
+
+    def avoid_process(self, store: StorePlace, copy: Copy | None) -> None:
+        """The process of the copy shall not have one of the store for a while."""
+        if copy is not None:
+            self.processes[copy.process].unwilling.add(store.number)
 
     def forget_backup(self, store: StorePlace) -> None:
         """The store has no backup any more, and does not move if it was for that."""

@@ -8,7 +8,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, final
 
-from ._orders import CopyPhase
+from zstrat.errors import ZstratError
+from zstrat.wire import Inspect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,36 +113,82 @@ class CopiesStatus:
             for store in self._placement.stores:
                 self._log_change(store)
 
+    def reason_with_process(self, number: int, reason: str) -> str:
+        """Why a store is lost, with the name of the process that served it if that has
+        another one."""
+        store = self._placement.stores[number]
+        process = self._processes[store.primary.process].name
+        if not store.is_primary_known or process == self._servers[number].name:
+            return reason
+        return f"its store was in the process of {process}: {reason}"
+
     def words(self) -> str:
         """Says of each store without a backup what becomes of it."""
         return "; ".join(
-            f"{self._servers[store.number].name}: {store.phase.value}"
+            f"the store of {self._servers[store.number].name}: {store.phase.value}"
             f"{f' ({store.reason})' if store.reason else ''}"
             for store in self._placement.stores
-            if store.phase is not CopyPhase.PAIRED
+            if not store.is_paired
         )
 
     def statistics(self) -> dict[str, PlainTree]:
-        """How often a backup became primary, how many stores have none now, and where
-        stores are."""
+        """How often a backup became primary, how many stores are not known to have one
+        now, and where stores are. From any thread."""
         placement = self._placement
         counts: dict[str, PlainTree] = {"stores_moved": placement.moves}
         if self._replicas:
             counts["failovers"] = placement.failovers
-            counts["stores_without_backup"] = placement.without_backup
+            heard = [process.is_heard for process in self._processes]
+            counts["stores_without_backup"] = self._not_known_whole(heard)
         return {**counts, "stores": [self._told(store) for store in placement.stores]}
+
+    async def ask_without_backup(self, patience: float) -> int:
+        """Counts the stores of which not both processes answer now. A process that was
+        killed a moment ago may not be missed yet.
+
+        Args:
+            patience: Seconds that a process has to answer.
+
+        Cancellation: nothing has changed.
+        """
+        deadline = asyncio.get_running_loop().time() + patience
+        answers = await asyncio.gather(
+            *(_answers(process, deadline) for process in self._processes)
+        )
+        return self._not_known_whole(answers)
+
+    def _not_known_whole(self, live: Sequence[bool]) -> int:
+        """How many stores are not known to have two whole copies.
+
+        Args:
+            live: Which processes are known to live, by index.
+        """
+        return sum(
+            not store.is_paired or not all(live[copy.process] for copy in store.copies)
+            for store in self._placement.stores
+        )
+
+    def _is_unknown(self, store: StorePlace) -> bool:
+        """Whether it has two copies, if its processes live, of which one is silent."""
+        heard = all(self._processes[copy.process].is_heard for copy in store.copies)
+        return store.is_paired and not heard
 
     def _log_change(self, store: StorePlace) -> None:
         name, bare = self._servers[store.number].name, self._bare
-        if store.phase is CopyPhase.PAIRED and store.number in bare:
+        if store.is_paired and store.number in bare:
             level = bare.pop(store.number)
             assert store.backup is not None, store
             at = self._processes[store.backup.process].name
-            log.log(level, "%s has a backup, in the process of %s", name, at)
-        elif store.phase is not CopyPhase.PAIRED and store.number not in bare:
+            words = "the store of %s has a backup, in the process of %s"
+            log.log(level, words, name, at)
+        elif not store.is_paired and store.number not in bare:
             bare[store.number] = logging.WARNING
-            words = "%s has no backup until another process has taken what it holds"
-            log.warning(f"{words} (%s)", name, store.reason)
+            log.warning(
+                "the store of %s has no backup until another process has taken what it "
+                "holds (%s)",
+                name,
+                store.reason,
+            )
 
     def _told(self, store: StorePlace) -> PlainTree:
         backup = store.backup
@@ -150,5 +197,17 @@ class CopiesStatus:
             "process": self._processes[store.primary.process].name,
             "address": store.primary.address,
             "backup": "" if backup is None else self._processes[backup.process].name,
-            "state": store.phase.value,
+            "state": "unknown" if self._is_unknown(store) else store.phase.value,
         }
+
+
+async def _answers(process: TaskSession, deadline: float) -> bool:
+    """Whether a process answers up to a deadline (loop time)."""
+    if not process.is_heard:
+        return False
+    try:
+        async with asyncio.timeout_at(deadline):
+            await process.link.submit(Inspect(), deadline=deadline)
+    except (ZstratError, TimeoutError):
+        return False
+    return process.is_heard

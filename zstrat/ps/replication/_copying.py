@@ -77,6 +77,30 @@ class StoreCopy:
         self.tensors = []
 
 
+_CONTENT: Final = (
+    "engine",
+    "variables",
+    "ledger",
+    "writers",
+    "parts",
+    "counts",
+    "kept",
+    "kept_optimizers",
+)
+"""What a `Store` has."""
+
+
+def hand_over(source: Store, target: Store) -> None:
+    """Gives all that a store has to another one, which is empty; then the first is. No
+    log may be told of either, and nothing be computed for them."""
+    for name in _CONTENT:
+        content = getattr(source, name)
+        setattr(source, name, getattr(target, name))
+        setattr(target, name, content)
+    # What was planned for the one cannot be committed to the other.
+    source.variables.generation = target.variables.generation + 1
+
+
 def _pinned(held: HeldVariable) -> Iterator[SnapshotTensor]:
     key, cell = held.entry.key, held.cell
     if not cell.lost:

@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, final, get_args
 
 from zstrat.errors import (
+    InvalidArgumentError,
     NotPrimaryError,
     PeerLostError,
     PermissionDeniedError,
@@ -74,7 +75,7 @@ class Following:
         session: int,
         view: int,
         named: int,
-        on_promoted: Callable[[Caller, int], None],
+        on_promoted: Callable[[Caller, PromoteBackup], None],
         clock: Callable[[], float],
         on_made: Callable[[Message, float], None],
     ) -> None:
@@ -83,6 +84,8 @@ class Following:
         """All is here, or waits here, that the primary has acknowledged."""
         self.trouble = ""
         """How it differs from its primary."""
+        self.is_beside = False
+        """It is a third copy, of which its primary has not said yet that it counts."""
         self._task, self._store, self._thread = task, store, thread
         self._on_promoted = on_promoted
         self._clock, self._on_made = clock, on_made
@@ -134,7 +137,7 @@ class Following:
             return self._open(remote, message)
         if remote.role is Job.CHIEF and isinstance(message, PromoteBackup):
             self.require(message.session, message.view)
-            return self._promote(remote, message.view)
+            return self._promote(remote, message)
         raise NotPrimaryError(
             f"{self._task}: this process has the second copy of its variables, and "
             "does not serve it"
@@ -168,6 +171,7 @@ class Following:
             raise UnavailableError(
                 f"{self._task}: this copy is of a process before, and takes no changes"
             )
+        self.is_beside &= opening.view == self.view
         self._primary, self.view = remote, opening.view
         self._told = self._received
         self._tell(LogMade(self._made_count))  # it may not have heard it
@@ -287,6 +291,11 @@ class Following:
         has all, and cannot follow it any further."""
         self._is_inherited, self.is_whole = True, is_whole
 
+    def be_whole(self) -> None:
+        """The store was given all that the primary has, whose versions have jumped."""
+        self.is_whole = True
+        self._store.variables.jump(JUMP)
+
     @property
     def partner(self) -> int:
         """The incarnation of the primary that it follows; 0 if it follows none."""
@@ -327,13 +336,18 @@ class Following:
         self._nbytes = 0
         self._look_at_promotion()
 
-    async def _promote(self, remote: Caller, view: int) -> Message:
+    async def _promote(self, remote: Caller, message: PromoteBackup) -> Message:
         """Nothing more is taken from now on. The primary is told when all is made that
         was: that it is replaced, or that this copy is of no use."""
+        if self.is_beside:
+            raise InvalidArgumentError(
+                f"{self._task} cannot become the primary: this is a third copy, and "
+                "its primary has not said that it counts"
+            )
         if not self.is_whole:
             why = self.trouble or "it has not everything yet"
             raise UnavailableError(f"{self._task} cannot become the primary: {why}")
-        self.view = view
+        self.view = message.view
         if self._promotion is None:
             self._promotion = asyncio.get_running_loop().create_future()
             if not self._queue:
@@ -344,7 +358,7 @@ class Following:
             raise UnavailableError(
                 f"{self._task} cannot become the primary: {self.trouble}"
             )
-        self._on_promoted(remote, view)
+        self._on_promoted(remote, message)
         return Done()
 
     @property

@@ -29,6 +29,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps.snapshots._snapshot import cut
+from zstrat.ps.store._changes import with_log, without_log
 from zstrat.wire import (
     BackupLost,
     CopiedPart,
@@ -92,6 +93,7 @@ class Forwarding:
         turn: Holds off others from names.
         on_lost: Told why, each time that the backup cannot be reached any more.
         on_replaced: Told that the backup is the primary by now.
+        is_whole: The backup has all that is here; it is told each change from now on.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Forwarding:
         *,
         on_lost: Callable[[str], None],
         on_replaced: Callable[[], None],
+        is_whole: bool = False,
     ) -> None:
         self.attached = attached
         """What it was asked for by."""
@@ -135,14 +138,21 @@ class Forwarding:
             on_open=self._opened,
             on_lost=lambda error: self._lost(str(error)),
         )
+        if is_whole:
+            self.is_strict = True
+            store.log = with_log(store.log, self)
 
     def statistics(self) -> dict[str, str | int]:
         """How the backup stands: ``behind`` changes that it does not have, in
         ``log_bytes`` of memory, and ``unacknowledged`` answers that wait for it."""
         state = "copying" if not self.is_strict else "attached"
+        if self.trouble:
+            state = "lost"
+        elif not self._link.is_heard:  # it may be back in time, or be gone
+            state = "unknown"
         return {
             "backup": self.attached.address,
-            "backup_state": "lost" if self.trouble else state,
+            "backup_state": state,
             "backup_trouble": self.trouble,
             "behind": self._log.head - self._log.taken + len(self._held),
             "log_bytes": self._log.nbytes + self._held_bytes,
@@ -228,8 +238,7 @@ class Forwarding:
         if self._is_over:
             return
         self._is_over, self._flows = True, False
-        if self._store.log is self:
-            self._store.log = None
+        self._store.log = without_log(self._store.log, self)
         self._held.clear()
         self._news.set()
         self.ending = asyncio.get_running_loop().create_task(
@@ -380,6 +389,39 @@ class Forwarding:
         self._become_strict()
         await self._all_made()
 
+    async def follow(self, deadline: float) -> None:
+        """Connects to a backup that has all.
+
+        Args:
+            deadline: Loop time until which the backup has to be there; else it is lost.
+
+        Cancellation: `release` ends it.
+        """
+        self._link.start()
+        try:
+            await self._link.wait_open(deadline)
+        except ZstratError as error:  # to the coordinator
+            self._lost(str(error))
+
+    async def give_way(self, stand_aside: Callable[[], None]) -> None:
+        """Waits until the backup has all that there is, while nothing more comes and
+        nothing is computed; then the forwarding is over.
+
+        Args:
+            stand_aside: Refuses whatever comes from then on.
+
+        Raises:
+            UnavailableError: The backup is lost, or is not wanted any more.
+
+        Cancellation: as an error.
+        """
+        names = self._names()
+        async with self._turn(names):
+            self._require_wanted()
+            stand_aside()
+            await self._until(lambda: self._flows and self._log.is_taken)
+            self.release()
+
     async def _rehearse(self) -> None:
         """Has the backup make all that came during the copy; where pushes are computed,
         waits for one, so that the backup has compiled for it before anybody waits."""
@@ -424,7 +466,7 @@ class Forwarding:
                 # without end does not put it off.
                 if are_free(set(self._names()).difference(names)):
                     copy = StoreCopy(self._store)
-                    self._store.log = self
+                    self._store.log = with_log(self._store.log, self)
                     return copy
 
     def _names(self) -> list[Hashable]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zstrat.config import Timeouts
     from zstrat.ps._roles import Caller
     from zstrat.ps.store._store import Store
-    from zstrat.wire import Message, Ownership
+    from zstrat.wire import Message, Ownership, PromoteBackup
 
     from ._following import Following
     from ._standing import Standing
@@ -108,7 +108,17 @@ class StoreServingRole:
         if left.role is not StoreRole.ALONE:
             self._standing.step_aside(is_dropped=left.role is StoreRole.NOTHING)
 
-    def promoted(self, remote: Caller, view: int) -> None:
+    def stand_beside(self) -> None:
+        """The copy is a third one, up to a newer view."""
+        assert self.following is not None, "it was made as a backup"
+        self.following.is_beside = True
+
+    def be_whole(self) -> None:
+        """The backup has been given all that its primary has."""
+        assert self.following is not None, "it was made as a backup"
+        self.following.be_whole()
+
+    def promoted(self, remote: Caller, message: PromoteBackup) -> None:
         """Is the primary from now on, for the coordinator that has asked for it."""
         standing, host, session = self._standing, self._host, self._ownership.session
         if standing.following is not None:
@@ -120,7 +130,9 @@ class StoreServingRole:
                 owner, name=host.name, origin=host.origin, program=host.program
             )
         self._ownership.open(owner)
-        standing.following, standing.view, self._gives_way = None, view, False
+        if standing.following is not None:
+            standing.promoted(message)
+        standing.view, self._gives_way = message.view, False
 
     def follow_new_owner(self, owner: Owner, lost_at: float | None) -> None:
         """Another program has the process that keeps this copy, and goes on with it.
@@ -149,7 +161,7 @@ class StoreServingRole:
         """What a process that has fallen silent leaves of the store ``number``."""
         standing, following = self._standing, self.following
         role = StoreRole.NOTHING
-        if following is not None and following.is_whole:
+        if following is not None and following.is_whole and not following.is_beside:
             role = StoreRole.BACKUP
         elif following is None and not standing.is_dropped:
             # Who has no backup that has all, and was not replaced, is the only one.
@@ -169,14 +181,15 @@ class StoreServingRole:
         owner = self._ownership.owner if following is None else self._host
         if owner is None or not standing.has_any:
             return None
+        is_third = following is not None and following.is_beside
         return LeftCopy(
             number,
-            self.view,
+            0 if is_third else self.view,
             "",
             incarnation,
             owner.origin,
             is_primary=following is None,
-            is_whole=following is None or following.is_whole,
+            is_whole=following is None or (following.is_whole and not is_third),
             is_sure=standing.is_sure(lost_at, self._timeouts),
             variables=len(self._store),
             partner=standing.partner,

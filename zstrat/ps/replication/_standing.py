@@ -55,6 +55,8 @@ class Standing:
     Args:
         tell: Sends a notice to the coordinator that holds the session.
         connect: None: it may have no backup.
+        patience: Seconds that a backup which is to be filled has to be there.
+        silence: The same, of one that has all.
         clock: Seconds.
     """
 
@@ -67,6 +69,7 @@ class Standing:
         tell: Callable[[Message], None],
         connect: Connect | None,
         patience: float,
+        silence: float,
         clock: Callable[[], float],
     ) -> None:
         self.following: Following | None = None
@@ -78,7 +81,7 @@ class Standing:
         """As the session was opened, or is that of a process before."""
         self._task, self._store, self._turn = task, store, turn
         self._tell = tell
-        self._connect, self._patience = connect, patience
+        self._connect, self._patience, self._silence = connect, patience, silence
         self._clock = clock
         self.parted_at: float | None = None
         """When the other one of two copies was lost, the last time; seconds."""
@@ -88,6 +91,11 @@ class Standing:
         """The program before had no second copies."""
         self._forwarding: Forwarding | None = None
         self._copying: asyncio.Task[None] | None = None
+        self._third: Forwarding | None = None
+        """To a copy that is made beside the backup, and may take its place."""
+        self._filling: asyncio.Task[None] | None = None
+        self._is_replacing = False
+        """The third copy may know that it counts."""
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
@@ -211,9 +219,52 @@ class Standing:
             return Done()
         self.view = message.view  # whoever is promoted here was so before
         self._return()
-        if isinstance(message, DetachBackup):
+        if isinstance(message, DetachBackup) or not message.incarnation:
             self._detach()
         return Done()
+
+    def promoted(self, message: PromoteBackup) -> None:
+        """The backup that was here is the primary, and may have a backup from the
+        beginning."""
+        self.following, self.view = None, message.view
+        if not message.incarnation:
+            return
+        session, address = message.session, message.address
+        attach = AttachBackup(session, message.view, address, message.incarnation)
+        self._forwarding = self._forward(attach, is_whole=True)
+        loop = asyncio.get_running_loop()
+        self._copying = loop.create_task(
+            self._forwarding.follow(loop.time() + self._silence),
+            name=f"following {self._task}",
+        )
+
+    async def give_way(self) -> None:
+        """Ends to serve, for the backup, which is to be promoted: it has all that is
+        here, and nothing is computed any more.
+
+        Raises:
+            UnavailableError: There is no backup that has all, or it is lost; this one
+                serves as before.
+
+        Cancellation: as an error.
+        """
+        forwarding = self._forwarding
+        if forwarding is None or not forwarding.is_strict or self.is_replaced:
+            raise UnavailableError(f"{self._task} has no backup that has all")
+        self._end_third()
+        try:
+            await forwarding.give_way(self._stand_aside)
+        except BaseException:  # to the coordinator
+            # Else the backup has the place, or another order has ended it.
+            if self._forwarding is forwarding:
+                self.is_replaced = False
+            raise
+        self._part()
+        self._keep(forwarding)
+        self.is_dropped = True
+
+    def _stand_aside(self) -> None:
+        self.is_replaced = True
 
     def give_up(self, view: int) -> None:
         """Another process serves the store, and nothing here is needed any more.
@@ -238,9 +289,9 @@ class Standing:
 
     def remind(self) -> None:
         """The coordinator is back: it may have missed that the backup is lost."""
-        forwarding = self._forwarding
-        if forwarding is not None and forwarding.is_strict and forwarding.trouble:
-            self._lost(forwarding.trouble)
+        for forwarding in (self._forwarding, self._third):
+            if forwarding is not None and forwarding.is_strict and forwarding.trouble:
+                self._lost(forwarding.trouble)
 
     def end(self, error: ZstratError) -> None:
         """The session is over, and with it what its backup was for."""
@@ -292,46 +343,102 @@ class Standing:
     async def _attach(self, message: AttachBackup) -> None:
         if self._connect is None:
             raise BusyError(f"{self._task} cannot have a backup")
-        forwarding = self._forwarding
+        if message.beside:
+            await self._attach_third(message)
+            return
+        third = self._third
+        if third is not None and third.attached.incarnation == message.incarnation:
+            await self._replace_backup(third, message)
+            return
         if self.partner == message.incarnation:
+            forwarding = self._forwarding
             assert forwarding is not None, "it has this backup already"
+            self._end_third()
             self.view = message.view
             await forwarding.keep(message)
             return
+        forwarding = self._forwarding
         if forwarding is None or forwarding.attached != message:
             self._detach()
             self.view = message.view
-            forwarding = self._forward(message)
+            self._forwarding = forwarding = self._forward(message)
+            self._copying = self._copy(forwarding)
         assert self._copying is not None
         try:
             await asyncio.shield(self._copying)
         except asyncio.CancelledError:
             if self._forwarding is forwarding:
                 raise  # this coroutine was
-            raise UnavailableError(
-                f"{self._task}: the backup is not wanted any more"
-            ) from None
+            raise self._unwanted from None
         except BaseException:  # to the coordinator, who has to say what is next
             if self._forwarding is forwarding and not forwarding.is_strict:
                 self._detach()
             raise
 
-    def _forward(self, message: AttachBackup) -> Forwarding:
+    async def _attach_third(self, message: AttachBackup) -> None:
+        """Fills a copy beside the backup. If it is lost the backup is still there, so
+        the copy is given up without a word of the coordinator."""
+        if not self.has_backup:
+            raise UnavailableError(f"{self._task} has no backup that has all")
+        third, self.view = self._third, message.view
+        if third is None or third.attached != message:
+            self._end_third()
+            self._third = third = self._forward(message)
+            self._filling = self._copy(third)
+        assert self._filling is not None
+        try:
+            await asyncio.shield(self._filling)
+        except BaseException as error:  # to the coordinator
+            if self._third is third and not isinstance(error, asyncio.CancelledError):
+                self._end_third()
+            if self._third is third:
+                raise  # this coroutine was cancelled
+            why = third.trouble or "is not wanted any more"
+            raise UnavailableError(f"{self._task}: the third copy {why}") from error
+
+    @property
+    def _unwanted(self) -> UnavailableError:
+        return UnavailableError(f"{self._task}: the backup is not wanted any more")
+
+    async def _replace_backup(self, third: Forwarding, message: AttachBackup) -> None:
+        """Has the third copy be the backup. Law: until it has heard that it counts,
+        which it says when it is asked to be the primary, all is in the other one, too;
+        and from the moment at which it may have heard that, only a coordinator may end
+        it."""
+        if not third.is_strict:
+            self._end_third()
+            raise self._unwanted
+        self._is_replacing, self.view = True, message.view
+        await third.keep(message)
+        if self._third is not third:
+            raise self._unwanted
+        filling, self._third, self._filling = self._filling, None, None
+        self._detach()  # which ends what `_is_replacing` was for, too
+        self._forwarding, self._copying = third, filling
+
+    def _forward(self, message: AttachBackup, *, is_whole: bool = False) -> Forwarding:
+        def lost(why: str) -> None:
+            if self._third is forwarding and not self._is_replacing:
+                self._end_third()
+            else:
+                self._lost(why)
+
         assert self._connect is not None
-        loop = asyncio.get_running_loop()
-        self._forwarding = Forwarding(
+        forwarding = Forwarding(
             self._store,
             self._turn,
             message,
             self._connect,
-            on_lost=self._lost,
+            on_lost=lost,
             on_replaced=self._step_aside,
+            is_whole=is_whole,
         )
-        self._copying = loop.create_task(
-            self._forwarding.copy(loop.time() + self._patience),
-            name=f"copying {self._task}",
-        )
-        return self._forwarding
+        return forwarding
+
+    def _copy(self, forwarding: Forwarding) -> asyncio.Task[None]:
+        loop = asyncio.get_running_loop()
+        copying = forwarding.copy(loop.time() + self._patience)
+        return loop.create_task(copying, name=f"copying {self._task}")
 
     def _detach(self) -> None:
         forwarding = self._part()
@@ -339,9 +446,19 @@ class Standing:
             forwarding.release()
             self._keep(forwarding)
 
+    def _end_third(self) -> None:
+        self._is_replacing = False
+        if self._filling is not None:
+            self._filling.cancel()
+        third, self._third, self._filling = self._third, None, None
+        if third is not None:
+            third.release()
+            self._keep(third)
+
     def _part(self) -> Forwarding | None:
         """Takes the forwarding out, as there is no backup any more, for the caller to
         end it as the case wants."""
+        self._end_third()
         if self._copying is not None:
             self._copying.cancel()
         forwarding, self._forwarding, self._copying = self._forwarding, None, None

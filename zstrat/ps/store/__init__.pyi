@@ -1,5 +1,6 @@
 from ._cell import Cell as Cell
 from ._cell import Write as Write
+from ._changes import TwoLogs as TwoLogs
 from ._ledger import CAPACITY as CAPACITY
 from ._ledger import UNNAMED as UNNAMED
 from ._ledger import Ledger as Ledger

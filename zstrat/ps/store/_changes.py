@@ -8,7 +8,7 @@ was a duplicate, is not told. What nobody can make again is shipped as values.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, final
 
 import numpy as np
 
@@ -43,6 +43,74 @@ class ChangeLog(Protocol):
 
     def answer(self, future: asyncio.Future[Message], message: Message) -> None:
         """`hold`, for an answer that is awaited already."""
+
+
+@final
+class TwoLogs:
+    """Tells two logs of the changes of a store: an answer leaves when both let it."""
+
+    def __init__(self, *logs: ChangeLog) -> None:
+        self.logs = logs
+
+    def append(self, change: Message) -> None:
+        for log in self.logs:
+            log.append(change)
+
+    def spoil(self, why: str) -> None:
+        for log in self.logs:
+            log.spoil(why)
+
+    def hold(self, message: Message) -> Message | asyncio.Future[Message]:
+        held = [log.hold(message) for log in self.logs]
+        waiting = [each for each in held if isinstance(each, asyncio.Future)]
+        if not waiting:
+            return message
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        left = set(waiting)
+
+        def passed_on(held: asyncio.Future[Message]) -> None:
+            left.discard(held)
+            error = None if held.cancelled() else held.exception()
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            elif not left:
+                answer.set_result(message)
+
+        for each in waiting:
+            each.add_done_callback(passed_on)
+        return answer
+
+    def answer(self, future: asyncio.Future[Message], message: Message) -> None:
+        held = self.hold(message)
+        if not isinstance(held, asyncio.Future):
+            future.set_result(held)
+            return
+
+        def passed_on(held: asyncio.Future[Message]) -> None:
+            if future.done():
+                return
+            if (error := held.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(message)
+
+        held.add_done_callback(passed_on)
+
+
+def with_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog:
+    """What tells the log besides those that are told already."""
+    return log if told is None else TwoLogs(told, log)
+
+
+def without_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
+    """What tells those that are told but the log, which may be none of them."""
+    if told is log:
+        return None
+    if isinstance(told, TwoLogs) and log in told.logs:
+        (told,) = [each for each in told.logs if each is not log]
+    return told
 
 
 async def acknowledged(log: ChangeLog | None, answer: T) -> T:

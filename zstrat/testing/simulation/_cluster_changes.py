@@ -72,19 +72,16 @@ class ClusterChanges:
 
     @property
     def is_moving(self) -> bool:
-        """Whether servers come or go: a store that moves has one copy meanwhile."""
+        """Whether servers come or go."""
         return self._moving is not None and not self._moving.done()
 
     def move_soon(self, chance: float) -> None:
-        """Now and then, one change at a time; the program may think better of it. Where
-        nothing may be lost it begins none while a server is in trouble: a store that
-        moves has one copy meanwhile, and that may be where the trouble is."""
+        """Now and then, one change at a time; the program may think better of it."""
+        often = 0.8 if self._scenario.only_moves else 0.2
         if self._moving is not None and not self._moving.done():
             if chance > 0.98:
                 self._moving.cancel()
-        elif chance < 0.2 and (
-            not self._scenario.is_guarded or self._context.is_calm()
-        ):
+        elif chance < often:
             loop = asyncio.get_running_loop()
             self._moving = loop.create_task(self._moved(), name="change of servers")
 

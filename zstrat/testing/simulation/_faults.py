@@ -30,6 +30,10 @@ than their patience, and what it takes to connect anew."""
 
 _LOOK: Final = 0.02
 """Seconds between two looks of a fault that waits for its servers to be well."""
+_LOOK_AT_MOVES: Final = 0.005
+"""The same, where it waits for a store to move, too."""
+_MOVE: Final = 0.1
+"""Seconds that a move takes, about."""
 _LATEST: Final = 15.0
 """Seconds that a fault waits; then it does not happen."""
 
@@ -41,6 +45,7 @@ class Faults:
     Args:
         program: Knows which processes have copies of stores, if each store has two.
         told: Told of each fault as it happens.
+        amid_moves: What befalls servers waits until a store moves.
     """
 
     def __init__(
@@ -50,7 +55,10 @@ class Faults:
         processes: Mapping[str, Process],
         program: TrainingProgram,
         told: Callable[[str], None] | None,
+        *,
+        amid_moves: bool,
     ) -> None:
+        self._amid_moves, self._were_whole = amid_moves, False
         self._world, self._network, self._processes = world, network, processes
         self._program, self._told = program, told
         self._ill_until: dict[str, float] = {}
@@ -95,21 +103,40 @@ class Faults:
             concerned.pop()  # however often
         is_of_program = self._is_of_program(fault) and fault.kind != "succeed"
         if is_of_program and self._program.is_changing:
-            copies = []  # what moves has one copy, which is enough where none is lost
+            copies = []
             concerned = [name for name in self._ill_until if name != "chief0"]
-        if copies is not None and all(self._is_well(name) for name in concerned):
+        elif self._program.is_changing and fault.kind == "succeed":
+            copies = None  # the next program may find no copy that is known to have all
+        is_due, look = True, _LOOK
+        if self._amid_moves:
+            copies, look = self._copies_amid_moves(copies), _LOOK_AT_MOVES
+            is_due, concerned = self._program.is_moving, list(self._processes)
+        if copies is not None and is_due and all(map(self._is_well, concerned)):
+            # At any moment of a move, which may be over before it is seen again.
+            later = _MOVE * self._world.random.random() if self._amid_moves else 0.0
             for name in servers:
-                self._ill_until[name] = now + fault.length
-            self._happen(fault)
+                self._ill_until[name] = now + later + fault.length
+            self.healed_at = max(self.healed_at, now + later + fault.length)
+            if later:
+                self._world.at(now + later, partial(self._happen, fault))
+            else:
+                self._happen(fault)
         elif now < latest:
-            self.healed_at = max(self.healed_at, now + _LOOK + fault.length)
-            self._world.at(now + _LOOK, partial(self._wait, fault, latest))
+            self.healed_at = max(self.healed_at, now + look + fault.length)
+            self._world.at(now + look, partial(self._wait, fault, latest))
 
     @property
     def is_calm(self) -> bool:
         """Whether no server has trouble that others may not know of."""
         servers = [name for name in self._ill_until if name.startswith("ps")]
         return all(self._is_well(name) for name in servers)
+
+    def _copies_amid_moves(self, copies: list[str] | None) -> list[str] | None:
+        """All servers, if each store has had two copies since the last trouble: moving
+        one is no reason to have fewer, whatever the program believes of it."""
+        is_calm = all(map(self._is_well, self._processes))
+        self._were_whole = is_calm and (self._were_whole or copies is not None)
+        return list(self._processes) if self._were_whole else None
 
     def _is_well(self, name: str) -> bool:
         until = self._ill_until.get(name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 from zstrat.coordinator.unthreaded import cut_of
+from zstrat.errors import NotPrimaryError
 from zstrat.wire import BeginAnew, CopyVariables, DeleteVariables, Push, Pushed
 
 from ._run import run_seed
@@ -138,6 +139,29 @@ def _untold(self: Any, origin: int) -> None:
         session.keep_origin(origin)
 
 
+def _refused(
+    resubmit: Callable[..., Any], self: Any, message: Any, deadline: Any, lost: Any
+) -> Any:
+    """Who asks a process that does not serve the store is told so."""
+    is_final = not lost.cancelled() and isinstance(lost.exception(), NotPrimaryError)
+    return None if is_final else resubmit(self, message, deadline, lost)
+
+
+def _parted(self: Any, store: Any) -> Any:
+    """A store that moves loses its backup before another one is whole."""
+    if store.is_backup_at_target:
+        return self.promote(store, "it moves")
+    is_leaving = self.processes[store.backup.process].is_leaving
+    if store.target is None and not is_leaving:
+        return []
+    return self.detach(store, "it moves")
+
+
+def _bare(self: Any, message: Any) -> None:
+    """A new primary does not hear that the old one is its backup."""
+    self.following, self.view = None, message.view
+
+
 def _no_pair(found: object) -> None:
     """No two copies are known to go on together."""
 
@@ -192,6 +216,7 @@ _RENEWAL: Final = "zstrat.coordinator.recovery._session_renewal.SessionRenewal"
 _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
+_RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -276,6 +301,15 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "elements do not go back": {
         "zstrat.program.trace._iterator.StepIterator.unread": _nothing
+    },
+    "what a server refuses as it ends is not asked again": {
+        _RESUBMIT: _around(_RESUBMIT, _refused)
+    },
+    "a store that moves has one copy meanwhile": {
+        "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
+    },
+    "a server that has swapped goes on alone": {
+        f"{_COPIES}._standing.Standing.promoted": _bare
     },
     "versions do not jump at a promotion": {f"{_COPIES}._following.JUMP": 0},
 }

@@ -154,7 +154,8 @@ class TrainingProgram:
         if self._is_open and self._coordinator is not None:
             present = self._coordinator.cluster.moves.addresses.values()
             self._holders = {f"ps{self._ps.index(address)}" for address in present}
-        self._left, self._is_open = self.copies(), False
+        self._left = None if self.is_changing else self.copies()
+        self._is_open = False
 
     def hurt(self, server: str) -> None:
         """Called when a server was killed."""
@@ -164,14 +165,22 @@ class TrainingProgram:
 
     @property
     def is_changing(self) -> bool:
-        """Whether servers come or go: the store that moves has one copy meanwhile."""
+        """Whether servers come or go."""
         return self._is_open and self._session is not None and self._session.is_changing
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a store is on its way to another process."""
+        coordinator = self._coordinator if self._is_open else None
+        replication = None if coordinator is None else coordinator.cluster.replication
+        stores = () if replication is None else replication.placement.stores
+        return any(
+            store.target is not None or store.third is not None for store in stores
+        )
 
     def copies(self) -> list[str] | None:
         """The processes that have copies of stores, if each store has two, and there is
         something that nobody may lose."""
-        if self.is_changing:
-            return None
         if self._chain and not any(each.has_created for each in self._chain):
             return None
         if not self._is_open:
@@ -183,10 +192,10 @@ class TrainingProgram:
         placement = replication.placement
         if placement.without_backup:
             return None
-        copies = [(each.primary, each.backup) for each in placement.stores]
+        found = set().union(*(store.processes for store in placement.stores))
         at = {address: f"ps{index}" for index, address in enumerate(self._ps)}
         names = [at[process.address] for process in replication.processes]
-        return [names[copy.process] for pair in copies for copy in pair if copy]
+        return [names[process] for process in sorted(found)]
 
 
 def is_lost(error: Exception) -> bool:

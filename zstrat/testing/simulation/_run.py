@@ -107,7 +107,12 @@ class Run:
         self._given_out = GivenOut(self._broken)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
-            world, self._network, self._processes, self._program, told
+            world,
+            self._network,
+            self._processes,
+            self._program,
+            told,
+            amid_moves=scenario.only_moves,
         )
 
     def verdict(self) -> SeedVerdict:

@@ -12,7 +12,7 @@ MAX_FAULT_SECONDS: Final = 4.0
 """Seconds that a fault lasts at most."""
 
 
-_MOVING: Final = frozenset({6, 15, 29, 31, 33, 35, 36})
+_MOVING: Final = frozenset({6, 15, 23, 29, 31, 33, 35, 36})
 """Of each forty seeds those in which stores move."""
 
 
@@ -90,6 +90,8 @@ class Scenario:
     else takes it from them, so none may be said to be lost."""
     resumes: bool = False
     """A program that is started again goes on with what the one before has left."""
+    saves: bool = False
+    """The program saves and restores now and then, and each has to succeed."""
     moves: bool = False
     """The program drains servers, adds them again and levels, beside its steps."""
     stores_per_ps: int = 1
@@ -107,6 +109,8 @@ class Scenario:
     """The program cancels what waits, now and then."""
     turns_over: bool = False
     """It lets workers go, and takes them in again."""
+    only_moves: bool = False
+    """It does so again and again, so that faults come amid moves."""
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
@@ -114,8 +118,9 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     when their steps are over, lost servers, or lines that break often. In each fourth
     seed there are second copies of the servers. In each tenth servers are told to stop
     and started again, and in each twentieth they are replaced and do not know. In each
-    tenth programs are killed, and others go on with what they have left. In seven of
-    forty, of all these kinds, servers come and go."""
+    tenth programs are killed, and others go on with what they have left. In eight of
+    forty, of all these kinds, servers come and go, and in one of these again and again
+    while servers with second copies are lost."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
@@ -135,7 +140,10 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         return scenario
     chance = random.Random(f"moves {seed}")
     stores = chance.choice([1, 1, 2])
-    return replace(scenario, moves=True, stores_per_ps=stores)
+    scenario = replace(scenario, moves=True, stores_per_ps=stores)
+    if seed % 40 != 23:
+        return scenario
+    return replace(scenario, only_moves=True, servers=servers, steps=60, pace=0.25)
 
 
 def _with_strikes(scenario: Scenario, number: int) -> Scenario:
@@ -206,7 +214,8 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     servers = chance.choice([2, servers, servers])
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
     themes = {7: "restarts of copies", 11: "successors", 19: "old primaries"}
-    theme = themes.get(seed % 20, "")
+    rare = {23: "losses amid moves", 27: "ends of copies"}
+    theme = rare.get(seed % 40) or themes.get(seed % 20, "")
     is_guarded = chance.random() < 0.7 or bool(theme)
     restores = not is_guarded and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
@@ -235,6 +244,7 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         is_guarded=is_guarded,
         reads_beside=not restores and chance.random() < 0.5,
         resumes=theme == "successors",
+        saves=theme == "ends of copies",
     )
 
 
@@ -264,6 +274,8 @@ class _Fate:
             "copies": ([1, 2, 3], self._trouble),
             "restarts": ([1, 2, 4], self._restart),
             "restarts of copies": ([1, 2], self._restart),
+            "ends of copies": ([1, 2, 3], self._restart),
+            "losses amid moves": ([4, 6, 8], self._trouble),
             "old primaries": ([0, 0, 1], self._trouble),
             "programs": ([1, 2, 3], self._killed),
             "programs and restarts": ([1, 2, 3], self._killed),
@@ -403,6 +415,7 @@ _MORE: Final = {
     "copies": _Fate._absence,
     "restarts": _Fate._absence_or_break,
     "restarts of copies": _Fate._trouble,
+    "losses amid moves": _Fate._absence,
     "old primaries": _Fate._absence,
     "programs and restarts": _Fate._restart,
     "successors": _Fate._trouble,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from zstrat.coordinator import until_settled
 from zstrat.coordinator.unthreaded import Code, LoopCoordinator
 from zstrat.data import Dataset
 from zstrat.errors import (
@@ -26,7 +27,7 @@ from zstrat.errors import (
 from zstrat.program import dump_code
 from zstrat.ps import Ref
 from zstrat.variables import VariableSpec
-from zstrat.wire import UpdateOp
+from zstrat.wire import StoreEntry, UpdateOp
 
 from ._checkpoints import MemoryPoint, late_of, read_pinned, values_of
 from ._cluster_changes import PS_WAIT, ClusterChanges, SessionContext
@@ -38,6 +39,9 @@ from ._strikes import Strikes
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from zstrat.coordinator import SessionCut
+
+    from ._checkpoints import SavedTensor
 
 OWN: Final = 16
 """Own updates of a session, at most."""
@@ -87,6 +91,10 @@ class TrainingSession:
         self._strikes: Final = Strikes(
             context, coordinator, training, self._late, self._look_at_late, self._save
         )
+        self._restored = _specs(400, "restored", (2,), "int64", count)
+        self._created = (*self._marks, *self._own, *self._tables)
+        if self._scenario.saves:
+            self._created += self._restored
         self._updates: set[asyncio.Task[None]] = set()
         self._pinned: set[int] = set()
         """Snapshots that were not released, as their servers were away."""
@@ -117,9 +125,8 @@ class TrainingSession:
         await self._finish()
 
     async def _create(self) -> None:
-        specs = (*self._marks, *self._own, *self._tables)
         await self._coordinator.servers.create_variables(
-            [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in specs]
+            [(spec, np.zeros(spec.shape, spec.numpy_dtype)) for spec in self._created]
         )
         self._training.has_created = True
 
@@ -164,7 +171,9 @@ class TrainingSession:
 
     async def _something_else(self, chance: float) -> None:
         """Does what a program does besides training, now and then."""
-        if chance < 0.25:
+        if self._scenario.saves and chance > 0.7:
+            await (self._save() if chance > 0.85 else self._restore())
+        elif chance < 0.25:
             self._update_soon()
         elif chance < 0.32:
             await self._look(partial(self._steadily, self._read))
@@ -357,30 +366,22 @@ class TrainingSession:
         return self._changes.is_moving
 
     async def _save(self) -> None:
-        """Saves a checkpoint; one that fails is none."""
+        """Saves a checkpoint. One that fails is none, where servers may be lost."""
         coordinator, training = self._coordinator, self._training
         if coordinator.cluster.outage_error is not None:
             return
-        client, number = coordinator.cluster.client, self._context.new_number()
-        holder, fills, late = object(), training.fills, training.late
+        fills, late = training.fills, training.late
         specs = [*self._marks, *self._own, *self._tables]
         specs += map(self._late.spec, late.keys)
-        refs = [Ref(spec.ps, spec.key) for spec in specs]
         optimizers = frozenset({OPTIMIZER} if late.has_optimizer else ())
         try:
-            cut = await coordinator.cluster.pause.begin(holder)
-            pinned = await client.pin(number, refs, list(optimizers))
-        except ZstratError:  # and if a server was lost, it is told by the next call
+            cut, tensors = await until_settled(
+                [coordinator.cluster], partial(self._cut, specs, optimizers)
+            )
+        except ZstratError as error:  # a lost server is reported by the next call, too
+            if self._scenario.saves:
+                self._look_at(error)
             return
-        finally:
-            coordinator.cluster.pause.end(holder)
-        self._pinned.add(number)
-        try:
-            tensors = await read_pinned(client, number, pinned, self._scenario.delay)
-            await client.release(number)
-        except ZstratError:
-            return
-        self._pinned.discard(number)
         if training.fills != fills or training.is_filling:
             return
         values, found = values_of(tensors), late_of(tensors, late.keys)
@@ -396,6 +397,47 @@ class TrainingSession:
             point = MemoryPoint(training, path, saved, tensors, optimizers)
             if missing := recovery.remember(point, cut, fills):
                 training.broken(f"a checkpoint of all lacks {missing}")
+
+    async def _cut(
+        self, specs: Sequence[VariableSpec], optimizers: frozenset[int]
+    ) -> tuple[SessionCut, list[SavedTensor]]:
+        """The values at one moment between two steps."""
+        cluster, number = self._coordinator.cluster, self._context.new_number()
+        holder, refs = object(), [Ref(spec.ps, spec.key) for spec in specs]
+        try:
+            cut = await cluster.pause.begin(holder)
+            pinned = await cluster.client.pin(number, refs, list(optimizers))
+        finally:
+            cluster.pause.end(holder)
+        self._pinned.add(number)
+        delay = self._scenario.delay
+        tensors = await read_pinned(cluster.client, number, pinned, delay)
+        await cluster.client.release(number)
+        self._pinned.discard(number)
+        return cut, tensors
+
+    async def _restore(self) -> None:
+        """Gives variables other values between two steps, as a restore does."""
+        coordinator, value = self._coordinator, np.int64(self._context.draw() * 2**40)
+        try:
+            await until_settled([coordinator.cluster], partial(self._load, value))
+        except ZstratError as error:
+            self._look_at(error)
+            return
+        found = await self._steadily(partial(coordinator.servers.read, self._restored))
+        if any((each != value).any() for each in found):
+            self._training.broken(f"{value} was restored, and a read has {found}")
+
+    async def _load(self, value: np.int64) -> None:
+        cluster, holder = self._coordinator.cluster, object()
+        try:
+            await cluster.pause.begin(holder)
+            for spec in self._restored:
+                array = np.full(spec.shape, value)
+                entry = StoreEntry(spec.key, 0, "", 0)
+                await cluster.client.store(spec.ps, [entry], [array])
+        finally:
+            cluster.pause.end(holder)
 
     async def _finish(self) -> None:
         await self._join()
@@ -445,7 +487,7 @@ class TrainingSession:
         told = await self._steadily(client.statistics)
         if late.is_unsure or training.fills != fills or training.is_filling:
             return
-        homes = [spec.ps for spec in (*self._marks, *self._own, *self._tables)]
+        homes = [spec.ps for spec in self._created]
         homes += [self._late.spec(key).ps for key in late.keys]
         for store, each in enumerate(told):
             if each["variables"] != homes.count(store):

@@ -140,7 +140,7 @@ _OF_A_PROGRAM: Final = _metrics(
     +steps_lost steps_lost Steps whose updates were lost with their server.
     +failovers failovers Backups that took the place of a primary.
     stores_without_backup stores_without_backup \
-        Stores of parameter servers that have no backup.
+        Stores of parameter servers that are not known to have a backup now.
     +stores_moved stores_moved Stores that were moved to another process.
     +workers_added workers_added Workers that came while the program ran.
     +workers_moved workers_moved Workers that came back at another address.
