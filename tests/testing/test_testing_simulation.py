@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -96,7 +97,7 @@ CAUGHT = {
     "the ledger is not in the log": 55,
     "a program that goes on is taken for the one before": 11,
     "a backup does not hear of the next program": 11,
-    "two copies part when a program goes on": 31,
+    "two copies part when a program goes on": 411,
     "versions do not jump at a promotion": 203,
     "fences of the session before are raised": 5,
     "trees are not bound again": 25,
@@ -113,12 +114,23 @@ CAUGHT = {
 """A seed that catches it, by the name of the mutation."""
 
 
+ALONE = {"a server that comes later is of another session"}
+"""Those of which seeds notice more that have nothing beside their theme."""
+
+
+def run_of(name, seed):
+    if name not in ALONE:
+        return run_seed(seed)
+    less = dict.fromkeys(("late", "optimizes", "draws", "cancels", "turns_over"), False)
+    return run_scenario(replace(scenario_of(seed), **less))
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_copy_is_caught(name):
     seed = CAUGHT[name]
     with mutated(name):
         # What is sent decides what a seed is: the next of its kind do as well.
-        assert any(run_seed(seed + 4 * n).failure is not None for n in range(60))
+        assert any(run_of(name, seed + 4 * n).failure is not None for n in range(60))
     if seed >= 100:  # else it is among those above
         assert run_seed(seed).failure is None
 
@@ -223,7 +235,7 @@ def test_a_program_that_goes_on_finds_each_step_once():
     assert verdict.steps >= 19
 
 
-@pytest.mark.parametrize("seed", [31, 211, 411])
+@pytest.mark.parametrize("seed", [351, 411])
 def test_a_server_that_was_started_again_is_not_taken_for_the_one_before(seed):
     """Of copies that part, one had all: the next program read zeros in its place."""
     with mutated("two copies part when a program goes on"):
@@ -235,7 +247,7 @@ def test_what_nobody_began_before_it_was_killed_is_no_warning():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with mutated("two copies part when a program goes on"):
-            assert run_seed(31).failure is not None
+            assert run_seed(411).failure is not None
     assert not told
 
 
