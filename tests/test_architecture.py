@@ -288,7 +288,6 @@ SMALL = {
     "zstrat.cli.__main__": "started by name",
     "zstrat.launch._units": "the text of systemd's units",
     "zstrat.transport._identity": "the door says who this process is",
-    "zstrat.transport._blocking": "the door says it for all packages above",
     "zstrat.daemons._notify": "systemd's protocol",
 }
 """Files of 60 lines or less that one file imports; in `contrib`, `compat` and

@@ -12,6 +12,9 @@ import pytest
 FORK = """
 import os, signal, threading
 
+for each in (signal.SIGTERM, signal.SIGHUP):  # nohup ignores one of them
+    signal.signal(each, signal.SIG_DFL)
+
 def forked(what=signal.pause):
     \"\"\"A process that has begun, forked by a thread that is not the main one.\"\"\"
     begun, told = os.pipe()

@@ -166,7 +166,7 @@ def test_values_that_are_old_are_named(daemons, monkeypatch):
         found = looked_at(daemons)
     (stale,) = [limit for limit in found.limits if limit.what == "stale"]
     assert stale.numbers["p50"] > 6
-    assert "2 workers make about 3 by themselves" in stale.words
+    assert "2 workers make about 1 by themselves" in stale.words
 
 
 class Slow:

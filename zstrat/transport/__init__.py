@@ -4,7 +4,6 @@ from ._address import check_address as check_address
 from ._address import check_told as check_told
 from ._address import parse as parse
 from ._address import reached_as as reached_as
-from ._blocking import warn_of_blocking as warn_of_blocking
 from ._curve import Security as Security
 from ._data_connections import DataConnections as DataConnections
 from ._echo import Echo as Echo
@@ -30,6 +29,7 @@ from ._loop import close_portals as close_portals
 from ._loop import new_event_loop as new_event_loop
 from ._loop import require_own as require_own
 from ._loop import run as run
+from ._loop import warn_of_blocking as warn_of_blocking
 from ._pool import POOL as POOL
 from ._pool import Pool as Pool
 from ._pump import Sending as Sending

@@ -29,7 +29,9 @@ import os
 import signal
 import sys
 import threading
+import warnings
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, final
 
 # Before `close_portals` is registered, so that it ends after it: then it frees the
@@ -54,6 +56,10 @@ _loops: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet()
 _of_parent: Final[weakref.WeakSet[asyncio.AbstractEventLoop]] = weakref.WeakSet()
 """Loops of the process that this one was forked from."""
 
+_OURS: Final = f"{Path(__file__).parents[1]}{os.sep}"
+_warned: Final[set[str]] = set()
+"""What to await in place of calls that have blocked a loop."""
+
 Result = TypeVar("Result")
 
 
@@ -73,6 +79,37 @@ def require_own(loop: asyncio.AbstractEventLoop, what: str) -> None:
     """
     if _of_parent and loop in _of_parent:
         raise ForkedError(what)
+
+
+def warn_of_blocking(twin: str) -> None:
+    """Warns, once for each ``twin``, of a call that is about to block the event loop
+    that runs in this thread. Says nothing in a notebook, whose kernel runs each cell in
+    a loop that has nothing else to do.
+
+    Args:
+        twin: What to await instead.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if twin in _warned or "ipykernel" in sys.modules:
+        return
+    warnings.warn(
+        "this call blocks the event loop of its thread, and all tasks of it, until the "
+        f"answer is there: await {twin} instead, or call it by asyncio.to_thread",
+        RuntimeWarning,
+        stacklevel=_outside(),
+    )
+    _warned.add(twin)  # not where warnings are errors: those are raised each time
+
+
+def _outside() -> int:
+    """How far the first line that is not of zstrat is from the caller of this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
