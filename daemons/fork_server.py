@@ -116,7 +116,7 @@ class Forks:
             pid = os.fork()
         if pid == 0:
             self._forget()
-            _draw_anew()
+            _reseed()
             return True
         self._running[pid] = daemon.told
         with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
@@ -152,7 +152,7 @@ class Forks:
                     break
 
 
-def _draw_anew() -> None:
+def _reseed() -> None:
     """Gives numpy's global generator the state of a process that has just imported it:
     all that are forked would have the same. Python's `random` and what draws names and
     ids do so by themselves."""

@@ -340,7 +340,7 @@ class Stores(RuleBasedStateMachine):
     @invariant()
     def backups_are_elsewhere(self):
         for store in self.placement.stores:
-            # Where a swap went wrong, the primary has nothing any more.
+            # Where a swap went wrong, the primary no longer has anything.
             if store.phase is not CopyPhase.PROMOTING and store.backup is not None:
                 assert store.backup.process != store.primary.process
 

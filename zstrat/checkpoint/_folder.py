@@ -98,7 +98,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _unlocked(path: str, descriptor: int) -> None:
-    # Before it is unlocked: whoever waits for the old file sees that it is gone.
+    # Before it is unlocked: who waits for the old file sees that it is gone.
     with contextlib.suppress(OSError):
         os.unlink(path)
     os.close(descriptor)

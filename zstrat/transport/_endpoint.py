@@ -288,7 +288,7 @@ class Endpoint:
         try:
             descriptor = int(frames[1].get("__fd"))
             user = str(frames[1].get("User-Id")) if self._security is not None else None
-        except zmq.ZMQError:  # it speaks no ZMTP 3, and so is none of us
+        except zmq.ZMQError:  # it does not speak ZMTP 3: not one of our tasks
             self._complaints.add(
                 "it speaks another version of ZeroMQ's protocol than 3"
             )

@@ -93,7 +93,7 @@ class Forwarding:
         turn: Holds off others from names.
         on_lost: Told why, each time that the backup cannot be reached any more.
         on_replaced: Told that the backup is the primary by now.
-        is_whole: The backup has all that is here; it is told each change from now on.
+        is_whole: The backup has all that is here, and gets each change from now on.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class Forwarding:
         program.
 
         Raises:
-            UnavailableError: It is lost, or is not wanted any more.
+            UnavailableError: It is lost, or is no longer wanted.
 
         Cancellation: as if it was told.
         """
@@ -362,7 +362,7 @@ class Forwarding:
             deadline: Loop time until which the backup has to be there.
 
         Raises:
-            UnavailableError: It is lost, or is not wanted any more.
+            UnavailableError: It is lost, or is no longer wanted.
             ZstratError: As of `Link.wait_open`.
 
         Cancellation: it is not whole; `release` ends it.
@@ -411,7 +411,7 @@ class Forwarding:
             stand_aside: Refuses whatever comes from then on.
 
         Raises:
-            UnavailableError: The backup is lost, or is not wanted any more.
+            UnavailableError: The backup is lost, or is no longer wanted.
 
         Cancellation: as an error.
         """

@@ -240,7 +240,7 @@ class Standing:
 
     async def give_way(self) -> None:
         """Ends to serve, for the backup, which is to be promoted: it has all that is
-        here, and nothing is computed any more.
+        here, and nothing is computed from then on.
 
         Raises:
             UnavailableError: There is no backup that has all, or it is lost; this one
@@ -393,12 +393,12 @@ class Standing:
                 self._end_third()
             if self._third is third:
                 raise  # this coroutine was cancelled
-            why = third.trouble or "is not wanted any more"
+            why = third.trouble or "is no longer wanted"
             raise UnavailableError(f"{self._task}: the third copy {why}") from error
 
     @property
     def _unwanted(self) -> UnavailableError:
-        return UnavailableError(f"{self._task}: the backup is not wanted any more")
+        return UnavailableError(f"{self._task}: the backup is no longer wanted")
 
     async def _replace_backup(self, third: Forwarding, message: AttachBackup) -> None:
         """Has the third copy be the backup. Law: until it has heard that it counts,

@@ -100,7 +100,7 @@ class TwoLogs:
 
 
 def with_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog:
-    """What tells the log besides those that are told already."""
+    """Messages for the log, beside those that it has already."""
     return log if told is None else TwoLogs(told, log)
 
 

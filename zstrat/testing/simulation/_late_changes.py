@@ -435,7 +435,7 @@ def _optimizer_code() -> bytes:
 
 
 def _tree(key: int) -> bytes:
-    """What servers are told of the optimizer's tree, which has one variable, as
+    """The optimizer's tree as servers get it, which has one variable, as
     `zstrat.optimizers.Binding.encoded` makes it."""
     kind = [list(SHAPE), "float32"]
     told = {

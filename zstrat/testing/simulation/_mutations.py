@@ -142,7 +142,7 @@ def _untold(self: Any, origin: int) -> None:
 def _refused(
     resubmit: Callable[..., Any], self: Any, message: Any, deadline: Any, lost: Any
 ) -> Any:
-    """Who asks a process that does not serve the store is told so."""
+    """A request to a process that does not serve the store fails."""
     is_final = not lost.cancelled() and isinstance(lost.exception(), NotPrimaryError)
     return None if is_final else resubmit(self, message, deadline, lost)
 

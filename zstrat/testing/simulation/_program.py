@@ -33,7 +33,8 @@ class TrainingProgram:
     """All sessions of one run.
 
     Args:
-        context: Makes what sessions have of the run, of what is told when one is open.
+        context: Makes what sessions have of the run, given what to call when one is
+            open.
         over: Called when all is done that was to be done.
     """
 

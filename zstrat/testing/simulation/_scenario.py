@@ -20,9 +20,9 @@ _STRUCK: Final = 15
 """Of each forty seeds that in which a server is killed behind each change of some
 kinds."""
 ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
-"""What a program tells of its optimizer, once, and what copies are told of that."""
+"""Messages about an optimizer that a program sends once, also to copies."""
 RESUMED: Final = frozenset({"BeginAnew", "CopyKept"})
-"""What is told where a program goes on with what another one has left."""
+"""Messages of a program that goes on with what another one has left."""
 
 
 class Fault(NamedTuple):

@@ -75,7 +75,7 @@ class ScriptedFunction:
             ahead of them.
         resource: The number of the iterators that steps draw from; 0: they draw from
             none.
-        broken: Told in words what must not be.
+        broken: Called with what must not be.
     """
 
     training: int

@@ -271,7 +271,7 @@ class TrainingSession:
                 self._training.broken(f"step {place} has returned {result}")
 
     async def _cancel(self) -> None:
-        """Nothing waits or runs any more, and what has not begun never will."""
+        """Nothing waits or runs from then on, and what has not begun never will."""
         await self._coordinator.engine.cancel_async()
         for place, step in self._training.steps.items():
             if step.fate == "open":

@@ -205,7 +205,7 @@ class Requests(Generic[Token]):
     ``patience`` seconds after something moved for which it has to wait. On the way out
     that is its own body, and what stands before it. On the way back any answer may
     stand before its own; but those to requests that were sent after its first deadline
-    do not count, so that no stream of later requests keeps one for ever that nobody
+    do not count, so that no stream of later requests keeps one open that nobody
     answers.
     """
 
