@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Load(NamedTuple):
     """A stored tensor for a variable: its value (``optimizer`` None), or the slot
     ``leaf``. ``tensor`` None: the optimizer has its initial state for this variable.
-    A tensor that is not whole leaves other rows of a value as they are; those of a slot get
-    their initial value."""
+    A tensor that is not whole leaves other rows of a value as they are; those of a
+    slot get their initial value."""
 
     variable: AbstractVariable
     optimizer: Optimizer | None
