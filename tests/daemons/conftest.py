@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,13 +47,15 @@ def start(tmp_path):
         log = tmp_path / f"log-{len(running)}"
         inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
         with log.open("wb") as out:
+            command = [sys.executable, "-m", f"zstrat.daemons.{job}", *argv]
+            if without_streams:  # `preexec_fn` would fork this process, which has jax
+                command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
             process = subprocess.Popen(
-                [sys.executable, "-m", f"zstrat.daemons.{job}", *argv],
+                command,
                 env={**inherited, "NOTIFY_SOCKET": manager.getsockname(), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                preexec_fn=partial(os.closerange, 0, 3) if without_streams else None,
             )
         running.append(Daemon(process, manager, log))
         return running[-1]

@@ -242,7 +242,10 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         hands_over=theme == "restarts of copies",
         replicas=1,
         is_guarded=is_guarded,
-        reads_beside=not restores and chance.random() < 0.5,
+        # A save is of one moment, so nothing else is done beside it.
+        reads_beside=not restores
+        and chance.random() < 0.5
+        and theme != "ends of copies",
         resumes=theme == "successors",
         saves=theme == "ends of copies",
     )
