@@ -270,9 +270,8 @@ def safely_combined(table, weights, combiner, default):
     return jnp.stack(rows)
 
 
-@pytest.mark.parametrize("default", [None, 7])
+@pytest.mark.parametrize(("form", "default"), [("padded", None), ("pairs", 7)])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.parametrize("form", ["padded", "pairs"])
 def test_safe_lookups_keep_every_weight_of_a_sum(form, combiner, default):
     """Its value, and the gradients of the table and of the weights."""
     mask = np.ones(SAFE_IDS.shape, bool)
