@@ -50,6 +50,7 @@ def flags_are_read():
 
 
 async def test_flags_have_their_defaults_as_a_daemon_parses_none(world):
+    import grain  # noqa: F401  # defines them
     from absl import flags
 
     flags.FLAGS.unparse_flags()
