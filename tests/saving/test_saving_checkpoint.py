@@ -342,6 +342,18 @@ def test_rows_that_were_added_keep_their_values(tmp_path):
         wider.restore(path, partial="rows")
 
 
+def test_rows_of_slots_that_were_added_need_a_tree_that_is_known(tmp_path):
+    """How theirs begin is not known: they were whatever the memory held before."""
+    old, new = Variable(np.full((2, 3), 5, "f4")), Variable(np.full((4, 3), 7, "f4"))
+    optimizer = Optimizer(optax.adam(0.1))
+    optimizer.apply_gradients([ones(2, 3)], [old])
+    path = Checkpoint(t=[old], o=optimizer).save(tmp_path / "c")
+    checkpoint = Checkpoint(t=[new], o=Optimizer(optax.adam(0.1)))
+    with pytest.raises(InvalidArgumentError, match="params="):
+        checkpoint.restore(path, partial="rows")
+    assert new.numpy().tolist() == [[7.0] * 3] * 4
+
+
 @pytest.mark.parametrize(
     "wrong", [5, 1.5, "text", np.ones(2), [1, 2], {"w": np.ones(2)}, object()]
 )
