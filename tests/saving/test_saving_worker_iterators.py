@@ -189,7 +189,8 @@ def test_what_has_no_place_is_refused(program, tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"cannot go .*3, 100, 200, 400"):
         zs.Checkpoint(w=program.w, it=other).restore(path)
     assert program.w.numpy().tolist() == [1, 1, 1]
-    assert len(program.steps(other, 6)) == 6  # nothing was built anew
+    # Nothing was built anew. One worker alone may run all of them.
+    assert len(program.steps(other, 3)) == 3
 
 
 def test_a_restore_amid_steps_takes_values_and_data_back_together(program, tmp_path):
