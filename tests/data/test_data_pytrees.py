@@ -123,3 +123,11 @@ def test_other_static_parts_are_another_structure(kind):
 def test_what_it_is_padded_with_has_the_structure_of_an_element():
     with pytest.raises(TypeError, match=r"padded_shapes.*Flax"):
         list(ragged(Flax).padded_batch(2, padded_shapes=((4,), (3,))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_variable_in_one_is_not_frozen(kind):
+    import zstrat as zs
+
+    with pytest.raises(TypeError, match=r"variable.numpy\(\)"):
+        Dataset.from_tensors(kind(x=1, y={"z": zs.Variable(3.0)}))

@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import pickle
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -342,6 +343,18 @@ def test_rows_that_were_added_keep_their_values(tmp_path):
         wider.restore(path, partial="rows")
 
 
+def test_rows_of_slots_that_were_added_need_a_tree_that_is_known(tmp_path):
+    """How theirs begin is not known: they were whatever the memory held before."""
+    old, new = Variable(np.full((2, 3), 5, "f4")), Variable(np.full((4, 3), 7, "f4"))
+    optimizer = Optimizer(optax.adam(0.1))
+    optimizer.apply_gradients([ones(2, 3)], [old])
+    path = Checkpoint(t=[old], o=optimizer).save(tmp_path / "c")
+    checkpoint = Checkpoint(t=[new], o=Optimizer(optax.adam(0.1)))
+    with pytest.raises(InvalidArgumentError, match="params="):
+        checkpoint.restore(path, partial="rows")
+    assert new.numpy().tolist() == [[7.0] * 3] * 4
+
+
 @pytest.mark.parametrize(
     "wrong", [5, 1.5, "text", np.ones(2), [1, 2], {"w": np.ones(2)}, object()]
 )
@@ -673,6 +686,26 @@ async def test_a_blocking_save_does_not_wait_for_one_on_its_own_loop(tmp_path):
     with pytest.raises(RuntimeError, match="_async"):
         checkpoint.save(tmp_path / "x")
     assert (await first).endswith("x-1")
+
+
+async def test_a_blocking_save_does_not_wait_for_what_waits_for_its_own_loop(tmp_path):
+    a, b = zeros(3), zeros(3)
+    between, has_come = Checkpoint(a=a, b=b), threading.Event()
+
+    async def saves():
+        saving = asyncio.create_task(between.save_async(tmp_path / "between"))
+        await asyncio.sleep(0)
+        has_come.set()
+        await saving
+
+    first = asyncio.create_task(Checkpoint(a=a).save_async(tmp_path / "a"))
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    second = loop.run_in_executor(None, asyncio.run, saves())
+    has_come.wait()  # on the loop: the first one must not end meanwhile
+    with pytest.raises(RuntimeError, match="_async"):
+        Checkpoint(b=b).save(tmp_path / "b")
+    await asyncio.gather(first, second)
 
 
 async def test_a_save_that_is_cancelled_while_it_waits_lets_the_others_on(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _passes as passes
 from . import files
-from ._leaves import Assignable
+from ._leaves import SCALARS, Assignable, node_of
 from ._several import zipped
 from ._shuffle import Shuffled
 from ._spec import signature_of
@@ -273,9 +273,14 @@ def _require_fixed(given: object) -> None:
         TypeError: There is one.
     """
     if isinstance(given, dict | tuple | list):
-        for item in given.values() if isinstance(given, dict) else given:
+        inner = given.values() if isinstance(given, dict) else given
+    else:
+        node = node_of(given)
+        inner = () if node is None else node.children
+    for item in inner:
+        if not isinstance(item, SCALARS):  # of which a list may have a million
             _require_fixed(item)
-    elif isinstance(given, Assignable):
+    if isinstance(given, Assignable):
         raise TypeError(
             f"a dataset keeps the arrays that it is made of, and got {given!r:.100}: "
             "write variable.numpy() for its value of now, or read the variable in a "

@@ -206,7 +206,8 @@ class Checkpoint(Tracked):
                 of an optimizer that does not keep it is left out.
             partial: ``"rows"``: a variable may have more rows than it had. The rows of
                 the checkpoint are restored and the others keep their values; what an
-                optimizer keeps for those has its initial value.
+                optimizer keeps for those has its initial value: its tree must be known
+                (``params=``).
 
         Raises:
             NotFoundError: It is no checkpoint, or lacks something that is there now;

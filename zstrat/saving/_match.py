@@ -319,10 +319,11 @@ class Matching:
         infos = optimizer.slots_beside(variable)
         if infos is None:
             # Its tree is not known yet. What is stored is compared when it is.
-            found.loads += [
-                Load(variable, optimizer, leaf, self._tensors[name])
-                for leaf, name in stored.items()
-            ]
+            for leaf, name in stored.items():
+                tensor = self._tensors[name]
+                if tensor.by_rows and tensor.shape[:1] != rows:
+                    found.wrong.append(f"  {leaf} of {what}: {_UNKNOWN_BEGIN}")
+                found.loads.append(Load(variable, optimizer, leaf, tensor))
             return
         kept = {info.leaf: (info.rows, info.shape) for info in infos}
         names = matched_slots(kept, stored)
@@ -355,6 +356,10 @@ def _has_grown(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
     return tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
 
 
+_UNKNOWN_BEGIN: Final = (
+    "the variable has more rows now, and how theirs begin is not known: make the "
+    "optimizer with zs.Optimizer(transformation, params=params) before restoring"
+)
 _LEAVES_OUT: Final = (
     "It is another optimizer, or one in which several transformations keep the same "
     "fields. If that is meant, restore(path, expect_partial=True) leaves these out"

@@ -52,16 +52,22 @@ async def in_turn(root: Any) -> AsyncIterator[None]:
     mine = _Turn(frozenset(_keys_of(graph.nodes)), asyncio.get_running_loop())
     before: list[Future[None]] = []
     with _lock:
-        earlier = [turn for turn in _turns if not turn.keys.isdisjoint(mine.keys)]
-        if any(turn.loop is held_up.get() for turn in earlier):
+        # Those, too, that the earlier ones wait for.
+        keys, loops = mine.keys, set[asyncio.AbstractEventLoop]()
+        for turn in reversed(_turns):
+            if not turn.keys.isdisjoint(keys):
+                keys |= turn.keys
+                loops.add(turn.loop)
+        if held_up.get() in loops:
             raise RuntimeError(
                 "a save or restore of the same objects is under way on the event loop "
                 "of this thread, which a blocking call would hold up: await that one "
                 "first, or call the form that ends in _async"
             )
-        for turn in earlier:
-            before.append(Future())
-            turn.waiting.append(before[-1])
+        for turn in _turns:
+            if not turn.keys.isdisjoint(mine.keys):
+                before.append(Future())
+                turn.waiting.append(before[-1])
         _turns.append(mine)
     try:
         for each in before:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 import jax
 import numpy as np
 
-from ._tracing import asked_hash, is_staging, recorder
+from ._tracing import asked_hash, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType
 
 _Operator: TypeAlias = "Callable[[ArrayOperators, Any], Any]"
-_BETWEEN: Final = ("zstrat.", "jax.", "jax", "numpy.", "numpy")
-"""Modules through which another function may convert a variable."""
+_BETWEEN: Final = frozenset({"zstrat", "jax", "numpy"})
+"""Packages through which another function may convert a variable."""
 _WITHIN: Final = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 """Parts of a function that Python runs as functions."""
 _OF_ARRAYS: Final = frozenset(name for name in dir(jax.Array) if name[0] != "_")
@@ -118,14 +118,13 @@ class ArrayOperators(abc.ABC):
         Raises:
             ValueError: A function that makes an optimizer or a schedule would keep it.
         """
-        if recorder.get() is None:
-            maker = _maker_of(sys._getframe(2))
-            if maker and not is_staging():
-                raise ValueError(
-                    f"optax.{maker} would keep the value that {self!r:.100} has now, "
-                    "and a later assign would change nothing: " + HYPERPARAMETERS
-                )
-        return self.value()
+        value = self.value()  # first: where jax is staging, it says so
+        if recorder.get() is None and (maker := _maker_of(sys._getframe(2))):
+            raise ValueError(
+                f"optax.{maker} would keep the value that {self!r:.100} has now, "
+                "and a later assign would change nothing: " + HYPERPARAMETERS
+            )
+        return value
 
     def _as_jax(self) -> jax.Array:
         return jax.numpy.asarray(self._implied())
@@ -270,12 +269,13 @@ def _refuses(asking: CodeType) -> bool:
 def _maker_of(frame: FrameType | None) -> str:
     """The function of optax that converts a variable, if it makes an optimizer or a
     schedule; "" for any other function."""
+    package = ""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(_BETWEEN) and frame.f_code.co_name not in _WITHIN:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _BETWEEN and frame.f_code.co_name not in _WITHIN:
             break
         frame = frame.f_back
-    if frame is None or not module.startswith("optax."):
+    if frame is None or package != "optax":
         return ""
     name = frame.f_code.co_name
     function: Any = inspect.unwrap(frame.f_globals.get(name, len))
