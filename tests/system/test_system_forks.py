@@ -109,6 +109,7 @@ def refused():
         coordinator.join,
         coordinator.done,
         coordinator.cancel,
+        coordinator.metrics,
         lambda: iter(dataset),
         w.numpy,
         lambda: w.assign(3.0),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ForkedError
-from zstrat.transport import warn_of_blocking
+from zstrat.transport import require_own, warn_of_blocking
 
 from ._calls import CallTable, Code, PickledArguments
 from ._dispatch import Dispatcher
@@ -168,7 +168,12 @@ class CoordinatorCore:
 
     def metrics(self) -> dict[str, PlainTree]:
         """Counters and gauges, as plain data; from any thread. With second copies the
-        servers are asked whether they live, unless this is the loop's thread."""
+        servers are asked whether they live, unless this is the loop's thread.
+
+        Raises:
+            ForkedError: Nothing of what happens is known in a forked process.
+        """
+        require_own(self.portal.loop, "metrics")
         queue, dispatcher = self.engine.queue, self.dispatcher
         workers: dict[str, PlainTree] = {
             member.name: {

@@ -136,7 +136,7 @@ class Forwarding:
             attached.address,
             on_notice=self._noticed,
             on_open=self._opened,
-            on_lost=lambda error: self._lost(str(error)),
+            on_lost=lambda error: self._lost(error.reason),
         )
         if is_whole:
             self.is_strict = True

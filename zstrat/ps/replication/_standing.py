@@ -393,7 +393,8 @@ class Standing:
                 self._end_third()
             if self._third is third:
                 raise  # this coroutine was cancelled
-            why = third.trouble or "is no longer wanted"
+            trouble = third.trouble
+            why = f"is lost: {trouble}" if trouble else "is no longer wanted"
             raise UnavailableError(f"{self._task}: the third copy {why}") from error
 
     @property
