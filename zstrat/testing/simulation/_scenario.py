@@ -214,13 +214,13 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     servers = chance.choice([2, servers, servers])
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
     themes = {7: "restarts of copies", 11: "successors", 19: "old primaries"}
-    rare = {23: "losses amid moves", 27: "ends of copies"}
+    rare = {23: "losses amid moves", 27: "ends of copies", 3: "strangers"}
     theme = rare.get(seed % 40) or themes.get(seed % 20, "")
     is_guarded = chance.random() < 0.7 or bool(theme)
     restores = not is_guarded and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
     if not is_guarded:
-        theme = chance.choice(["mixed", "losses", "lines"])
+        theme = chance.choice(["mixed", "losses", "lines", "both copies"])
     return Scenario(
         seed,
         workers,
@@ -272,6 +272,7 @@ class _Fate:
             "losses": ([1, 2, 3], self._loss),
             "lines": ([3, 6, 10], self._break),
             "copies": ([1, 2, 3], self._trouble),
+            "both copies": ([0, 0, 1], self._loss),
             "restarts": ([1, 2, 4], self._restart),
             "restarts of copies": ([1, 2], self._restart),
             "ends of copies": ([1, 2, 3], self._restart),
@@ -280,18 +281,25 @@ class _Fate:
             "programs": ([1, 2, 3], self._killed),
             "programs and restarts": ([1, 2, 3], self._killed),
             "successors": ([1, 2], self._killed),
+            "strangers": ([2, 3], self._killed_or_trouble),
         }[theme]
         found = [draw() for _ in range(self._chance.choice(count))]
         more = _MORE.get(theme, _Fate._any)
         found += [more(self) for _ in range(self._chance.choice([0, 0, 1]))]
         if theme == "zombies":
             found += self._late_push()
+        if theme == "lines":
+            found.append(self._unreached())
+        if theme == "both copies":
+            found += self._both()
         if theme == "old primaries":
             found += self._replaced()
         if theme in ("programs", "successors"):
             found.append(self._succeeded())
         if theme == "losses" and self._chance.random() < 0.5:
             found.append(self._absence())
+        if theme == "losses":
+            found.append(self._break_after(max(found)))
         return tuple(sorted(found))
 
     def _late_push(self) -> list[Fault]:
@@ -302,6 +310,30 @@ class _Fate:
         return [
             *[Fault(at, "cut", worker, server, away) for server in self._servers],
             Fault(at + death, "kill", worker, "chief0", 2.0),
+        ]
+
+    def _unreached(self) -> Fault:
+        """A worker does not reach a server for so long that its steps fail there, or
+        just not as long."""
+        worker = self._chance.choice(self._workers)
+        server = self._chance.choice(self._servers)
+        length = self._chance.uniform(1.9, MAX_FAULT_SECONDS)
+        return Fault(self._begin(), "cut", worker, server, length)
+
+    def _break_after(self, fault: Fault) -> Fault:
+        """The program loses a server, with all that it holds, when all is well."""
+        at = fault.at + fault.length + self._chance.uniform(1.0, 3.0)
+        server = self._chance.choice(self._servers)
+        return Fault(at, "reset", "chief0", server, 0.1)
+
+    def _both(self) -> list[Fault]:
+        """Both copies of a store are lost, one just after the other."""
+        at = 0.3 + self._begin()
+        lost = self._chance.sample(self._servers, 2)
+        later = self._chance.choice([0.01, 0.1, 0.5]) * self._chance.random()
+        return [
+            Fault(at + i * later, "kill", server, "chief0", self._length())
+            for i, server in enumerate(lost)
         ]
 
     def _replaced(self) -> list[Fault]:
@@ -353,6 +385,9 @@ class _Fate:
         """A server is restarted on purpose."""
         server, at = self._chance.choice(self._servers), 0.15 + self._begin()
         return Fault(at, "retire", server, "chief0", self._length())
+
+    def _killed_or_trouble(self) -> Fault:
+        return self._chance.choice([self._killed, self._trouble])()
 
     def _absence_or_break(self) -> Fault:
         return self._chance.choice([self._absence, self._break])()
