@@ -31,7 +31,8 @@ class Fault(NamedTuple):
 
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
     hangs up), "retire" (SIGTERM, to a server; the same), "freeze" (SIGSTOP), "reset"
-    (the connections of the two break), "cut" (nothing gets through, and nobody is told;
+    (the connections of the two break), "snap" (the same, after a moment from which
+    nothing has arrived), "cut" (nothing gets through, and nobody is told;
     if it is long, in one direction alone), "slow", "isolate" (the target is cut off
     from everybody), "apart" (from everybody but workers), "sever" (from the other, and
     killed a moment later), "succeed" (the target, which is the program, is killed and
@@ -182,6 +183,8 @@ def _without_copies(seed: int, workers: int, servers: int) -> Scenario:
         if hands_over := chance.random() < 0.3:
             theme = "programs and restarts"
     steps, pace = chance.randint(12, 40), chance.choice([0.005, 0.03, 0.1])
+    if theme == "lines":
+        pace = max(pace, 0.03)  # as lines break amid the work
     fails = chance.choice([1, 2, 3] if theme == "zombies" else [0, 0, 1, 2])
     restores = theme == "losses" or chance.random() < 0.25
     restores &= not resumes
@@ -289,7 +292,7 @@ class _Fate:
         if theme == "zombies":
             found += self._late_push()
         if theme == "lines":
-            found.append(self._unreached())
+            found += [self._unreached(), *(self._snap() for _ in range(4))]
         if theme == "both copies":
             found += self._both()
         if theme == "old primaries":
@@ -299,7 +302,7 @@ class _Fate:
         if theme == "losses" and self._chance.random() < 0.5:
             found.append(self._absence())
         if theme == "losses":
-            found.append(self._break_after(max(found)))
+            found.append(self._away_after(max(found)))
         return tuple(sorted(found))
 
     def _late_push(self) -> list[Fault]:
@@ -320,11 +323,17 @@ class _Fate:
         length = self._chance.uniform(1.9, MAX_FAULT_SECONDS)
         return Fault(self._begin(), "cut", worker, server, length)
 
-    def _break_after(self, fault: Fault) -> Fault:
-        """The program loses a server, with all that it holds, when all is well."""
+    def _snap(self) -> Fault:
+        """What a worker and a server have told each other is lost, amid their work."""
+        worker, server = map(self._chance.choice, (self._workers, self._servers))
+        length = self._chance.choice([0.02, 0.1, 0.3]) * self._chance.random()
+        return Fault(0.3 + self._begin(), "snap", worker, server, length)
+
+    def _away_after(self, fault: Fault) -> Fault:
+        """When all is well again, a server is away, and loses nothing."""
         at = fault.at + fault.length + self._chance.uniform(1.0, 3.0)
-        server = self._chance.choice(self._servers)
-        return Fault(at, "reset", "chief0", server, 0.1)
+        length = self._chance.uniform(2.3, MAX_FAULT_SECONDS)
+        return Fault(at, "freeze", self._chance.choice(self._servers), "chief0", length)
 
     def _both(self) -> list[Fault]:
         """Both copies of a store are lost, one just after the other."""
@@ -430,7 +439,7 @@ class _Fate:
 
     def _break(self) -> Fault:
         """The lines between two tasks break that talk to each other."""
-        kind = self._chance.choice(["reset", "reset", "cut", "slow"])
+        kind = self._chance.choice(["reset", "snap", "cut", "slow"])
         target, other = self._chance.choice(self._workers), "chief0"
         if self._chance.random() < 0.6:
             other = self._chance.choice(self._servers)
