@@ -302,11 +302,10 @@ class TrainingSession:
                     raise error
                 await asyncio.sleep(0.5)
             return
-        if not isinstance(error, WorkerLostError):
-            if "was to fail" not in str(error):
-                self._look_at(error)
-                if not isinstance(error, UnavailableError):
-                    raise error
+        if not (isinstance(error, WorkerLostError) or "was to fail" in str(error)):
+            self._look_at(error)
+            if not isinstance(error, UnavailableError):
+                raise error
         for place, step in self._training.steps.items():
             if step.fate == "open":
                 self._training.broken(f"step {place} is open behind {error!r}")
@@ -418,12 +417,12 @@ class TrainingSession:
             cut = await cluster.pause.begin(holder)
             update = self._update_soon()
             await asyncio.sleep(0.0)
+            self._pinned.add(number)  # though it fails, where a server is away
             pinned = await cluster.client.pin(number, refs, list(optimizers))
             if update is not None and self._training.own[update] == "done":
                 self._training.broken(f"own update {update} has passed a pause")
         finally:
             cluster.pause.end(holder)
-        self._pinned.add(number)
         delay = self._scenario.delay
         tensors = await read_pinned(cluster.client, number, pinned, delay)
         await cluster.client.release(number)
