@@ -21,7 +21,8 @@ What servers give out is looked at as whoever watches the network sees it (`Give
 A reader that has a version of a variable is told "not modified" for as long as the
 server has the same number. So two things have to be so, whichever copy of a server
 answers: a number names one content of a variable in a session, for ever; and what is
-asked later on one connection is not older, whichever answer leaves first.
+asked later on one connection is not older, whichever answer leaves first. And a reader
+has only what it was given in that session.
 """
 
 from __future__ import annotations
@@ -399,16 +400,19 @@ class GivenOut:
 
     Args:
         broken: Told in words what must not be.
+        in_pieces: Messages may travel in pieces, so that not all are looked at.
     """
 
-    def __init__(self, broken: Callable[[str], None]) -> None:
-        self._broken = broken
+    def __init__(self, broken: Callable[[str], None], *, in_pieces: bool) -> None:
+        self._broken, self._in_pieces = broken, in_pieces
         self._asked: dict[tuple[int, int], _PullAsked] = {}
         """By line and number of the request."""
         self._named: dict[tuple[int, int, int], int] = {}
         """Digests by session, key and version."""
         self._read: dict[tuple[int, int, int], tuple[int, int]] = {}
         """The last request and its version, by line, session and key."""
+        self._given: set[tuple[str, int, int, int]] = set()
+        """Versions that somebody was given: who, session, key and version."""
 
     def note(self, way: Way, frames: Sequence[bytes]) -> None:
         """A message has arrived. One that travels in pieces says nothing here."""
@@ -421,6 +425,7 @@ class GivenOut:
             return
         if isinstance(message, Pull | PullRows | Exchange):
             reads = tuple([(read.key, read.known) for read in message.reads])
+            self._require_given(way.source, message.session, reads)
             self._asked[way.line, request] = _PullAsked(message.session, reads)
         else:
             asked = self._asked.pop((way.line, request), None)
@@ -434,9 +439,21 @@ class GivenOut:
         arrays = iter(message.arrays)
         for (key, known), version in zip(asked.reads, message.versions, strict=False):
             self._require_order(way, (asked.session, key), (request, version))
+            self._given.add((way.target, asked.session, key, version))
             if version != known:
                 digest = zlib.crc32(next(arrays).tobytes())
                 self._require_same(way, (asked.session, key, version), digest)
+
+    def _require_given(
+        self, reader: str, session: int, reads: Sequence[tuple[int, int]]
+    ) -> None:
+        for key, known in reads:
+            name = reader, session, key, known
+            if known >= 0 and not (self._in_pieces or name in self._given):
+                self._broken(
+                    f"{reader} knows version {known} of variable {key}, which nobody "
+                    f"has given it in session {session}"
+                )
 
     def _require_order(
         self, way: Way, name: tuple[int, int], read: tuple[int, int]

@@ -34,6 +34,10 @@ _LOOK_AT_MOVES: Final = 0.005
 """The same, where it waits for a store to move, too."""
 _MOVE: Final = 0.1
 """Seconds that a move takes, about."""
+_MOMENT: Final = 0.3
+"""Seconds of which what is sent is lost when a connection snaps, at most."""
+_BROKEN: Final = 0.1
+"""Seconds after which both ends know of that, or will before anything arrives."""
 _LATEST: Final = 15.0
 """Seconds that a fault waits; then it does not happen."""
 
@@ -164,8 +168,13 @@ class Faults:
                 process.freeze()
                 world.at(end, process.thaw)
             case "reset":
-                for line in self._network.lines_of(fault.target, fault.other):
-                    line.reset()
+                self._reset(fault)
+            case "snap":
+                self._between(fault, self._network.weather.block)
+                at = world.now + min(fault.length, _MOMENT)
+                world.at(at, partial(self._reset, fault))
+                at += _BROKEN
+                world.at(at, partial(self._between, fault, self._free))
             case "cut":
                 self._between(fault, self._network.weather.block)
                 world.at(end, partial(self._between, fault, self._free))
@@ -193,6 +202,10 @@ class Faults:
             self._program.hurt(name)
         process.kill(silently=silently)
         self._world.at(until, process.start_again)
+
+    def _reset(self, fault: Fault) -> None:
+        for line in self._network.lines_of(fault.target, fault.other):
+            line.reset()
 
     def _between(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
         work(fault.target, fault.other)

@@ -104,7 +104,7 @@ class Run:
         self._around = Surroundings(world, self._network, settings, self._quick)
         self._readers = Readers()
         self._program: TrainingProgram
-        self._given_out = GivenOut(self._broken)
+        self._given_out = GivenOut(self._broken, in_pieces=scenario.chunk < 2**20)
         self._processes = {each.name: each for each in self._made()}
         self._faults = Faults(
             world,

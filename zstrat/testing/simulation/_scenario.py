@@ -31,7 +31,8 @@ class Fault(NamedTuple):
 
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
     hangs up), "retire" (SIGTERM, to a server; the same), "freeze" (SIGSTOP), "reset"
-    (the connections of the two break), "cut" (nothing gets through, and nobody is told;
+    (the connections of the two break), "snap" (the same, after a moment from which
+    nothing has arrived), "cut" (nothing gets through, and nobody is told;
     if it is long, in one direction alone), "slow", "isolate" (the target is cut off
     from everybody), "apart" (from everybody but workers), "sever" (from the other, and
     killed a moment later), "succeed" (the target, which is the program, is killed and
@@ -182,6 +183,8 @@ def _without_copies(seed: int, workers: int, servers: int) -> Scenario:
         if hands_over := chance.random() < 0.3:
             theme = "programs and restarts"
     steps, pace = chance.randint(12, 40), chance.choice([0.005, 0.03, 0.1])
+    if theme == "lines":
+        pace = max(pace, 0.03)  # as lines break amid the work
     fails = chance.choice([1, 2, 3] if theme == "zombies" else [0, 0, 1, 2])
     restores = theme == "losses" or chance.random() < 0.25
     restores &= not resumes
@@ -214,13 +217,13 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     servers = chance.choice([2, servers, servers])
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
     themes = {7: "restarts of copies", 11: "successors", 19: "old primaries"}
-    rare = {23: "losses amid moves", 27: "ends of copies"}
+    rare = {23: "losses amid moves", 27: "ends of copies", 3: "strangers"}
     theme = rare.get(seed % 40) or themes.get(seed % 20, "")
     is_guarded = chance.random() < 0.7 or bool(theme)
     restores = not is_guarded and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
     if not is_guarded:
-        theme = chance.choice(["mixed", "losses", "lines"])
+        theme = chance.choice(["mixed", "losses", "lines", "both copies"])
     return Scenario(
         seed,
         workers,
@@ -275,6 +278,7 @@ class _Fate:
             "losses": ([1, 2, 3], self._loss),
             "lines": ([3, 6, 10], self._break),
             "copies": ([1, 2, 3], self._trouble),
+            "both copies": ([0, 0, 1], self._loss),
             "restarts": ([1, 2, 4], self._restart),
             "restarts of copies": ([1, 2], self._restart),
             "ends of copies": ([1, 2, 3], self._restart),
@@ -283,18 +287,25 @@ class _Fate:
             "programs": ([1, 2, 3], self._killed),
             "programs and restarts": ([1, 2, 3], self._killed),
             "successors": ([1, 2], self._killed),
+            "strangers": ([2, 3], self._killed_or_trouble),
         }[theme]
         found = [draw() for _ in range(self._chance.choice(count))]
         more = _MORE.get(theme, _Fate._any)
         found += [more(self) for _ in range(self._chance.choice([0, 0, 1]))]
         if theme == "zombies":
             found += self._late_push()
+        if theme == "lines":
+            found += [self._unreached(), *(self._snap() for _ in range(4))]
+        if theme == "both copies":
+            found += self._both()
         if theme == "old primaries":
             found += self._replaced()
         if theme in ("programs", "successors"):
             found.append(self._succeeded())
         if theme == "losses" and self._chance.random() < 0.5:
             found.append(self._absence())
+        if theme == "losses":
+            found.append(self._away_after(max(found)))
         return tuple(sorted(found))
 
     def _late_push(self) -> list[Fault]:
@@ -305,6 +316,36 @@ class _Fate:
         return [
             *[Fault(at, "cut", worker, server, away) for server in self._servers],
             Fault(at + death, "kill", worker, "chief0", 2.0),
+        ]
+
+    def _unreached(self) -> Fault:
+        """A worker does not reach a server for so long that its steps fail there, or
+        just not as long."""
+        worker = self._chance.choice(self._workers)
+        server = self._chance.choice(self._servers)
+        length = self._chance.uniform(1.9, MAX_FAULT_SECONDS)
+        return Fault(self._begin(), "cut", worker, server, length)
+
+    def _snap(self) -> Fault:
+        """What a worker and a server have told each other is lost, amid their work."""
+        worker, server = map(self._chance.choice, (self._workers, self._servers))
+        length = self._chance.choice([0.02, 0.1, 0.3]) * self._chance.random()
+        return Fault(0.3 + self._begin(), "snap", worker, server, length)
+
+    def _away_after(self, fault: Fault) -> Fault:
+        """When all is well again, a server is away, and loses nothing."""
+        at = fault.at + fault.length + self._chance.uniform(1.0, 3.0)
+        length = self._chance.uniform(2.3, MAX_FAULT_SECONDS)
+        return Fault(at, "freeze", self._chance.choice(self._servers), "chief0", length)
+
+    def _both(self) -> list[Fault]:
+        """Both copies of a store are lost, one just after the other."""
+        at = 0.3 + self._begin()
+        lost = self._chance.sample(self._servers, 2)
+        later = self._chance.choice([0.01, 0.1, 0.5]) * self._chance.random()
+        return [
+            Fault(at + i * later, "kill", server, "chief0", self._length())
+            for i, server in enumerate(lost)
         ]
 
     def _replaced(self) -> list[Fault]:
@@ -357,6 +398,9 @@ class _Fate:
         server, at = self._chance.choice(self._servers), 0.15 + self._begin()
         return Fault(at, "retire", server, "chief0", self._length())
 
+    def _killed_or_trouble(self) -> Fault:
+        return self._chance.choice([self._killed, self._trouble])()
+
     def _absence_or_break(self) -> Fault:
         return self._chance.choice([self._absence, self._break])()
 
@@ -398,7 +442,7 @@ class _Fate:
 
     def _break(self) -> Fault:
         """The lines between two tasks break that talk to each other."""
-        kind = self._chance.choice(["reset", "reset", "cut", "slow"])
+        kind = self._chance.choice(["reset", "snap", "cut", "slow"])
         target, other = self._chance.choice(self._workers), "chief0"
         if self._chance.random() < 0.6:
             other = self._chance.choice(self._servers)

@@ -10,6 +10,8 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
+from ._scenario import RESUMED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
@@ -60,7 +62,9 @@ class Strikes:
             has_struck = partial(self._context.has_struck, kind)
             self._context.strike_at(kind)
             await self._everything(has_struck)
-            if not has_struck():  # it is one of those that make a copy
+            if not has_struck():
+                if not (kind.startswith("Copy") or kind in RESUMED):
+                    self._training.broken(f"no change of a store makes a {kind}")
                 await self._calm()
                 self.at_store(0)
             await self._calm()

@@ -172,6 +172,8 @@ class TrainingSession:
     async def _something_else(self, chance: float) -> None:
         """Does what a program does besides training, now and then."""
         if self._scenario.saves and chance > 0.7:
+            if self._beside is not None:
+                await self._beside  # else it is not known what is to be in it
             await (self._save() if chance > 0.85 else self._restore())
         elif chance < 0.25:
             self._update_soon()
@@ -258,9 +260,13 @@ class TrainingSession:
         done = [place for place, step in steps.items() if step.fate == "done"]
         if not done:
             return
-        place = done[-1 - int(self._context.draw() * min(4, len(done)))]
+        await self._look_at_result(
+            done[-1 - int(self._context.draw() * min(4, len(done)))]
+        )
+
+    async def _look_at_result(self, place: int) -> None:
         try:
-            result = await steps[place].value.fetch()
+            result = await self._training.steps[place].value.fetch()
         except (ClosureAbortedError, CancelledError, UnavailableError):
             if place % 4 != 1:
                 raise
@@ -296,10 +302,10 @@ class TrainingSession:
                     raise error
                 await asyncio.sleep(0.5)
             return
-        if not isinstance(error, WorkerLostError | UnavailableError) and (
-            "was to fail" not in str(error)
-        ):
-            raise error
+        if not (isinstance(error, WorkerLostError) or "was to fail" in str(error)):
+            self._look_at(error)
+            if not isinstance(error, UnavailableError):
+                raise error
         for place, step in self._training.steps.items():
             if step.fate == "open":
                 self._training.broken(f"step {place} is open behind {error!r}")
@@ -311,15 +317,18 @@ class TrainingSession:
         if self._scenario.is_guarded:
             self._training.broken(f"one server was lost, and there was {error!r}")
 
-    def _update_soon(self) -> None:
+    def _update_soon(self) -> int | None:
+        """Begins the next update of the program's own; returns its place."""
         count = len(self._training.own)
         place = self._first // self._scenario.steps * OWN + count
-        if count < OWN:
-            self._training.own[place] = "open"
-            task = asyncio.get_running_loop().create_task(
-                self._update(place), name=f"own update {place}"
-            )
-            self._updates.add(task)
+        if count >= OWN:
+            return None
+        self._training.own[place] = "open"
+        task = asyncio.get_running_loop().create_task(
+            self._update(place), name=f"own update {place}"
+        )
+        self._updates.add(task)
+        return place
 
     async def _update(self, place: int) -> None:
         training = self._training
@@ -406,10 +415,14 @@ class TrainingSession:
         holder, refs = object(), [Ref(spec.ps, spec.key) for spec in specs]
         try:
             cut = await cluster.pause.begin(holder)
+            update = self._update_soon()
+            await asyncio.sleep(0.0)
+            self._pinned.add(number)  # though it fails, where a server is away
             pinned = await cluster.client.pin(number, refs, list(optimizers))
+            if update is not None and self._training.own[update] == "done":
+                self._training.broken(f"own update {update} has passed a pause")
         finally:
             cluster.pause.end(holder)
-        self._pinned.add(number)
         delay = self._scenario.delay
         tensors = await read_pinned(cluster.client, number, pinned, delay)
         await cluster.client.release(number)
@@ -441,6 +454,9 @@ class TrainingSession:
 
     async def _finish(self) -> None:
         await self._join()
+        for place, step in self._training.steps.items():
+            if step.fate == "done" and place % 4 != 1:  # the others are on workers
+                await self._look_at_result(place)
         for task in list(self._updates):
             await task
         await self._changes.end()
