@@ -303,9 +303,9 @@ class TrainingSession:
                 await asyncio.sleep(0.5)
             return
         if not (isinstance(error, WorkerLostError) or "was to fail" in str(error)):
-            self._look_at(error)
             if not isinstance(error, UnavailableError):
                 raise error
+            self._look_at(error)
         for place, step in self._training.steps.items():
             if step.fate == "open":
                 self._training.broken(f"step {place} is open behind {error!r}")
