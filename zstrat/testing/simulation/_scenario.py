@@ -119,9 +119,10 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     when their steps are over, lost servers, or lines that break often. In each fourth
     seed there are second copies of the servers. In each tenth servers are told to stop
     and started again, and in each twentieth they are replaced and do not know. In each
-    tenth programs are killed, and others go on with what they have left. In eight of
-    forty, of all these kinds, servers come and go, and in one of these again and again
-    while servers with second copies are lost."""
+    tenth programs are killed, and others go on with what they have left; in one of
+    forty they begin a new session on servers with second copies. In eight of forty, of
+    all these kinds, servers come and go, and in one of these again and again while
+    servers with second copies are lost."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
