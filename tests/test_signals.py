@@ -15,15 +15,26 @@ import os, signal, threading
 for each in (signal.SIGTERM, signal.SIGHUP):  # nohup ignores one of them
     signal.signal(each, signal.SIG_DFL)
 
-def forked(what=signal.pause):
+SENT = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+
+def handles():
+    \"\"\"Handles what comes. Not by signal.pause, which waits for the next signal if
+    one came just before: Python's handlers run between two instructions.\"\"\"
+    while True:
+        number = signal.sigwait(SENT)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT)
+        signal.raise_signal(number)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SENT)
+
+def forked():
     \"\"\"A process that has begun, forked by a thread that is not the main one.\"\"\"
     begun, told = os.pipe()
     pids = []
     def fork():
         if (pid := os.fork()) == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SENT)
             os.write(told, b"!")
-            what()
-            os._exit(7)
+            handles()
         pids.append(pid)
     thread = threading.Thread(target=fork)
     thread.start()

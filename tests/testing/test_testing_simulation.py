@@ -195,7 +195,7 @@ PROCESSES = ["chief0", *[f"{job}{n}" for job in ("ps", "worker") for n in range(
 
 
 def test_a_server_is_killed_behind_each_kind_of_change_of_a_store():
-    """In the seeds above, but for what is told where a program goes on. One that no
+    """In the seeds above, but for messages of a program that goes on. One that no
     simulated program brings about fails there: it has to learn how."""
     struck = {kind for seed in range(100) for kind in scenario_of(seed).strikes}
     kinds = ("BeginAnew", "CopyKept")

@@ -2,8 +2,8 @@
 
 A step that is a method travels with its object, and objects keep their coordinator and
 their datasets at hand. On the worker nothing can be done with them but to ask for the
-strategy: whoever tries is told there, in words. The other way round, nothing can be
-done in the program with a result that it has not fetched (`Unfetched`).
+strategy: anything else raises an error that says so. The other way round, nothing can
+be done in the program with a result that it has not fetched (`Unfetched`).
 """
 
 from __future__ import annotations

@@ -100,12 +100,12 @@ class TwoLogs:
 
 
 def with_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog:
-    """Messages for the log, beside those that it has already."""
+    """A log that passes changes on to both."""
     return log if told is None else TwoLogs(told, log)
 
 
 def without_log(told: ChangeLog | None, log: ChangeLog) -> ChangeLog | None:
-    """What tells those that are told but the log, which may be none of them."""
+    """What is left of ``told`` without ``log``, which need not be part of it."""
     if told is log:
         return None
     if isinstance(told, TwoLogs) and log in told.logs:

@@ -32,7 +32,7 @@ class Fault(NamedTuple):
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
     hangs up), "retire" (SIGTERM, to a server; the same), "freeze" (SIGSTOP), "reset"
     (the connections of the two break), "snap" (the same, after a moment from which
-    nothing has arrived), "cut" (nothing gets through, and nobody is told;
+    nothing has arrived), "cut" (nothing gets through, and no connection breaks;
     if it is long, in one direction alone), "slow", "isolate" (the target is cut off
     from everybody), "apart" (from everybody but workers), "sever" (from the other, and
     killed a moment later), "succeed" (the target, which is the program, is killed and
