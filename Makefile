@@ -2,6 +2,7 @@
 #
 #   make run      train the digits example on 2 ps + 2 workers on this machine
 #   make test     lint, type-check, test
+#   make test-thorough   and more seeds, faults, cases of what is tried once; before a release
 #   make test-fast   the tests of each package by itself, without clusters; three minutes
 #   make chaos    ten minutes of faults on local clusters, with every update counted
 #   make simulate   clusters on virtual time, one for each of SEEDS=0-2000, on all cores
@@ -22,7 +23,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak attack simulate test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check scale api docs units clean
+.PHONY: help run test test-thorough chaos soak attack simulate test-accelerator test-engines test-optax optimizers lint pytest test-fast cluster bench bench-check scale api docs units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -60,10 +61,14 @@ lint: $(VENV)/.dev
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# All tests but those with targets of their own.
+test-thorough: $(VENV)/.dev
+	@$(MAKE) --no-print-directory pytest ARGS="-m 'not (optax or engines)' $(ARGS)"
+
 # Without daemons, systems, and files of eight seconds or more (tests/conftest.py).
 test-fast: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
-	  -m 'not (optax or engines or processes or slow)' $(ARGS)
+	  -m 'not (optax or engines or thorough or processes or slow)' $(ARGS)
 
 attack: $(VENV)/.dev
 	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s -o faulthandler_timeout=0 tests/attack $(ARGS)
@@ -81,7 +86,7 @@ scale: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) tests/chaos/chaos_run.py $(ARGS)
 
-# A hundred seeds are among the tests. ARGS="--mutation NAME" breaks zstrat on purpose.
+# Thirty seeds are among the tests, a hundred in test-thorough. ARGS="--mutation NAME" breaks zstrat on purpose.
 SEEDS ?= 0-2000
 simulate: $(VENV)/.dev
 	@JAX_PLATFORMS=cpu $(PY) -m zstrat.testing.simulation $(SEEDS) $(ARGS)

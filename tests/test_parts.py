@@ -40,6 +40,7 @@ def collected(*arguments):
     return sorted(line for line in ran.stdout.splitlines() if "::" in line)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_session_with_workers_runs_the_tests_of_both():
     alone = collected("-n", "0", EIGHT)

@@ -5,7 +5,7 @@ import pytest
 
 from zstrat.testing import NoNamespacesError
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 def test_nothing_is_lost_or_doubled_when_lines_are_cut():

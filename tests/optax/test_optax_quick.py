@@ -7,7 +7,7 @@ from optax_judged import complaints, grouped
 from optax_processes import outcomes
 from optax_programs import QUICK
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.thorough, pytest.mark.processes]
 
 
 @pytest.mark.timeout(300)  # on busy cores it takes several times as long as alone

@@ -50,7 +50,7 @@ def after_four_steps():
     return {name: variable.numpy() for name, variable in variables.items()}
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(layouts, layouts)
 def test_from_any_layout_to_any_other(tmp_path_factory, after_four_steps, one, other):
     """The textbook: saved after two steps, restored elsewhere, and two steps more give

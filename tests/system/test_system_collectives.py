@@ -104,6 +104,7 @@ for lane, names, integers in (
 """
 
 
+@pytest.mark.thorough
 def test_every_dtype_and_operation_is_that_of_numpy():
     code, said = zstrat_run(3, EVERYTHING, "--lane", "tcp")
     assert code == 0, said

@@ -88,7 +88,9 @@ strategy.close()
     ("lost", "environment"),
     [
         (0, {}),  # it keeps the register of the others
-        (2, {"IMPLEMENTATION": "RING", "HOSTS": "abc"}),  # each on a host of its own
+        pytest.param(  # each on a host of its own
+            *(2, {"IMPLEMENTATION": "RING", "HOSTS": "abc"}), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_worker_that_dies_in_a_step_is_named_and_takes_over_from_the_others(

@@ -26,7 +26,17 @@ from zstrat.testing.simulation.__main__ import main, seeds_in
 REPLAYED = (3, 22, 41)
 
 
-@pytest.mark.parametrize("first", range(0, 100, 10))
+EACH = 30
+"""How many of the first hundred seeds each run of the tests repeats."""
+
+
+def of_all(values, is_of_each):
+    """The values of a parameter; `make test-thorough` alone runs the others."""
+    marks = pytest.mark.thorough
+    return [v if is_of_each(v) else pytest.param(v, marks=marks) for v in values]
+
+
+@pytest.mark.parametrize("first", of_all(range(0, 100, 10), EACH.__gt__))
 def test_seeds_keep_the_contract(first):
     failed = {
         verdict.seed: verdict.failure
@@ -125,7 +135,7 @@ def run_of(name, seed):
     return run_scenario(replace(scenario_of(seed), **less))
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", of_all(MUTATIONS, lambda name: CAUGHT[name] < EACH))
 def test_a_broken_copy_is_caught(name):
     seed = CAUGHT[name]
     with mutated(name):
