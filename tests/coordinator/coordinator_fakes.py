@@ -27,6 +27,7 @@ from zstrat.errors import (
     BusyError,
     HeldError,
     OutOfRangeError,
+    StaleSessionError,
     to_wire,
 )
 from zstrat.program import BESIDE, StepIterator, Structure, fill_inputs, load
@@ -129,6 +130,8 @@ class FakeTask:
                 self.sessions.append(message)
                 return SessionOpened("cpu", self.devices, resumed)
             case CloseSession():
+                if any(message.sent < opening.sent for opening in self.sessions):
+                    raise StaleSessionError(f"{self.job}:{self.index} is open again")
                 self.exited, self.closed = message.exit, True
                 return Done()
             case Inspect():

@@ -82,7 +82,8 @@ class StorePs(FakePs):
                 origin = self.former or message.origin or message.session
                 return replace(super().handle(message), origin=origin)
             case CloseSession():
-                self.former = 0
+                answer, self.former = super().handle(message), 0
+                return answer
             case Inspect() if not self.answers_looks:
                 raise UnavailableError("it is asked in vain")
             case Inspect():

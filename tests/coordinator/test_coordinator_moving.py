@@ -17,6 +17,7 @@ from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
     PSUnavailableError,
+    StaleSessionError,
     UnavailableError,
 )
 from zstrat.wire import (
@@ -258,6 +259,8 @@ def test_a_drain_that_is_cancelled_at_its_end_leaves_nothing_half_done(world, si
     if silent == "ps":
         assert servers.addresses == {1: "ps1:1", 2: "ps2:1"}
         assert servers.add("ps0:1") == 0
+        with pytest.raises(StaleSessionError):  # it was frozen, and hears it late
+            handle(asked[0])
     assert servers.addresses == {0: "ps0:1", 1: "ps1:1", 2: "ps2:1"}
     for address in ("ps2:1", "ps1:1"):  # it takes what they have
         servers.drain(address)

@@ -315,6 +315,7 @@ def test_a_process_is_told_once_to_forget_what_was_left_under_the_name(world):
         process.handle = _noting(process, ends)
     world.connect(replicas=0, resume="run")
     assert ends == world.ps
+    assert not any(process.former for process in world.ps)
     first = world.ps[0]
     world.on_loop(first.kill)
     world.until(lambda: not world.replication.processes[0].is_ready)

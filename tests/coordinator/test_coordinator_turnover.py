@@ -20,8 +20,10 @@ from zstrat.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
+    StaleSessionError,
     UnavailableError,
 )
+from zstrat.wire import CloseSession
 
 
 @zs.function
@@ -307,6 +309,23 @@ def test_one_may_be_added_in_the_place_of_one_that_has_not_gone_yet(world):
     assert raised + refused == []
     assert workers.addresses == {0: "worker0:1", 1: "worker1:1"}
     assert [value.fetch() for value in values] == [1, 1]
+
+
+def test_a_worker_that_is_added_again_does_not_end_at_a_goodbye_that_comes_late(world):
+    world.coordinator()
+    workers, (first, _), heard = Workers(world.session), world.workers, []
+    handle = first.handle
+
+    def hears(message):
+        heard.append(message)
+        return handle(message)
+
+    first.handle = hears
+    workers.remove("worker0:1")
+    assert workers.add("worker0:1", 0) == 0
+    (goodbye,) = [message for message in heard if isinstance(message, CloseSession)]
+    with pytest.raises(StaleSessionError):
+        handle(goodbye)
 
 
 def test_a_large_result_goes_away_with_its_worker(world):

@@ -127,6 +127,28 @@ def test_a_coordinator_with_several_connections_is_there_while_one_of_them_is():
     assert tasks.lost(store)
 
 
+def test_an_order_to_close_does_not_end_what_was_opened_after_it():
+    tasks = Ownership("ps")
+    for sent in (1.0, 4.0, 3.0):  # by three connections, which keep no order
+        tasks.open(Owner(1, Line(), hello(1), sent=sent), several=True)
+    for sent in (2.0, 3.5):
+        with pytest.raises(StaleSessionError, match="opened again"):
+            tasks.close(1, sent)
+        tasks.check(1)
+    assert tasks.close(1, 4.0)  # both in one turn of the loop, by one connection
+    assert not tasks.close(1, 2.0)
+
+
+def test_each_coordinator_has_a_clock_of_its_own():
+    tasks, first, second = Ownership("ps"), Line(), Line()
+    tasks.open(Owner(1, first, hello(1), name="run", sent=50.0))
+    tasks.lost(first)
+    assert tasks.adopt(Owner(2, second, hello(2), name="run", sent=5.0))
+    assert tasks.close(2, 6.0)
+    tasks.open(Owner(3, second, hello(3), sent=0.5))
+    assert tasks.close(3, 0.7)
+
+
 class OwnershipMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()

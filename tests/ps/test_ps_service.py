@@ -321,6 +321,21 @@ async def test_close_with_exit_says_so_once(rig):
     assert rig.service.statistics()["variables"] == 0
 
 
+async def test_a_close_that_comes_late_ends_nothing_that_was_opened_since(rig):
+    """The coordinator has left by one connection and come back by another one, which a
+    server that was frozen meanwhile hears first."""
+    back = caller()
+    assert rig.ask(OpenSession(SESSION, 0, 1, [], sent=3.0), back).resumed
+    with pytest.raises(StaleSessionError):
+        rig.ask(CloseSession(SESSION, True, sent=2.0))
+    rig.service.lost(rig.chief, "it left")
+    assert rig.left == []
+    assert rig.ask(add(0, step=1), back) == Pushed(True, [1])
+    assert rig.ask(CloseSession(SESSION, False, sent=4.0), back) == Done()
+    with pytest.raises(StaleSessionError):
+        rig.ask(add(0, step=2), back)
+
+
 async def test_drain_finishes_what_was_accepted_and_refuses_the_rest():
     before = set(threading.enumerate())
     rig = Rig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,15 @@ from system_worlds import when
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import InvalidArgumentError, NotFoundError, PSUnavailableError
+from zstrat.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PSUnavailableError,
+    StaleSessionError,
+)
 from zstrat.testing import leak_check
+from zstrat.transport import Link, hello, run
+from zstrat.wire import CloseSession
 
 pytestmark = pytest.mark.processes
 
@@ -151,6 +159,42 @@ def test_parameter_servers_come_and_go_and_no_step_is_lost_or_doubled(tmp_path, 
         training.during(lambda: servers.drain(at[2])).result()
         cluster.kill("ps:2")
         training.check()
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_server_that_is_added_again_serves_though_it_hears_the_goodbye_late(replicas):
+    """One that is frozen has both on two connections when it goes on."""
+    with (
+        zs.LocalCluster(2 + replicas, 1) as cluster,
+        zs.ParameterServerStrategy(cluster.resolver, replicas=replicas) as strategy,
+    ):
+        training, servers = Training(strategy), strategy.parameter_servers
+        address = cluster.spec.task_address("ps", 0)
+        training.train(20)
+        goodbye = CloseSession(strategy.session.session, False, run(clock()))
+        servers.drain(address)
+        assert servers.add(address, 0) == 0
+        with pytest.raises(StaleSessionError):
+            run(asked(address, goodbye))
+        servers.level()
+        training.train(20)
+        training.check()
+
+
+async def clock():
+    return asyncio.get_running_loop().time()
+
+
+async def asked(address, message):
+    """Says it as the program does, by a connection of its own."""
+    me = hello("chief", 0, message.session)
+    link = Link(address, me, name="/job:ps/task:0", settings=SETTINGS)
+    link.start()
+    try:
+        await link.wait_open(await clock() + 60)
+        return await link.request(message)
+    finally:
+        await link.close()
 
 
 def kill(cluster, index):

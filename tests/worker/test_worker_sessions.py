@@ -217,6 +217,18 @@ async def test_closing_drops_all_and_exit_is_told_once(world):
     assert world.links[0].is_closed
 
 
+async def test_a_close_that_comes_late_ends_nothing_that_was_opened_since(world):
+    before, world.remote = world.remote, world.chief()
+    await world.open()  # sent at 0, as all that says nothing else
+    with pytest.raises(StaleSessionError):
+        await world.ask(CloseSession(world.session, True, sent=-1.0), before)
+    world.worker.lost(before, "it left")
+    assert world.exits == []
+    digest = await world.ship(double)
+    world.seen = 0
+    assert await world.run(digest, [1], world.arguments(np.float32(1))) == [2]
+
+
 async def test_draining_sends_back_what_has_not_begun(world):
     began, go_on = threading.Event(), threading.Event()
 

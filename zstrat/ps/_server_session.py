@@ -108,6 +108,7 @@ class ServerSession:
             origin=asked.origin,
             is_shared=asked.is_shared,
             program=asked.program,
+            sent=asked.sent,
         )
         if self._ownership.adopt(owner):
             return self._adopted(asked)
@@ -129,9 +130,9 @@ class ServerSession:
         open.
 
         Raises:
-            StaleSessionError: Another session is open.
+            StaleSessionError: Another session is open, or this one was opened again.
         """
-        if self._ownership.close(asked.session):
+        if self._ownership.close(asked.session, asked.sent):
             self._clear()
             self._parts.joining.look()
         if asked.exit and self._on_exit is not None:

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from ._schema import message
 
-PROTOCOL: Final = 18
+PROTOCOL: Final = 19
 """Version of the protocol; HELLO refuses any other."""
 
 

@@ -4,11 +4,14 @@ A session is named by the incarnation of its coordinator. It begins with `OpenSe
 and lasts until its coordinator closes it or another one takes the task over, which is
 granted only when the owner is gone: an owner that was lost keeps what it has on the
 task (it may come back, or the next one may start afresh), but it cannot keep the task.
+A coordinator may have several connections, and a frozen task may hear the last of them
+first: openings and closes say when they were sent, so that an old close ends nothing.
 Only this file changes who the owner is; ps and worker ask it before they act.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -54,7 +57,8 @@ class AbsentPeer:
 class Owner:
     """The coordinator that holds a task; ``peer`` is its last connection, by identity;
     ``since`` is when it took it, in seconds since 1970, None if nobody said that;
-    ``name``, ``origin``, ``is_shared`` and ``program`` are those of `OpenSession`."""
+    ``name``, ``origin``, ``is_shared``, ``program`` and ``sent`` are those of
+    `OpenSession`; ``sent`` that of the last one."""
 
     session: int
     peer: OwnerPeer
@@ -65,6 +69,7 @@ class Owner:
     origin: int = 0
     is_shared: bool = False
     program: str = ""
+    sent: float = 0.0
 
     def __str__(self) -> str:
         who = self.hello
@@ -156,9 +161,13 @@ class Ownership:
             self._owner = replace(asked, origin=asked.origin or asked.session)
             self._links = []
         else:
-            program = owner.program or asked.program
             self._owner = replace(
-                owner, peer=asked.peer, hello=asked.hello, alive=True, program=program
+                owner,
+                peer=asked.peer,
+                hello=asked.hello,
+                alive=True,
+                program=owner.program or asked.program,
+                sent=max(owner.sent, asked.sent),
             )
         if several:
             self._links = [*self._others(asked.peer), asked.peer]
@@ -213,15 +222,25 @@ class Ownership:
     def _others(self, peer: object) -> list[OwnerPeer]:
         return [link for link in self._links if link is not peer]
 
-    def close(self, session: int) -> bool:
+    def close(self, session: int, sent: float = math.inf) -> bool:
         """Ends the session; False if none was open (closing twice is no error).
 
+        Args:
+            sent: When its coordinator said so, by the clock of `Owner.sent`.
+
         Raises:
-            StaleSessionError: Another session is open.
+            StaleSessionError: Another session is open, or this one was opened again
+                after ``sent``.
         """
-        if self._owner is None:
+        owner = self._owner
+        if owner is None:
             return False
         self.check(session)
+        if sent < owner.sent:
+            raise StaleSessionError(
+                f"{self._task} serves session {session:#x}, which {owner} has opened "
+                "again after it was closed: the earlier order to close it has no effect"
+            )
         self._owner, self._links = None, []
         return True
 

@@ -69,7 +69,8 @@ class OpenSession:
     another process serves its store, if one does. ``origin`` is the number that those
     keys are counted from; 0: the session's own. ``is_shared``: workers that are
     programs of their own may join it (`JoinSession`). ``program``: what runs there, for
-    words to a person ("train.py").
+    words to a person ("train.py"). ``sent``: when, by the clock that only goes forward
+    of the coordinator (`CloseSession`).
     """
 
     kind: ClassVar = 16
@@ -85,6 +86,7 @@ class OpenSession:
     replicas: int = 0
     is_shared: bool = False
     program: str = ""
+    sent: float = 0.0
 
 
 @message
@@ -179,11 +181,16 @@ class AnswerReport:
 
 @message
 class CloseSession:
-    """Drop all of the session; with ``exit`` the process drains and ends."""
+    """Drop all of the session; with ``exit`` the process drains and ends.
+
+    Refused if the session was opened again after this was ``sent``: the two came by
+    different connections, which keep no order.
+    """
 
     kind: ClassVar = 18
     session: int
     exit: bool
+    sent: float = 0.0
 
 
 @message

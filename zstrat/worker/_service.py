@@ -196,6 +196,7 @@ class WorkerService:
             remote.hello,
             time.time(),
             program=message.program,
+            sent=message.sent,
         )
         new = self._ownership.open(owner)
         # A coordinator that connects anew knows nothing of what is here, and has given
@@ -281,7 +282,7 @@ class WorkerService:
         )
 
     def _close(self, message: CloseSession) -> Done:
-        if self._ownership.close(message.session):
+        if self._ownership.close(message.session, message.sent):
             self._drop("its coordinator closed the session")
         if message.exit and self._on_exit is not None:
             on_exit, self._on_exit = self._on_exit, None

@@ -2,7 +2,8 @@
 
 The task is asked again, after pauses that grow, while another coordinator that may be
 alive holds it, or while it ends a step of an earlier session. The law of this file: one
-request at most is under way, and only the answer to the last one is told.
+request at most is under way, and only the answer to the last one is told. Each message
+says when it was sent: a task hears several of our connections, in any order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import BusyError, HeldError
 from zstrat.wire import CloseSession, JoinSession, OpenSession
@@ -27,6 +28,8 @@ log = logging.getLogger("zstrat.coordinator")
 
 FIRST_PAUSE_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 5.0
+
+Sent = TypeVar("Sent", OpenSession, CloseSession)
 
 MAX_EARLY_NOTICES: Final = 2048
 """Notices that are kept until the task has answered: those of all workers that may wait
@@ -58,7 +61,7 @@ class SessionRequest:
         if isinstance(opening, JoinSession):
             self._reopening = replace(opening, patience=0.0)
         self._turn, self._notice, self._on_answer = turn, notice, on_answer
-        self._farewells: Sequence[Message] = ()
+        self._farewells: Sequence[CloseSession] = ()
         """What the task is told before it is asked in."""
         self._pause = FIRST_PAUSE_SECONDS
         self._held_since: float | None = None
@@ -88,7 +91,7 @@ class SessionRequest:
         assert isinstance(self._opening, OpenSession), self._opening
         self._opening = self._reopening = replace(self._opening, origin=origin)
 
-    def enter(self, session: int, farewells: Sequence[Message]) -> None:
+    def enter(self, session: int, farewells: Sequence[CloseSession]) -> None:
         """From now on another session is opened.
 
         Args:
@@ -110,10 +113,13 @@ class SessionRequest:
         """
         self.stop()
         self.early.clear()
+        opening = self._reopening if resumes else self._opening
         if not resumes:
             for farewell in self._farewells:
-                link.submit(farewell).add_done_callback(_ignore_outcome)
-        self._sent = link.submit(self._reopening if resumes else self._opening)
+                link.submit(_sent_now(farewell)).add_done_callback(_ignore_outcome)
+        if isinstance(opening, OpenSession):
+            opening = _sent_now(opening)
+        self._sent = link.submit(opening)
         self._sent.add_done_callback(self._answered)
 
     def repeat(
@@ -159,7 +165,7 @@ class SessionRequest:
 
     def withdraw(self, link: TaskLink) -> None:
         """Closes the session on a task that is not taken, heard or unheard."""
-        goodbye = CloseSession(self.session, False)
+        goodbye = _sent_now(CloseSession(self.session, False))
         link.submit(goodbye).add_done_callback(_ignore_outcome)
 
     def close(
@@ -172,7 +178,7 @@ class SessionRequest:
             exits: It ends as a process, too.
         """
         deadline = asyncio.get_running_loop().time() + timeout
-        goodbye = CloseSession(self.session, exits)
+        goodbye = _sent_now(CloseSession(self.session, exits))
         answer = link.submit(goodbye, deadline=deadline)
         answer.add_done_callback(_log_error)
         return answer
@@ -184,6 +190,10 @@ class SessionRequest:
         if sent is self._sent:
             self._sent = None
             self._on_answer(sent)
+
+
+def _sent_now(message: Sent) -> Sent:
+    return replace(message, sent=asyncio.get_running_loop().time())
 
 
 def _ignore_outcome(answer: asyncio.Future[Message]) -> None:

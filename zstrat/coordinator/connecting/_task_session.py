@@ -37,7 +37,14 @@ if TYPE_CHECKING:
 
     from zstrat.ps import ServerLine
     from zstrat.transport import MakeTaskLink, TaskLink
-    from zstrat.wire import Hello, JoinSession, LayoutMessage, Message, OpenSession
+    from zstrat.wire import (
+        CloseSession,
+        Hello,
+        JoinSession,
+        LayoutMessage,
+        Message,
+        OpenSession,
+    )
 
     Objection = Callable[
         ["TaskSession", Hello, SessionOpened | None], ZstratError | None
@@ -236,7 +243,7 @@ class TaskSession:
             self._leave(reason)
             self._ask()
 
-    def renew(self, session: int, farewells: Sequence[Message]) -> None:
+    def renew(self, session: int, farewells: Sequence[CloseSession]) -> None:
         """Enters another session of ours, in which the task has nothing yet, whatever
         it had, and whichever process it is.
 
