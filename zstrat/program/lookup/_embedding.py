@@ -478,7 +478,7 @@ class _Bag:
             total = jnp.where(nothing, jnp.zeros_like(total), total / by)
         return total.astype(dtype)
 
-    def _summed(self, x: jax.Array) -> jax.Array:
+    def _summed(self, x: Any) -> jax.Array:
         if self.row_ids is None:
             return jnp.sum(x, axis=self.ids.ndim - 1)
         return jax.ops.segment_sum(x, self.row_ids, self.nrows)
