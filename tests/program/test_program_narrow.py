@@ -225,6 +225,23 @@ def test_a_wrong_id_that_only_the_program_knows_is_a_row_of_nan(home, where, nam
         assert np.isnan(known()).all()
 
 
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_a_wrong_id_of_a_sparse_read_and_of_an_index(home, wrong):
+    """What is indexed is the value, by jax's own rules, as the docs say."""
+    ids, held = np.array([2, wrong]), home.on_devices(TABLE)
+    for table in (home.variable(TABLE), home.sharded(TABLE, 3)):
+        with pytest.raises(IndexError, match="has no row"):
+            table.sparse_read(ids)
+        with pytest.raises(IndexError, match="has no row"):
+            zs.function(lambda ids, table=table: table.sparse_read(ids))(ids)
+    assert np.isnan(zs.function(lambda ids: held.sparse_read(ids))(ids)[1]).all()
+    rows = zs.function(lambda ids: held[ids])(ids)
+    np.testing.assert_array_equal(rows, TABLE[[2, 9]])
+    rows = zs.function(lambda ids: jnp.take(held.value(), ids, axis=0))(ids)
+    last = TABLE[9] if wrong < 0 else np.full(4, np.nan)
+    np.testing.assert_array_equal(rows, [TABLE[2], last])
+
+
 @pytest.mark.parametrize("name", ["safe", "default"])
 def test_a_safe_lookup_leaves_out_ids_below_0_of_any_width(home, name):
     ids = np.array([-1, 3 - 2**32])
