@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, final
 
 from zstrat import __version__
 from zstrat.cluster import (
@@ -15,7 +16,7 @@ from zstrat.cluster import (
     TomlClusterResolver,
     detect,
 )
-from zstrat.config import environment, settings_from
+from zstrat.config import did_you_mean, environment, settings_from
 from zstrat.launch import UNNUMBERED, JoinPlace, TaskPlace
 from zstrat.streams import complete
 
@@ -31,6 +32,22 @@ if TYPE_CHECKING:
 RESOLVERS = ("auto", "slurm", "tf_config")
 
 
+@final
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was meant, as click does for the program ``zstrat``."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            # The help leaves out the options that are for launchers alone.
+            known = sorted(set(re.findall(r"--\w[\w-]*", self.format_help())))
+            names = (each.partition("=")[0] for each in unknown)
+            hints = (did_you_mean(each, known) for each in names if each[:1] == "-")
+            words = " ".join(unknown) + next(filter(None, hints), "")
+            self.error(f"unrecognized arguments: {words}")
+        return parsed
+
+
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
     """The arguments that every daemon takes; fewer of one that binds no address. Called
     first: a wrong one is said on a stream, if there is one."""
@@ -41,7 +58,7 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
         if binds
         else "TF_CONFIG or --index; otherwise it is the first one."
     )
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog=f"zstrat-{job}",
         description=f"{what} It learns which task it is from {sources}",
     )

@@ -73,6 +73,21 @@ def test_links_lead_somewhere(page):
             assert part in headings(there), f"{page.name}: no such heading: {target}"
 
 
+def test_the_reference_shows_how_a_group_is_really_called():
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "site_signatures.py"))
+    package = griffe.load(
+        "zstrat.collectives", search_paths=[str(ROOT)], extensions=extensions
+    )
+    group = package["group._group.Group"]
+    for name in ("__init__", "create", "all_reduce", "all_gather_async", "reform"):
+        shown = [each.name for each in group.all_members[name].parameters]
+        found = inspect.getattr_static(zs.collectives.Group, name)
+        python = inspect.signature(getattr(found, "__func__", found))
+        assert shown == list(python.parameters), name
+        assert "args" not in shown
+
+
 def test_every_public_name_is_in_the_reference_once(site_pages):
     names = [name for page in site_pages._reference() for name in page["names"]]
     assert sorted(set(names)) == sorted(names)

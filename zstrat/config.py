@@ -8,7 +8,7 @@ handed down from the top. What other systems set for the processes that they sta
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -148,6 +148,13 @@ def environment() -> Mapping[str, str]:
 def set_environment(name: str, value: str) -> None:
     """Set a variable of this process, for libraries that are told by it alone."""
     os.environ[name] = value
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known: the closest of the known
+    ones, or "" where none is close."""
+    meant = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {meant[0]!r}?" if meant else ""
 
 
 def settings_from(env: Mapping[str, str]) -> Settings:

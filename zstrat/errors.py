@@ -358,9 +358,10 @@ def from_wire(wire: object) -> Exception:
 
 
 def _plainly(error: BaseException) -> WireError:
-    notes = _notes(error)
-    if error.__traceback__ is not None:
-        notes += "".join(traceback.format_exception(error))
+    if error.__traceback__ is None:
+        notes = _notes(error)
+    else:  # with the notes, at its end
+        notes = "".join(traceback.format_exception(error))
     notes = _shortened(notes)
     fields: list[object] = [_plain(field) for field in error.args[:_MAX_FIELDS]]
     if isinstance(error, ZstratError):

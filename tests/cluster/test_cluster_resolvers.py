@@ -220,6 +220,31 @@ def test_tf_config_keys_of_others_and_the_address_of_an_evaluator_mean_nothing(
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("wrker", "did you mean 'worker'"), ("Chief", "did you mean 'chief'"), (5, "'5'")],
+)
+def test_tf_config_type_of_a_task_that_no_job_has(
+    tf_config: Callable[[Any], None], given: Any, words: str
+) -> None:
+    tf_config({"cluster": CLUSTER, "task": {"type": given, "index": 0}})
+    with pytest.raises(ValueError, match=rf"^TF_CONFIG: task\.type: .*{words}"):
+        _ = TFConfigClusterResolver().task_type
+    with pytest.raises(ValueError, match=words):
+        TFConfigClusterResolver().master()
+    assert TFConfigClusterResolver("worker", 0).master() == "worker0:2222"
+
+
+def test_tf_config_takes_the_master_of_tensorflow_1(
+    tf_config: Callable[[Any], None],
+) -> None:
+    cluster = {"master": ["m:1"], "ps": ["p:1"]}
+    tf_config({"cluster": cluster, "task": {"type": "master", "index": 0}})
+    resolver = TFConfigClusterResolver()
+    assert (resolver.task_type, resolver.master()) == ("master", "m:1")
+    assert resolver.cluster_spec().as_dict() == cluster
+
+
 def test_tf_config_session_master_goes_before_all(
     tf_config: Callable[[Any], None],
 ) -> None:
@@ -312,6 +337,11 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
         ),
         ({"cluster": {"worker": ["a:1", "a:1"]}}, r"for worker:0 and for worker:1"),
         ({"clusters": {"ps": ["a:1"]}}, r"no key 'clusters': is 'cluster' meant"),
+        (
+            {"cluster": {"worker": ["a:1"], "pss": ["b:1"]}},
+            r"^TF_CONFIG: cluster: there is no job 'pss': .* did you mean 'ps'\?",
+        ),
+        ({"sparseCluster": {"wrker": {"0": "a:1"}}}, r"did you mean 'worker'\?"),
     ],
 )
 def test_tf_config_mistakes_in_the_cluster(
@@ -427,6 +457,7 @@ def test_toml_sparse_job(file: Callable[[str], Path]) -> None:
             "[cluster]\nworkers = ['a:1']",
             r"cluster: there is no job 'workers': .* chief",
         ),
+        ("[cluster]\npss = ['a:1']", r"there is no job 'pss': .* mean 'ps'\?"),
         ("[cluster]\nps = 'a:1'", r"cluster\.ps: expected a list of addresses"),
         (
             "[cluster]\nps = ['a:1']\nworker = ['a:1']",

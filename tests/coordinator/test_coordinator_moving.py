@@ -114,6 +114,25 @@ def test_who_cannot_be_drained_is_named(world):
     assert served(world) == ["/job:ps/task:0"] * 2
 
 
+@pytest.mark.parametrize("name", ["ps:0", "/job:ps/task:0"])
+def test_a_ps_is_drained_by_its_name(world, name):
+    servers = connected(world)
+    for unknown in ("ps:7", "worker:0"):
+        with pytest.raises(NotFoundError, match=r"ps0:1 \(ps:0\), ps1:1 \(ps:1\)"):
+            servers.drain(unknown)
+    servers.drain(name)
+    assert servers.addresses == {1: "ps1:1"}
+    assert served(world) == ["/job:ps/task:1"] * 2
+
+
+def test_an_address_that_looks_like_a_name_is_an_address(world):
+    servers, third = connected(world), world.newcomer(2)
+    world.tasks["ps:1"] = third
+    assert servers.add("ps:1") == 2
+    servers.drain("ps:1")
+    assert servers.addresses == {0: "ps0:1", 1: "ps1:1"}
+
+
 def test_a_session_that_others_may_go_on_with_stays_where_they_look(world):
     servers = connected(world, resume="run", replicas=0)
     with pytest.raises(

@@ -229,7 +229,7 @@ def test_a_worker_that_comes_late_hears_where_the_servers_are(world):
 
 
 def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
-    world, monkeypatch
+    world, monkeypatch, caplog
 ):
     monkeypatch.setattr("zstrat.coordinator.replication._replication.FORGIVING", 0.0)
     world.connect()
@@ -243,6 +243,9 @@ def test_a_backup_that_a_primary_cannot_reach_is_let_go_and_asked_again(
     (detached,) = [o for o in first.orders if isinstance(o, DetachBackup)]
     assert detached.view == view + 1
     assert world.numbers_of["failovers"] == 0
+    said = [r.levelname for r in caplog.records if "its line is cut" in r.getMessage()]
+    assert said == ["WARNING"]
+    assert "of long ago" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [UnavailableError, OSError])

@@ -148,6 +148,20 @@ def test_a_removed_worker_ends_what_it_runs_and_gets_nothing_more(world):
         workers.remove("worker0:1")
 
 
+@pytest.mark.parametrize("name", ["worker:1", "/job:worker/task:1"])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_worker_is_removed_by_its_name(world, name, awaited):
+    world.coordinator()
+    workers = Workers(world.session)
+    with pytest.raises(NotFoundError, match=r"worker0:1 \(worker:0\), worker1:1 \("):
+        workers.remove("worker:7")
+    if awaited:
+        asyncio.run(workers.remove_async(name))
+    else:
+        workers.remove(name)
+    assert workers.addresses == {0: "worker0:1"}
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_what_a_leaving_worker_does_not_end_runs_elsewhere(world, lost):
     coordinator = world.coordinator(closures_in_flight=1)

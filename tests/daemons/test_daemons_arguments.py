@@ -63,6 +63,36 @@ def test_a_ps_has_the_folder_that_it_is_told_or_that_systemd_has_made(monkeypatc
     assert told_so.settings.state == Path("/tmp/mine")
 
 
+@pytest.mark.parametrize("job", ["ps", "worker"])
+@pytest.mark.parametrize(
+    ("mistyped", "meant"),
+    [
+        (["--bindd", "x"], "'--bind'"),
+        (["--indx=0"], "'--index'"),
+        (["--log-jsn", "--clustr", "x"], "'--log-json'"),
+    ],
+)
+def test_an_option_that_is_not_there(job, mistyped, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        told(*mistyped, job=job)
+    assert ended.value.code == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "not_there"),
+    [
+        ("--xyzzy", "did you mean"),
+        ("bind", "did you mean"),
+        ("--leassh", "--leash"),  # for launchers alone
+    ],
+)
+def test_nothing_that_is_not_an_option_for_people_is_meant(mistyped, not_there, capsys):
+    with pytest.raises(SystemExit):
+        told(mistyped)
+    assert not_there not in capsys.readouterr().err.replace("--leassh", "")
+
+
 def test_address_alone():
     place = told("--index", "3", "--bind", "127.0.0.1:0").place
     assert (place.job, place.index, place.bind) == ("ps", 3, "127.0.0.1:0")

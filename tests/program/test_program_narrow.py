@@ -168,6 +168,101 @@ def test_an_array_has_no_rows_before_its_first(dtype):
     np.testing.assert_array_equal(rows, [[np.nan] * 4, TABLE[2], [np.nan] * 4])
 
 
+LOOKUPS = {
+    "lookup": zs.embedding_lookup,
+    "padded": lambda table, ids: zs.embedding_lookup_sparse(
+        table, (ids, np.ones(2, bool)), combiner="sum"
+    ),
+    "pairs": lambda table, ids: zs.embedding_lookup_sparse(
+        table, (ids, np.zeros(2, int), 1), combiner="sum"
+    ),
+    "safe": lambda table, ids: zs.safe_embedding_lookup_sparse(
+        table, (ids, np.ones(2, bool)), combiner="sum"
+    ),
+    "default": lambda table, ids: zs.safe_embedding_lookup_sparse(
+        table, (ids, np.ones(2, bool)), combiner="sum", default_id=4
+    ),
+}
+"""Of two ids. The safe ones leave out what is below 0."""
+
+
+def wrong_ids(name):
+    below = [] if name in ("safe", "default") else [-1, 3 - 2**32]
+    return [np.array([2, wrong]) for wrong in (10, 2**32 + 3, *below)]
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("where", ["elsewhere", "in parts", "on devices", "an array"])
+def test_a_wrong_id_that_is_known_is_an_error_and_never_another_row(home, where, name):
+    table = {
+        "elsewhere": lambda: home.variable(TABLE),
+        "in parts": lambda: home.sharded(TABLE, 3),
+        "on devices": lambda: home.on_devices(TABLE),
+        "an array": lambda: jnp.array(TABLE),
+    }[where]()
+    for ids in wrong_ids(name):
+        with pytest.raises(IndexError, match="has no row"):
+            LOOKUPS[name](table, ids)
+        if name != "default":  # which counts the ids that are left, when it runs
+            with pytest.raises(IndexError, match="has no row"):
+                zs.function(lambda ids=ids: LOOKUPS[name](table, ids))()
+        if where in ("elsewhere", "in parts") and abs(ids[1]) < 2**31:
+            with pytest.raises(IndexError, match="has no row"):
+                zs.function(lambda ids: LOOKUPS[name](table, ids))(ids)
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("where", ["on devices", "an array"])
+def test_a_wrong_id_that_only_the_program_knows_is_a_row_of_nan(home, where, name):
+    table = home.on_devices(TABLE) if where == "on devices" else jnp.array(TABLE)
+    step = zs.function(lambda ids: LOOKUPS[name](table, ids))
+    for ids in wrong_ids(name):
+        if abs(ids[1]) < 2**31:
+            rows = step(ids)
+            assert np.isnan(np.atleast_2d(rows)[-1]).all()
+    if name == "default":
+        known = zs.function(lambda: LOOKUPS[name](table, np.array([2, 2**32 + 3])))
+        assert np.isnan(known()).all()
+
+
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_a_wrong_id_of_a_sparse_read_and_of_an_index(home, wrong):
+    """What is indexed is the value, by jax's own rules, as the docs say."""
+    ids, held = np.array([2, wrong]), home.on_devices(TABLE)
+    for table in (home.variable(TABLE), home.sharded(TABLE, 3)):
+        with pytest.raises(IndexError, match="has no row"):
+            table.sparse_read(ids)
+        with pytest.raises(IndexError, match="has no row"):
+            zs.function(lambda ids, table=table: table.sparse_read(ids))(ids)
+    assert np.isnan(zs.function(lambda ids: held.sparse_read(ids))(ids)[1]).all()
+    rows = zs.function(lambda ids: held[ids])(ids)
+    np.testing.assert_array_equal(rows, TABLE[[2, 9]])
+    rows = zs.function(lambda ids: jnp.take(held.value(), ids, axis=0))(ids)
+    last = TABLE[9] if wrong < 0 else np.full(4, np.nan)
+    np.testing.assert_array_equal(rows, [TABLE[2], last])
+
+
+@pytest.mark.parametrize("name", ["safe", "default"])
+def test_a_safe_lookup_leaves_out_ids_below_0_of_any_width(home, name):
+    ids = np.array([-1, 3 - 2**32])
+    expected = TABLE[4] if name == "default" else np.zeros(4)
+    for table in (home.variable(TABLE), home.on_devices(TABLE), jnp.array(TABLE)):
+        np.testing.assert_array_equal(LOOKUPS[name](table, ids), expected)
+        rows = zs.function(lambda table=table: LOOKUPS[name](table, ids))()
+        np.testing.assert_array_equal(rows, expected)
+
+
+def test_padding_may_be_anything_and_belong_anywhere(home):
+    """What does not count is no error, and counts in no row."""
+    ids, mask = np.array([[2, 2**40], [-(2**40), 3]]), np.eye(2, dtype=bool)
+    pairs = np.array([2, 3, 2**40]), np.array([0, 2**32 + 1, -(2**32)]), 2
+    for table in (home.variable(TABLE), home.on_devices(TABLE), jnp.array(TABLE)):
+        rows = zs.embedding_lookup_sparse(table, (ids, mask))
+        np.testing.assert_array_equal(rows, TABLE[[2, 3]])
+        rows = zs.embedding_lookup_sparse(table, pairs)
+        np.testing.assert_array_equal(rows, [TABLE[2], np.zeros(4)])
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_rounded_float_hushes_no_integer_in_its_place(eager):
     @zs.function(eager=eager)

@@ -296,6 +296,46 @@ def test_states_of_one_kind_are_not_mixed_up(tmp_path):
         np.testing.assert_array_equal(now, was)
 
 
+@pytest.mark.parametrize("knows_its_tree", [True, False])
+def test_a_state_of_another_class_with_the_same_fields_is_refused(
+    tmp_path, knows_its_tree
+):
+    first, optimizer = trained(optax.adabelief(0.1))
+    path = Checkpoint(v=first, o=optimizer).save(tmp_path / "c")
+    if knows_its_tree:
+        second, restored = trained(optax.chain(optax.clip(9.0), ADAM), fill=2.0)
+    else:
+        second, restored = {"w": Variable(ones(3, 2))}, Optimizer(ADAM)
+    values = second["w"].numpy()
+    checkpoint = Checkpoint(v=second, o=restored)
+    both = "ScaleByAdamState.*ScaleByBeliefState"
+    with pytest.raises(InvalidArgumentError, match=both):
+        checkpoint.restore(path)
+    np.testing.assert_array_equal(second["w"].numpy(), values)
+    before = adams(restored) if knows_its_tree else [0, 0.0, 0.0]
+    assert checkpoint.restore(path, expect_partial=True).unused
+    np.testing.assert_array_equal(second["w"].numpy(), first["w"].numpy())
+    if not knows_its_tree:
+        restored.apply_gradients({"w": np.zeros((3, 2), "f4")}, second)
+        before = [1, np.zeros((3, 2)), np.zeros((3, 2))]
+    for now, was in zip(adams(restored), before, strict=True):
+        np.testing.assert_array_equal(now, was)
+
+
+def test_a_checkpoint_that_does_not_say_the_classes_of_states_is_restored(tmp_path):
+    first, optimizer = trained(optax.adabelief(0.1))
+    path = Checkpoint(v=first, o=optimizer).save(tmp_path / "c")
+    manifest = Manifest.of(path)
+    recorded = [node.pop("state", None) for node in manifest.objects["nodes"]]
+    assert any(recorded)
+    (tmp_path / "c-1" / MANIFEST).write_bytes(manifest.encode())
+    second, restored = trained(ADAM, fill=2.0)
+    Checkpoint(v=second, o=restored).restore(path).assert_consumed()
+    moments = jax.tree.leaves(optimizer.state)
+    for now, was in zip(adams(restored), moments, strict=True):
+        np.testing.assert_array_equal(now, was)
+
+
 def test_several_states_of_one_kind_that_moved_together_are_found(tmp_path):
     both = optax.chain(optax.trace(0.5), optax.trace(0.9))
     first, optimizer = trained(both)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 
 import numpy as np
 import psutil
+import pytest
 
 import zstrat as zs
 
@@ -63,6 +65,45 @@ def test_processes_that_a_dataset_function_forks():
         assert drawn(with_pool) == 2.0
         child.terminate()
         child.wait(100)
+
+
+def _twice(number):
+    return 2 * number
+
+
+_twice.__module__ = "__main__"  # as that of a script
+
+
+def test_a_function_of_the_script_that_a_pool_cannot_have_comes_with_advice():
+    def with_pool():
+        import multiprocessing
+
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            yield from map(np.float32, pool.map(_twice, [4.0, 9.0]))
+
+    def with_threads():
+        from multiprocessing.pool import ThreadPool
+
+        with ThreadPool(1) as pool:
+            yield from map(np.float32, pool.map(_twice, [4.0, 9.0]))
+
+    with (
+        zs.LocalCluster(1, 1, lane="tcp") as cluster,
+        zs.ParameterServerStrategy(cluster) as strategy,
+    ):
+        coordinator = zs.ClusterCoordinator(strategy)
+        draw = zs.function(lambda iterator: next(iterator))
+
+        def drawn(dataset_fn):
+            iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+            return coordinator.schedule(draw, args=(iterator,)).fetch(timeout=60)
+
+        assert drawn(with_threads) == 8.0
+        with pytest.raises(zs.errors.ClosureInputError) as raised:
+            drawn(with_pool)
+        cause = raised.value.original_exception
+        assert isinstance(cause, pickle.PicklingError)
+        assert any("ThreadPool" in note for note in cause.__notes__)
 
 
 def test_a_strategy_is_refused_in_a_process_that_was_forked(daemons, programs):

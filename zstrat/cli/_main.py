@@ -7,12 +7,12 @@ the processor time that a look at a cluster does.
 from __future__ import annotations
 
 import importlib
-from difflib import get_close_matches
 from typing import Any, Final, final
 
 import click
 
 from zstrat import __version__
+from zstrat.config import did_you_mean
 from zstrat.streams import complete
 
 _BEHIND: Final = {
@@ -51,12 +51,12 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        meant = get_close_matches(name, _BEHIND)
         if name in DAEMONS:
-            meant = [f"zstrat-{name}"]
-        if name not in _BEHIND and meant:
-            words = " or ".join(f"'{each}'" for each in meant)
-            ctx.fail(f"No such command {name!r}; did you mean {words}?")
+            hint = f"; did you mean 'zstrat-{name}'?"
+        else:
+            hint = did_you_mean(name, _BEHIND)
+        if name not in _BEHIND and hint:
+            ctx.fail(f"No such command {name!r}{hint}")
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, final
+
+from zstrat.config import did_you_mean
 
 _HOST: Final = re.compile(r"[0-9A-Za-z._%-]{1,255}|\[[0-9A-Za-z._%:-]{1,255}\]")
 """Of those that can be connected to."""
@@ -266,6 +268,33 @@ def spec_from(cluster: object, source: str) -> ClusterSpec:
     )
     _check_distinct(spec, source)
     return spec
+
+
+def check_names(
+    names: Collection[str], allowed: Collection[str], where: str, what: str
+) -> None:
+    """
+    Raises:
+        ValueError: One is not allowed; says which are, and which is the closest.
+    """
+    for name in names:
+        if name not in allowed:
+            raise ValueError(
+                f"{where}: there is no {what} {name!r}: expected one of "
+                f"{', '.join(allowed)}{did_you_mean(name, allowed)}"
+            )
+
+
+def check_task_type(kind: object, allowed: Collection[str], where: str) -> None:
+    """
+    Raises:
+        ValueError: No task is of this type; says which there are.
+    """
+    if kind not in allowed:
+        raise ValueError(
+            f"{where}: task.type: expected one of {', '.join(allowed)}, "
+            f"got {kind!r:.80}{did_you_mean(str(kind), allowed)}"
+        )
 
 
 def _check_distinct(spec: ClusterSpec, source: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import SourceResolver
-from ._spec import spec_from, task_index
+from ._spec import TASK_TYPES, check_names, check_task_type, spec_from, task_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "TF_CONFIG"
 _SPARSE: Final = "sparseCluster"
+_JOBS: Final = (*TASK_TYPES, "master")
+"""The last is what TensorFlow 1 calls its chief: whoever cannot use it refuses it."""
 
 
 @final
@@ -33,8 +35,9 @@ class TFConfigClusterResolver(SourceResolver):
     A job may also be ``{"3": address}`` where a task need not know all the others.
     "sparseCluster", which Kubeflow writes for dynamic workers instead of "cluster", is
     read as such: of a ps it names that one alone, without its index.
-    Every answer raises ValueError when TF_CONFIG is not what it should be, and says
-    which key is wrong, what was expected there and what was found.
+    Jobs are chief, worker, ps and evaluator, and TensorFlow 1's master. Every answer
+    raises ValueError when TF_CONFIG is not what it should be, and says which key is
+    wrong, what was expected there and what was found.
     """
 
     _empty_layer_counts = True
@@ -42,8 +45,11 @@ class TFConfigClusterResolver(SourceResolver):
     def cluster_spec(self) -> ClusterSpec:
         config = _read()
         if self.is_sparse:
-            return spec_from(self._sparse(config[_SPARSE]), VARIABLE)
-        return spec_from(config.get("cluster", {}), VARIABLE)
+            spec = spec_from(self._sparse(config[_SPARSE]), VARIABLE)
+        else:
+            spec = spec_from(config.get("cluster", {}), VARIABLE)
+        check_names(spec.jobs, _JOBS, f"{VARIABLE}: cluster", "job")
+        return spec
 
     def master(
         self,
@@ -86,7 +92,11 @@ class TFConfigClusterResolver(SourceResolver):
 
     def _found_task_type(self) -> str | None:
         task = _task()
-        return str(task["type"]) if "type" in task else None
+        if "type" not in task:
+            return None
+        kind = str(task["type"])
+        check_task_type(kind, _JOBS, VARIABLE)
+        return kind
 
     def _found_task_id(self) -> int | None:
         task = _task()

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import SourceResolver
-from ._spec import TASK_TYPES, spec_from
+from ._spec import TASK_TYPES, check_names, check_task_type, spec_from
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
 
     from ._spec import ClusterSpec
 
@@ -71,35 +70,21 @@ class TomlClusterResolver(SourceResolver):
 def _read(path: str) -> tuple[ClusterSpec, tuple[str | None, int | None]]:
     """The cluster of the file, and the task that it says that this process is."""
     tables = config.read_toml(path)
-    _check_keys(tables, _TABLES, path, "table")
+    check_names(tables, _TABLES, path, "table")
     if "cluster" not in tables:
         raise ValueError(f"{path}: expected a table [cluster], it has none")
     spec = spec_from(tables["cluster"], path)
-    _check_keys(spec.jobs, TASK_TYPES, f"{path}: cluster", "job")
+    check_names(spec.jobs, TASK_TYPES, f"{path}: cluster", "job")
     return spec, _task(tables.get("task", {}), path)
-
-
-def _check_keys(
-    keys: Collection[str], allowed: Collection[str], where: str, what: str
-) -> None:
-    for key in keys:
-        if key not in allowed:
-            raise ValueError(
-                f"{where}: there is no {what} {key!r}: "
-                f"expected one of {', '.join(allowed)}"
-            )
 
 
 def _task(task: Any, path: str) -> tuple[str | None, int | None]:
     if not isinstance(task, dict):
         raise ValueError(f"{path}: task: expected a table [task], got {task!r:.80}")
-    _check_keys(task, ("type", "index"), f"{path}: task", "key")
+    check_names(task, ("type", "index"), f"{path}: task", "key")
     kind, index = task.get("type"), task.get("index")
-    if kind is not None and kind not in TASK_TYPES:
-        raise ValueError(
-            f"{path}: task.type: expected one of {', '.join(TASK_TYPES)}, "
-            f"got {kind!r:.80}"
-        )
+    if kind is not None:
+        check_task_type(kind, TASK_TYPES, path)
     if index is not None and (type(index) is not int or index < 0):
         raise ValueError(
             f"{path}: task.index: expected an integer of 0 or more, got {index!r:.80}"

@@ -10,6 +10,7 @@ from ._leaf import LeafRule as LeafRule
 from ._leaf import cut_for_rows as cut_for_rows
 from ._leaf import leaf_rule as leaf_rule
 from ._padding import dependence_on_padding as dependence_on_padding
+from ._state import state_classes as state_classes
 from ._structure import TreeStructure as TreeStructure
 from ._transformation import Extras as Extras
 from ._transformation import RandomNumbers as RandomNumbers

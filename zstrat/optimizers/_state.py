@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import (
+    DictKey,
+    GetAttrKey,
+    SequenceKey,
+    keystr,
+    tree_flatten_with_path,
+)
 
 from ._jaxprs import flat, mask_of
 from ._transformation import shaped
@@ -65,6 +71,35 @@ class StateOfTree:
         if treedef != self.treedef:
             raise ValueError(f"expected the structure {self.treedef}, got {treedef}")
         return [unwrapped(leaf) for leaf in leaves]
+
+
+def state_classes(transformation: Any) -> dict[str, str]:
+    """The class of the state that has an array as one of its fields, by the path of the
+    array in the state of a single leaf; nothing of a transformation that wants a tree.
+    """
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            leaf = shaped((1,), jnp.float32)
+            state = jax.eval_shape(transformation.init, leaf)
+    except Exception:  # the user's, who would see it where the optimizer is used
+        return {}
+    paths = [path for path, _ in tree_flatten_with_path(state)[0]]
+    named = [path for path in paths if path and isinstance(path[-1], GetAttrKey)]
+    found = {keystr(path): _child(state, path[:-1]) for path in named}
+    return {k: type(each).__name__ for k, each in found.items() if each is not None}
+
+
+def _child(node: Any, path: Path) -> Any:
+    """What is there below a node; None if a node on the way hides its children."""
+    for key in path:
+        match key:
+            case GetAttrKey(name=name):
+                node = getattr(node, name)
+            case SequenceKey(idx=at) | DictKey(key=at):
+                node = node[at]
+            case _:
+                return None
+    return node
 
 
 class StateGrowsError(Exception):

@@ -294,10 +294,11 @@ class Matching:
         optimizers = self._by_kind(found, Optimizer)
         new = {(id(value), place) for value, place in found.pairs}
         for optimizer, at in optimizers:
-            stored = self._nodes[at].slots
+            stored, classes = self._nodes[at].slots, self._nodes[at].state
             for variable, place in variables:
                 if {(id(optimizer), at), (id(variable), place)} & new:
-                    self._slots(optimizer, variable, stored.get(place, {}), found)
+                    mine = stored.get(place, {})
+                    self._slots(optimizer, variable, mine, classes, found)
 
     def _by_kind(self, found: Found, kind: type[Any]) -> list[tuple[Any, int]]:
         taken = ((v, at) for at, values in self._taken.items() for v in values.values())
@@ -309,6 +310,7 @@ class Matching:
         optimizer: Optimizer,
         variable: AbstractVariable,
         stored: Mapping[str, str],
+        classes: Mapping[str, str],
         found: Found,
     ) -> None:
         if not stored:
@@ -317,6 +319,15 @@ class Matching:
         what = f"optimizer {optimizer.name!r} beside {words(variable)}"
         rows = variable.shape[:1]
         infos = optimizer.slots_beside(variable)
+        kept = {info.leaf: (info.rows, info.shape) for info in infos or ()}
+        same = {leaf: leaf for leaf in stored}
+        names = same if infos is None else matched_slots(kept, stored)
+        others = _of_others(names, optimizer.state_classes, classes)
+        for leaf, kinds in others.items():
+            found.left[stored[names[leaf]]] = f"  {what} keeps {leaf} in {kinds}"
+        if infos is None and others:
+            found.loads.append(Load(variable, optimizer, "", None))
+            return
         if infos is None:
             # Its tree is not known yet. What is stored is compared when it is.
             for leaf, name in stored.items():
@@ -325,12 +336,11 @@ class Matching:
                     found.wrong.append(f"  {leaf} of {what}: {_UNKNOWN_BEGIN}")
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
             return
-        kept = {info.leaf: (info.rows, info.shape) for info in infos}
-        names = matched_slots(kept, stored)
-        for leaf in sorted(kept.keys() - names.keys()):
-            found.missing.append(f"  {leaf} of {what}")
         for leaf in sorted(stored.keys() - {*names.values()}):
             found.left[stored[leaf]] = f"  {what} keeps no {leaf}"
+        names = {leaf: name for leaf, name in names.items() if leaf not in others}
+        for leaf in sorted(kept.keys() - names.keys()):
+            found.missing.append(f"  {leaf} of {what}")
         is_part = len(names) < len(kept)
         for leaf, name in sorted(names.items()):
             tensor = self._tensors[stored[name]]
@@ -347,6 +357,23 @@ class Matching:
                 found.loads.append(Load(variable, optimizer, leaf, tensor))
         if is_part:
             found.partly.append((optimizer, variable))
+
+
+def _of_others(
+    names: Mapping[str, str], mine: Mapping[str, str], theirs: Mapping[str, str]
+) -> dict[str, str]:
+    """The slots whose states are of another class in the checkpoint, and both classes
+    in words. Adam and AdaBelief, say, give their fields the same names.
+
+    Args:
+        names: The stored slot for each slot.
+    """
+    pairs = {leaf: (mine.get(leaf), theirs.get(old)) for leaf, old in names.items()}
+    return {
+        leaf: f"{one}, and the checkpoint in {other}"
+        for leaf, (one, other) in sorted(pairs.items())
+        if one and other and one != other
+    }
 
 
 def _has_grown(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:

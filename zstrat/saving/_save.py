@@ -91,6 +91,8 @@ async def _save(
             optimizers = [node.value for node in graph.optimizers]
             about: dict[str, Any] = {}
             states: dict[str, Mapping[str, Any]] = {}
+            for node in graph.optimizers:  # on that thread: jax traces it
+                states[node.path] = await disk(getattr, node.value, "state_classes")
 
             async def note() -> None:
                 for node in graph.iterators:

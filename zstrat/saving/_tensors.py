@@ -128,7 +128,8 @@ class StoredNode(NamedTuple):
     """An object of the program that wrote the checkpoint.
 
     ``children``: places in the list of all. ``slots`` of an optimizer: place of a
-    variable -> path in its state -> tensor. ``state`` of an iterator: its place.
+    variable -> path in its state -> tensor. ``state`` of an iterator: its place; of an
+    optimizer: `Optimizer.state_classes`, which checkpoints of before do not have.
     """
 
     kind: str
@@ -144,8 +145,8 @@ def plain_graph(
     logicals: Sequence[Logical],
     states: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The graph as JSON; inverse of `stored_graph`. ``states``: of iterators, by their
-    paths."""
+    """The graph as JSON; inverse of `stored_graph`. ``states``: `StoredNode.state` of
+    iterators and optimizers, by their paths."""
     number = {id(node): place for place, node in enumerate(graph.nodes)}
     slots: dict[int, dict[str, dict[str, str]]] = {}
     for logical in logicals:
@@ -161,7 +162,7 @@ def plain_graph(
             plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
         if node.kind == "variable":
             plain["tensor"] = node.path
-        if node.kind == "iterator":
+        if states.get(node.path) or node.kind == "iterator":
             plain["state"] = states[node.path]
         if place in slots:
             plain["slots"] = slots[place]

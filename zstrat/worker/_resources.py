@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
@@ -58,6 +59,12 @@ NO_ARGUMENTS: Final = 0
 
 
 _NOT_LOADED: Final = object()
+_BY_NAME: Final = (
+    "A dataset function of this program runs in a worker, where the script is not "
+    "`__main__`, and a process pool finds functions by module and name alone: put "
+    "those that it calls into a module that workers can import, or use "
+    "multiprocessing.pool.ThreadPool"
+)
 _LOG: Final = logging.getLogger("zstrat.worker")
 
 
@@ -208,6 +215,8 @@ class Resources:
             check_layout(layout, self._limits, what)
             return layout
         except BaseException as error:  # goes to the coordinator, and to its closures
+            if isinstance(error, pickle.PicklingError):
+                error.add_note(_BY_NAME)
             self.drop([order.resource])
             self._made[order.resource] = Broken(trim(error))
             raise

@@ -187,7 +187,8 @@ class Membership:
         """
         worker = self._at(address)
         if worker is None or worker.presence is Presence.REMOVED or worker.is_unknown:
-            there = ", ".join(self.addresses.values()) or "no worker"
+            each = (f"{at} (worker:{n})" for n, at in self.addresses.items())
+            there = ", ".join(each) or "no worker"
             raise NotFoundError(f"no worker is at {address}: the cluster has {there}")
         worker.presence, worker.is_dismissed = Presence.REMOVED, True
         return ReleaseWorker(worker.place)

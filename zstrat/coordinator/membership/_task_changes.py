@@ -13,7 +13,7 @@ from zstrat.errors import InvalidArgumentError
 from zstrat.transport import check_address, check_told, warn_of_blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
 
     from zstrat.cluster import ClusterSpec
     from zstrat.coordinator._session import ClusterSession
@@ -69,6 +69,17 @@ def task_number(index: int | None) -> int | None:
         if number >= 0 and not isinstance(index, bool):
             return number
     raise InvalidArgumentError(f"index={index!r:.80}: expected a number, 0 or more")
+
+
+def named_address(task: str, job: str, addresses: Mapping[int, str]) -> str:
+    """The address of a task that the user names: by that, or as messages do, "ps:0" or
+    "/job:ps/task:0". What names none of them is left to whoever looks for it, and an
+    address that looks like a name is the address."""
+    if task not in addresses.values():
+        for number, address in addresses.items():
+            if task in (f"{job}:{number}", f"/job:{job}/task:{number}"):
+                return address
+    return task
 
 
 @final
@@ -158,18 +169,22 @@ class Workers:
         wait then, for ``worker_wait_timeout``.
 
         Args:
+            address: Its address, or its name, "worker:1" or "/job:worker/task:1".
             timeout: Seconds for what it has begun; ``timeouts.drain`` if left out.
 
         Raises:
-            NotFoundError: No worker of the cluster is at that address.
+            NotFoundError: No worker of the cluster is at that address, or has that
+                name; says which there are.
         """
         warn_of_blocking("strategy.workers.remove_async(address)")
+        address = named_address(address, "worker", self.addresses)
         work, seconds = self._removing(address, timeout)
         self._session.run(work, f"removing {address}", seconds)
 
     async def remove_async(self, address: str, timeout: float | None = None) -> None:
         """As `remove`, awaited. Cancellation: it is gone all the same, and what it has
         runs on another worker."""
+        address = named_address(address, "worker", self.addresses)
         work, _ = self._removing(address, timeout)
         try:
             await self._session.run_async(work, f"removing {address}")
@@ -306,11 +321,13 @@ class StoreServers:
         comes next, or may be stopped.
 
         Args:
+            address: Its address, or its name, "ps:0" or "/job:ps/task:0".
             timeout: Seconds until nothing is left there, also those in which another
                 change is under way; left out: as long as it takes.
 
         Raises:
-            NotFoundError: No ps of the cluster is at that address.
+            NotFoundError: No ps of the cluster is at that address, or has that name;
+                says which there are.
             InvalidArgumentError: No other one is there, or with ``replicas=1`` only one
                 is.
             BusyError: It is being drained already.
@@ -364,4 +381,5 @@ class StoreServers:
         self, address: str, timeout: float | None
     ) -> Coroutine[Any, Any, None]:
         patience = None if timeout is None else finite_seconds(timeout)
+        address = named_address(address, "ps", self.addresses)
         return self._session.cluster.moves.vacate(address, patience)

@@ -269,7 +269,7 @@ class StoreMoves:
         elif address in self._numbers:
             why = "was drained before"
         else:
-            known = ", ".join(self._addresses.values())
+            known = ", ".join(f"{at} (ps:{n})" for n, at in self.addresses.items())
             why = f"is no ps of the cluster, which has {known}"
         raise NotFoundError(f"{address!r:.80} {why}")
 

@@ -381,8 +381,6 @@ class Replication:
     def message_received(self, task: TaskSession, message: Message) -> None:
         """A notice from the process of a store's primary, or from its copy."""
         if isinstance(message, BackupLost) and message.session == self._session:
-            words = "the store of %s has lost its backup: %s"
-            log.warning(words, task.name, message.reason)
             # A process has its own store's number, whatever its place among processes.
             store, view = task.task_number, message.view
             self.carry_out(self.placement.backup_lost(store, view, message.reason))

@@ -76,7 +76,7 @@ def embedding_lookup(
         TypeError: ``params`` is something else.
         IndexError: There is no row of that id. Of ids that are known only when the step
             runs, the step says it then; of an array, and of variables that its own
-            devices hold (`MirroredStrategy`, say), such a row is nan, as of jax.
+            devices hold (`MirroredStrategy`, say), such a row is nan then, as of jax.
         RuntimeError: Inside a function that jax transforms, or the same step has
             updated the table.
     """
@@ -113,20 +113,39 @@ def _ids_given(ids: Any, what: str) -> Any:
     return integers(ids, what) if isinstance(ids, list | tuple) else ids
 
 
-def _marked(ids: Any, valid: Any, mark: int) -> jax.Array:
-    """The ids with this one where they do not count, and only there."""
-    ids = jnp.asarray(ids)
-    wide = jax.dtypes.canonicalize_dtype(jnp.int64)
+def _known(given: Any) -> Any:
+    """The array that it is, of numpy unless it is traced: what is known while a step is
+    traced stays known, and ids that are wrong can be refused."""
+    given = array_given(given)
+    return given if isinstance(given, jax.core.Tracer) else np.asarray(given)
+
+
+def _narrowed(ids: Any) -> jax.Array:
+    """The ids in as many bits as jax has: what is too large for them is the largest,
+    and not the row that is left when the upper bits are gone."""
+    dtype = jax.dtypes.canonicalize_dtype(ids.dtype)
+    if dtype != ids.dtype:
+        ids = np.clip(ids, np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return jnp.asarray(ids, dtype)
+
+
+def _marked(ids: Any, valid: Any, mark: int) -> Any:
+    """The ids with this one where they do not count, and only there; of numpy if
+    nothing is traced."""
+    xp: Any = np
+    wide = np.dtype(np.int64)
+    if any(isinstance(each, jax.core.Tracer) for each in (ids, valid)):
+        xp, wide, ids = jnp, jax.dtypes.canonicalize_dtype(wide), _narrowed(ids)
     if ids.dtype.itemsize < 4:
-        ids = ids.astype(jnp.int32)
-    elif not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        ids = ids.astype(np.int32)
+    elif ids.dtype.kind == "u":
         # What is too large for a signed one is the largest, which is no row either.
         most = min(np.iinfo(ids.dtype).max, np.iinfo(wide).max)
-        ids = jnp.minimum(ids, jnp.array(most, ids.dtype)).astype(wide)
-    marks = jnp.full(ids.shape, mark, ids.dtype)
+        ids = xp.minimum(ids, xp.array(most, ids.dtype)).astype(wide)
+    marks = xp.full(ids.shape, mark, ids.dtype)
     if mark == ABSENT:
-        ids = jnp.where(ids == marks, marks - 1, ids)
-    return jnp.where(valid, ids, marks)
+        ids = xp.where(ids == marks, marks - 1, ids)
+    return xp.where(valid, ids, marks)
 
 
 def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
@@ -357,24 +376,24 @@ def safe_embedding_lookup_sparse(
 @dataclass(frozen=True, slots=True)
 class _Bag:
     """Ids, which of them count, and their weights, all of one shape. With ``row_ids``
-    they are pairs, else the last axis is combined."""
+    they are pairs, else the last axis is combined. Of numpy where they are known."""
 
-    ids: jax.Array
-    valid: jax.Array
+    ids: jax.Array | np.ndarray
+    valid: jax.Array | np.ndarray
     weights: jax.Array | None
-    row_ids: jax.Array | None
+    row_ids: jax.Array | np.ndarray | None
     nrows: int
 
     @staticmethod
     def of(given: Any, weights: Any) -> _Bag:
         ragged = _ragged(given)
-        ids = jnp.asarray(_ids_given(ragged.ids, "ids"))
+        ids = _known(_ids_given(ragged.ids, "ids"))
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers, not {ids.dtype}")
         ids = reaching(ids)  # as far as the default id, too
         row_ids, nrows = None, ragged.nrows or 0
         if ragged.row_ids is None:
-            valid = jnp.asarray(ragged.mask)
+            valid = _known(ragged.mask)
             if ids.ndim < 1 or valid.shape != ids.shape or valid.dtype != jnp.bool_:
                 raise ValueError(
                     f"padded ids [..., n] have a mask of booleans of the same shape; "
@@ -382,7 +401,7 @@ class _Bag:
                     f"{list(valid.shape)}"
                 )
         else:
-            row_ids = jnp.asarray(_ids_given(ragged.row_ids, "row_ids"))
+            row_ids = _known(_ids_given(ragged.row_ids, "row_ids"))
             integers = jnp.issubdtype(row_ids.dtype, jnp.integer)
             if ids.ndim != 1 or row_ids.shape != ids.shape or not integers:
                 raise ValueError(
@@ -406,26 +425,27 @@ class _Bag:
         """This bag without negative ids; ``by_weight``: without weights <= 0, too."""
         valid = self.valid & (self.ids >= 0)
         if by_weight and self.weights is not None:
-            valid &= self.weights > 0
+            valid = valid & (self.weights > 0)
         return _Bag(self.ids, valid, self.weights, self.row_ids, self.nrows)
 
     def filled(self, default: int) -> _Bag:
         """This bag with one more place for each row, which counts if nothing else
         does."""
         empty = self._summed(self.valid.astype(jnp.int32)) == 0
-        row_ids = self.row_ids
+        mine, row_ids = _narrowed(self.ids), self.row_ids
         if row_ids is not None:
+            row_ids = _narrowed(row_ids)
             every = jnp.arange(self.nrows, dtype=row_ids.dtype)
             row_ids = jnp.concatenate([row_ids, every])
         else:
             empty = empty[..., None]
-        ids = jnp.full(empty.shape, default, self.ids.dtype)
+        ids = jnp.full(empty.shape, default, mine.dtype)
         weights = self.weights
         if weights is not None:
             ones = jnp.ones(empty.shape, weights.dtype)
             weights = jnp.concatenate([weights, ones], axis=-1)
         return _Bag(
-            jnp.concatenate([self.ids, ids], axis=-1),
+            jnp.concatenate([mine, ids], axis=-1),
             jnp.concatenate([self.valid, empty], axis=-1),
             weights,
             row_ids,
@@ -458,7 +478,7 @@ class _Bag:
             total = jnp.where(nothing, jnp.zeros_like(total), total / by)
         return total.astype(dtype)
 
-    def _summed(self, x: jax.Array) -> jax.Array:
+    def _summed(self, x: Any) -> jax.Array:
         if self.row_ids is None:
             return jnp.sum(x, axis=self.ids.ndim - 1)
         return jax.ops.segment_sum(x, self.row_ids, self.nrows)

@@ -295,6 +295,14 @@ class Optimizer:
             for slot, kind in zip(rule.slots, rule.steady_kinds(), strict=True)
         ]
 
+    @functools.cached_property
+    def state_classes(self) -> dict[str, str]:
+        """The class of the state of optax that has what is kept beside a variable, by
+        name; without that of which only a tree would say it."""
+        from zstrat.optimizers import state_classes
+
+        return state_classes(self._transformation)
+
     def _place_of(
         self, variable: VariableHandle
     ) -> tuple[GradientCall, int, int] | None:
