@@ -1,0 +1,78 @@
+"""tests/messages.txt has every sentence that zstrat may say, as the code has it.
+
+Errors, warnings, logs and help, by file, with what is filled in between braces: whoever
+changes words reads them here beside all others, as a user does. Other tests assert
+types, attributes, names and remedies. `make messages` writes the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "tests" / "messages.txt"
+
+SENTENCE = re.compile(r"[A-Za-z`'}),:;][,:;]? +[a-z]{2,}")
+"""What sets a sentence apart from a key, a path or a format."""
+
+
+def messages(source: str) -> list[str]:
+    """The sentences of a file, in its order, each once."""
+    tree = ast.parse(source)
+    within: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):  # a docstring
+            within.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            within.update(set(ast.walk(node)) - {node})
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node not in within:
+            text = " ".join(written(node).split())
+            if SENTENCE.search(text):
+                found.append((node.lineno, node.col_offset, text))
+    return list(dict.fromkeys(text for *_, text in sorted(found)))
+
+
+def written(node: ast.Constant | ast.JoinedStr) -> str:
+    """A string as it stands in the code; nothing for other constants."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(
+        f"{{{ast.unparse(part.value)}}}"
+        if isinstance(part, ast.FormattedValue)
+        else written(part)
+        for part in node.values
+    )
+
+
+def page() -> str:
+    """What the file is to contain."""
+    paths = [*(ROOT / "zstrat").rglob("*.py"), *(ROOT / "daemons").rglob("*.py")]
+    of = {path.relative_to(ROOT): messages(path.read_text()) for path in sorted(paths)}
+    blocks = ["\n".join([f"# {path}", *found]) for path, found in of.items() if found]
+    return "\n\n".join(blocks) + "\n"
+
+
+def test_every_message_is_in_the_file() -> None:
+    new = set(page().splitlines()) ^ set(PAGE.read_text().splitlines())
+    assert not new, "run `make messages`, and read what it changes"
+    assert page() == PAGE.read_text(), "run `make messages`"
+
+
+def test_a_message_is_what_the_code_has() -> None:
+    source = '''
+def f(x):
+    """A docstring that says nothing to users."""
+    if x:
+        raise ValueError(f"x={x!r}: expected a number, "
+                         "or None")
+    return "a_key", "two words"
+'''
+    assert messages(source) == ["x={x}: expected a number, or None", "two words"]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
