@@ -38,6 +38,8 @@ _MOMENT: Final = 0.3
 """Seconds of which what is sent is lost when a connection snaps, at most."""
 _BROKEN: Final = 0.1
 """Seconds after which both ends know of that, or will before anything arrives."""
+_ASTRAY: Final = 1.0
+"""Seconds in which a server that was started again reaches workers alone."""
 _LATEST: Final = 15.0
 """Seconds that a fault waits; then it does not happen."""
 
@@ -164,6 +166,12 @@ class Faults:
                 world.at(at, partial(self._kill, fault.other, at + 1.0))
             case "retire":
                 process.retire(end)
+            case "astray":
+                began = end - _ASTRAY
+                process.retire(began)
+                self._among_workers(fault, end)
+                world.at(began - 1e-6, partial(self._from_all, fault, self._block))
+                world.at(end, partial(self._from_all, fault, self._free))
             case "freeze":
                 process.freeze()
                 world.at(end, process.thaw)
@@ -215,10 +223,20 @@ class Faults:
     def _from_all(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
         target = fault.target
         for name in self._processes:
-            spared = fault.kind == "apart" and name.startswith("worker")
+            spared = fault.kind in _NEAR_WORKERS and name.startswith("worker")
             if name != target and not spared:
                 work(target, name)
                 work(name, target)
+
+    def _among_workers(self, fault: Fault, until: float) -> None:
+        """What the program says comes late to workers."""
+        for name in self._processes:
+            if name.startswith("worker"):
+                self._slow(100.0, "chief0", name)
+                self._world.at(until, partial(self._slow, 1.0, "chief0", name))
+
+    def _block(self, source: str, target: str) -> None:
+        self._network.weather.block(source, target)
 
     def _free(self, source: str, target: str) -> None:
         self._network.weather.free(source, target)
@@ -228,5 +246,6 @@ class Faults:
 
 
 _KILLING: Final = ("kill", "power", "succeed")
-_OF_ONE: Final = ("sever", "isolate", "apart")
+_NEAR_WORKERS: Final = ("apart", "astray")
+_OF_ONE: Final = ("sever", "isolate", *_NEAR_WORKERS)
 """Kinds of which the ``other`` has no trouble of its own when they are over."""
