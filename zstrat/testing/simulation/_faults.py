@@ -75,11 +75,11 @@ class Faults:
 
     def plan(self, fault: Fault, *, is_guarded: bool) -> None:
         """Has it happen; ``is_guarded``: not to a server that is the only one to have
-        something."""
+        something, nor to any between two moves where it is to come amid one."""
         at = START + fault.at
         self.healed_at = max(self.healed_at, at + fault.length)
         concerns_copies = self._servers_of(fault) or self._is_of_program(fault)
-        if is_guarded and concerns_copies:
+        if (is_guarded or self._amid_moves) and concerns_copies:
             self._world.at(at, partial(self._wait, fault, at + _LATEST))
         else:
             self._world.at(at, partial(self._happen, fault))
@@ -120,7 +120,8 @@ class Faults:
         if copies is not None and is_due and all(map(self._is_well, concerned)):
             # At any moment of a move, which may be over before it is seen again.
             later = _MOVE * self._world.random.random() if self._amid_moves else 0.0
-            for name in servers:
+            both = (fault.target, fault.other) if fault.kind == "both" else ()
+            for name in both or servers:
                 self._ill_until[name] = now + later + fault.length
             self.healed_at = max(self.healed_at, now + later + fault.length)
             if later:
@@ -164,6 +165,12 @@ class Faults:
                 self._ill_until[fault.other] = at + 1.0
                 self.healed_at = max(self.healed_at, at + 1.0)
                 world.at(at, partial(self._kill, fault.other, at + 1.0))
+            case "both":
+                self._kill(fault.target, end)
+                at = world.now + world.random.choice((0.02, 4.0)) * world.random.random()
+                end = self._ill_until[fault.other] = max(at, end)
+                self.healed_at = max(self.healed_at, end)
+                world.at(at, partial(self._kill, fault.other, end))
             case "retire":
                 process.retire(end)
             case "astray":
@@ -245,7 +252,7 @@ class Faults:
         self._network.weather.slow(source, target, factor)
 
 
-_KILLING: Final = ("kill", "power", "succeed")
+_KILLING: Final = ("kill", "power", "succeed", "both")
 _NEAR_WORKERS: Final = ("apart", "astray")
 _OF_ONE: Final = ("sever", "isolate", *_NEAR_WORKERS)
 """Kinds of which the ``other`` has no trouble of its own when they are over."""

@@ -40,7 +40,8 @@ class Fault(NamedTuple):
     direction alone), "slow", "isolate" (the target is cut off from everybody), "apart"
     (from everybody but workers), "sever" (from the other, and killed a moment later),
     "succeed" (the target, which is the program, is killed and started again at the end;
-    and the other, a server, is killed when it goes on).
+    and the other, a server, is killed when it goes on), "both" (the same, but the other
+    is killed a moment after the target).
     """
 
     at: float
@@ -162,7 +163,8 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     scenario = replace(scenario, moves=True, stores_per_ps=stores)
     if seed % 40 != 23:
         return scenario
-    return replace(scenario, only_moves=True, servers=servers, steps=60, pace=0.25)
+    steps = 60 if scenario.is_guarded else 20
+    return replace(scenario, only_moves=True, servers=servers, steps=steps, pace=0.25)
 
 
 def _hurried(scenario: Scenario) -> Scenario:
@@ -329,7 +331,7 @@ class _Fate:
             "restarts of copies": ([1, 2], self._restart),
             "ends of copies": ([1, 2, 3], self._restart),
             "losses amid moves": ([4, 6, 8], self._trouble),
-            "ends amid moves": ([0, 1], self._killed),
+            "ends amid moves": ([2, 3], self._both_ends),
             "a copy away": ([0, 0, 1], self._loss),
             "copies astray": ([1, 2, 3], self._astray),
             "old primaries": ([0, 0, 1], self._trouble),
@@ -349,8 +351,6 @@ class _Fate:
             found += self._both()
         if theme == "a copy away":
             found += self._one_away()
-        if theme == "ends amid moves":
-            found += [fault for _ in range(3) for fault in self._end_with_loss()]
         if theme == "old primaries":
             found += self._replaced()
         if theme in ("programs", "successors"):
@@ -414,15 +414,10 @@ class _Fate:
             Fault(lost_at, "kill", lost, "chief0", self._chance.uniform(0.1, 0.7)),
         ]
 
-    def _end_with_loss(self) -> list[Fault]:
+    def _both_ends(self) -> Fault:
         """The program and a server are lost, one just after the other."""
-        server, at = self._chance.choice(self._servers), 0.3 + self._begin()
-        first, second = self._chance.sample(["chief0", server], 2)
-        later = self._chance.choice([0.01, 0.1, 1.0]) * self._chance.random()
-        return [
-            Fault(at, "kill", first, server, self._length()),
-            Fault(at + later, "kill", second, server, self._length()),
-        ]
+        server, length = self._chance.choice(self._servers), self._length()
+        return Fault(0.8 + self._begin(), "both", "chief0", server, length)
 
     def _astray(self) -> Fault:
         """A server that is told to stop, and comes back to workers first."""
