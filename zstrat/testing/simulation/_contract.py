@@ -358,6 +358,8 @@ class Readers:
             reader = self._numbers[id(function)] = len(self._kept)
         if training is None or function.training != training.number:
             return  # of a session that is over
+        if not values:
+            return  # it has no effect but its result
         before = self._ran.setdefault(reader, [])
         if not function.reads_ahead:
             own = values[: training.servers]

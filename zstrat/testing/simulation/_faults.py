@@ -167,7 +167,8 @@ class Faults:
                 world.at(at, partial(self._kill, fault.other, at + 1.0))
             case "both":
                 self._kill(fault.target, end)
-                at = world.now + world.random.choice((0.02, 4.0)) * world.random.random()
+                draw = world.random
+                at = world.now + draw.choice((0.02, 4.0)) * draw.random()
                 end = self._ill_until[fault.other] = max(at, end)
                 self.healed_at = max(self.healed_at, end)
                 world.at(at, partial(self._kill, fault.other, end))

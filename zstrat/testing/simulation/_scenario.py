@@ -21,6 +21,8 @@ _STRUCK: Final = 15
 kinds."""
 _HURRIED: Final = 32
 """Of each forty seeds that in which lines break while workers always have work."""
+_ASKING: Final = 12
+"""Of each forty seeds that in which programs change their coordinator."""
 ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
 """Messages about an optimizer that a program sends once, also to copies."""
 RESUMED: Final = frozenset({"BeginAnew", "CopyKept"})
@@ -115,6 +117,8 @@ class Scenario:
     """The program cancels what waits, now and then."""
     turns_over: bool = False
     """It lets workers go, and takes them in again."""
+    changes_coordinator: bool = False
+    """Amid questions that workers answer at once, it makes another coordinator."""
     only_moves: bool = False
     """It does so again and again, so that faults come amid moves."""
 
@@ -154,6 +158,9 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         scenario = replace(scenario, late=late, optimizes=late and optimizes)
     if seed % 40 == _STRUCK:
         return _with_strikes(scenario, seed // 40)
+    if seed % 40 == _ASKING:
+        changes = {"work": 1e-4, "delay": 5e-5, "in_flight": 8}
+        return replace(scenario, changes_coordinator=True, **changes)
     if seed % 40 == _HURRIED:
         return _hurried(scenario)
     if seed % 40 not in _MOVING:
