@@ -108,6 +108,10 @@ CAUGHT = {
     "elements do not go back": 22,
     "a server that comes later is of another session": 111,
     "what a server refuses as it ends is not asked again": 35,
+    "a push that travels with a pull is not sent again": 32,
+    "a server that had a backup says it had none": 119,
+    "a server that was restarted is said to have its copies": 47,
+    "results of closures of nobody shift the others": 52,
     "a store that moves has one copy meanwhile": 183,
     "a server that has swapped goes on alone": 183,
 }

@@ -117,10 +117,10 @@ class Scenario:
     """The program cancels what waits, now and then."""
     turns_over: bool = False
     """It lets workers go, and takes them in again."""
-    changes_coordinator: bool = False
-    """Amid questions that workers answer at once, it makes another coordinator."""
     only_moves: bool = False
-    """It does so again and again, so that faults come amid moves."""
+    """Servers come and go again and again, so that faults come amid moves."""
+    changes_coordinator: bool = False
+    """The program makes another coordinator amid closures that have no effect."""
 
     @property
     def runs_once(self) -> bool:
@@ -142,7 +142,10 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     tenth programs are killed, and others go on with what they have left; in one of
     forty they begin a new session on servers with second copies. In eight of forty, of
     all these kinds, servers come and go, and in one of these again and again while
-    servers with second copies are lost."""
+    servers with second copies are lost, or the program and one of these. In one of
+    forty lines break while workers always have work, and in one programs change their
+    coordinator. In each eightieth a server with a second copy comes back to workers
+    first, or is lost while its second copy is away."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
