@@ -162,8 +162,8 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     if seed % 40 == _STRUCK:
         return _with_strikes(scenario, seed // 40)
     if seed % 40 == _ASKING:
-        changes = {"work": 1e-4, "delay": 5e-5, "in_flight": 8}
-        return replace(scenario, changes_coordinator=True, **changes)
+        scenario = replace(scenario, work=1e-4, delay=5e-5, in_flight=8)
+        return replace(scenario, changes_coordinator=True)
     if seed % 40 == _HURRIED:
         return _hurried(scenario)
     if seed % 40 not in _MOVING:
