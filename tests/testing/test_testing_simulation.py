@@ -53,6 +53,12 @@ def test_a_request_that_came_as_its_task_ended_was_begun_or_ended():
     gc.collect()
 
 
+def test_a_coordinator_that_is_made_later_leaves_workers_that_were_let_go_alone():
+    """One was let go before: the next coordinator spoke to it over a closed link."""
+    assert scenario_of(412).changes_coordinator
+    assert run_seed(412).failure is None
+
+
 def test_a_seed_replays_to_the_same_event():
     told, again = [], []
     seed = REPLAYED[0]
