@@ -63,6 +63,12 @@ def test_a_request_that_came_as_its_task_ended_was_begun_or_ended():
     gc.collect()
 
 
+def test_a_coordinator_that_is_made_later_leaves_workers_that_were_let_go_alone():
+    """One was let go before: the next coordinator spoke to it over a closed link."""
+    assert scenario_of(412).changes_coordinator
+    assert run_seed(412).failure is None
+
+
 def test_a_seed_replays_to_the_same_event():
     told, again = [], []
     seed = REPLAYED[0]
@@ -118,6 +124,10 @@ CAUGHT = {
     "elements do not go back": 22,
     "a server that comes later is of another session": 111,
     "what a server refuses as it ends is not asked again": 35,
+    "a push that travels with a pull is not sent again": 32,
+    "a server that had a backup says it had none": 119,
+    "a server that was restarted is said to have its copies": 47,
+    "results of closures of nobody shift the others": 52,
     "a store that moves has one copy meanwhile": 183,
     "a server that has swapped goes on alone": 183,
 }

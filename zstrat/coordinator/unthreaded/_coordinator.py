@@ -73,22 +73,24 @@ class LoopCoordinator:
         )
         self.servers: Final = ParameterServers(self.cluster, times.request)
         self._engine: ClosureEngine | None = None
+        self._first_step = 1
 
     def coordinate(
         self, *, in_flight: int | None, max_attempts: int, wait: float
     ) -> None:
-        """From now on there are closures. Called once, when ``cluster`` is open.
+        """From now on there are closures. Called when ``cluster`` is open, and may be
+        called again behind `shut_down`.
 
         Args:
             in_flight: Closures of one worker; None: as many as seems good.
             wait: Seconds without any worker until one gives up.
         """
-        queue = Queue(max_attempts=max_attempts)
+        queue = Queue(max_attempts=max_attempts, first_step=self._first_step)
         self._engine = ClosureEngine(queue, self)
         self._dispatcher = Dispatcher(
             self._engine,
             self.cluster.session,
-            self.cluster.workers,
+            (),  # they are told when it is attached
             self.cluster.fences,
             self.cluster.ps,
             closures_in_flight=in_flight,
@@ -96,6 +98,13 @@ class LoopCoordinator:
             worker_wait_timeout=wait,
         )
         self.cluster.attach(self._dispatcher)
+
+    def shut_down(self) -> None:
+        """Cancels what waits and runs, as `CoordinatorCore.shutdown` does."""
+        cause = "the coordinator was shut down"
+        self.engine.close(cause)
+        self._first_step = self.engine.queue.steps.next
+        self._dispatcher.stop(cause)
 
     @property
     def engine(self) -> ClosureEngine:

@@ -15,6 +15,7 @@ counted:
 - a checkpoint holds a step on all servers or on none;
 - servers are filled from the last checkpoint, and if there is one, that succeeds;
 - a step reads what those had done that ran on its worker before;
+- no step runs twice because a connection to a server broke, and came back;
 - who goes on with what a lost program has left finds that so, and it does not change.
 
 What servers give out is looked at as whoever watches the network sees it (`GivenOut`).
@@ -357,6 +358,8 @@ class Readers:
             reader = self._numbers[id(function)] = len(self._kept)
         if training is None or function.training != training.number:
             return  # of a session that is over
+        if not values:
+            return  # it has no effect but its result
         before = self._ran.setdefault(reader, [])
         if not function.reads_ahead:
             own = values[: training.servers]
@@ -368,8 +371,12 @@ class Readers:
         known = step.known if step is not None and not training.fills else ()
         training.heard(reader, values[: training.servers], known)
 
-    def check(self, training: Training) -> None:
-        """Steps have read what those had done which their worker ran before."""
+    def check(self, training: Training, *, runs_once: bool) -> None:
+        """Steps have read what those had done which their worker ran before; and none
+        has run twice, if that is so."""
+        twice = [step for step, count in self._count.items() if count > 1]
+        if runs_once and twice:
+            training.broken(f"steps ran twice, of these sessions: {sorted(twice)}")
         if training.fills:
             return
         for session, number, lacks in self._lacking:

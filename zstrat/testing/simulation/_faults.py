@@ -38,6 +38,8 @@ _MOMENT: Final = 0.3
 """Seconds of which what is sent is lost when a connection snaps, at most."""
 _BROKEN: Final = 0.1
 """Seconds after which both ends know of that, or will before anything arrives."""
+_ASTRAY: Final = 1.0
+"""Seconds in which a server that was started again reaches workers alone."""
 _LATEST: Final = 15.0
 """Seconds that a fault waits; then it does not happen."""
 
@@ -73,11 +75,11 @@ class Faults:
 
     def plan(self, fault: Fault, *, is_guarded: bool) -> None:
         """Has it happen; ``is_guarded``: not to a server that is the only one to have
-        something."""
+        something, nor to any between two moves where it is to come amid one."""
         at = START + fault.at
         self.healed_at = max(self.healed_at, at + fault.length)
         concerns_copies = self._servers_of(fault) or self._is_of_program(fault)
-        if is_guarded and concerns_copies:
+        if (is_guarded or self._amid_moves) and concerns_copies:
             self._world.at(at, partial(self._wait, fault, at + _LATEST))
         else:
             self._world.at(at, partial(self._happen, fault))
@@ -118,7 +120,8 @@ class Faults:
         if copies is not None and is_due and all(map(self._is_well, concerned)):
             # At any moment of a move, which may be over before it is seen again.
             later = _MOVE * self._world.random.random() if self._amid_moves else 0.0
-            for name in servers:
+            both = (fault.target, fault.other) if fault.kind == "both" else ()
+            for name in both or servers:
                 self._ill_until[name] = now + later + fault.length
             self.healed_at = max(self.healed_at, now + later + fault.length)
             if later:
@@ -162,8 +165,21 @@ class Faults:
                 self._ill_until[fault.other] = at + 1.0
                 self.healed_at = max(self.healed_at, at + 1.0)
                 world.at(at, partial(self._kill, fault.other, at + 1.0))
+            case "both":
+                self._kill(fault.target, end)
+                draw = world.random
+                at = world.now + draw.choice((0.02, 4.0)) * draw.random()
+                end = self._ill_until[fault.other] = max(at, end)
+                self.healed_at = max(self.healed_at, end)
+                world.at(at, partial(self._kill, fault.other, end))
             case "retire":
                 process.retire(end)
+            case "astray":
+                began = end - _ASTRAY
+                process.retire(began)
+                self._among_workers(fault, end)
+                world.at(began - 1e-6, partial(self._from_all, fault, self._block))
+                world.at(end, partial(self._from_all, fault, self._free))
             case "freeze":
                 process.freeze()
                 world.at(end, process.thaw)
@@ -215,10 +231,20 @@ class Faults:
     def _from_all(self, fault: Fault, work: Callable[[str, str], Any]) -> None:
         target = fault.target
         for name in self._processes:
-            spared = fault.kind == "apart" and name.startswith("worker")
+            spared = fault.kind in _NEAR_WORKERS and name.startswith("worker")
             if name != target and not spared:
                 work(target, name)
                 work(name, target)
+
+    def _among_workers(self, fault: Fault, until: float) -> None:
+        """What the program says comes late to workers."""
+        for name in self._processes:
+            if name.startswith("worker"):
+                self._slow(100.0, "chief0", name)
+                self._world.at(until, partial(self._slow, 1.0, "chief0", name))
+
+    def _block(self, source: str, target: str) -> None:
+        self._network.weather.block(source, target)
 
     def _free(self, source: str, target: str) -> None:
         self._network.weather.free(source, target)
@@ -227,6 +253,7 @@ class Faults:
         self._network.weather.slow(source, target, factor)
 
 
-_KILLING: Final = ("kill", "power", "succeed")
-_OF_ONE: Final = ("sever", "isolate", "apart")
+_KILLING: Final = ("kill", "power", "succeed", "both")
+_NEAR_WORKERS: Final = ("apart", "astray")
+_OF_ONE: Final = ("sever", "isolate", *_NEAR_WORKERS)
 """Kinds of which the ``other`` has no trouble of its own when they are over."""

@@ -16,7 +16,15 @@ from unittest import mock
 
 from zstrat.coordinator.unthreaded import cut_of
 from zstrat.errors import NotPrimaryError
-from zstrat.wire import BeginAnew, CopyVariables, DeleteVariables, Push, Pushed
+from zstrat.ps import StoreRole
+from zstrat.wire import (
+    BeginAnew,
+    CopyVariables,
+    DeleteVariables,
+    Exchange,
+    Push,
+    Pushed,
+)
 
 from ._run import run_seed
 
@@ -147,6 +155,31 @@ def _refused(
     return None if is_final else resubmit(self, message, deadline, lost)
 
 
+def _once(repeated: Callable[..., Any], message: Any) -> Any:
+    """A push that travels with a pull is not sent again."""
+    return None if isinstance(message, Exchange) else repeated(message)
+
+
+def _alone(left: Callable[..., Any], self: Any, number: int) -> Any:
+    """Who had a backup leaves what it holds as if nobody else could have it."""
+    found = left(self, number)
+    role = StoreRole.ALONE if found.role is StoreRole.PRIMARY else found.role
+    return replace(found, role=role)
+
+
+def _same_life(joined: Callable[..., Any], self: Any, number: int, life: int) -> Any:
+    return joined(self, number, self._processes[number].life)
+
+
+def _shifted(
+    take: Callable[..., Any], self: Any, channel: Any, message: Any, now: float
+) -> Any:
+    """Results of closures of nobody count as those of the next ones."""
+    known = channel.member.in_flight
+    told = [c if c.step in known else c._replace(size=0) for c in message.completions]
+    return take(self, channel, replace(message, completions=told), now)
+
+
 def _parted(self: Any, store: Any) -> Any:
     """A store that moves loses its backup before another one is whole."""
     if store.is_backup_at_target:
@@ -217,6 +250,9 @@ _HANDLE: Final = "zstrat.ps._service.PsService.handle"
 _BEGIN: Final = "zstrat.ps.store._store.Store.begin_anew"
 _PUSH: Final = "zstrat.worker._worker_session.WorkerSession._push"
 _RESUBMIT: Final = "zstrat.ps.client._line.ServerLine.resubmit"
+_LEFT: Final = f"{_COPIES}._role.StoreServingRole.state_for_successor"
+_JOINED: Final = "zstrat.coordinator.replication._placement.StorePlacement.joined"
+_TAKE: Final = "zstrat.coordinator._outcomes.Outcomes.take"
 _TELL: Final = f"{_FENCES}.Marking.tell"
 
 MUTATIONS: Final[dict[str, dict[str, Any]]] = {
@@ -305,6 +341,16 @@ MUTATIONS: Final[dict[str, dict[str, Any]]] = {
     "what a server refuses as it ends is not asked again": {
         _RESUBMIT: _around(_RESUBMIT, _refused)
     },
+    "a push that travels with a pull is not sent again": {
+        "zstrat.ps.client._line._repeated": partial(
+            _once, _function("zstrat.ps.client._line._repeated")
+        )
+    },
+    "a server that had a backup says it had none": {_LEFT: _around(_LEFT, _alone)},
+    "a server that was restarted is said to have its copies": {
+        _JOINED: _around(_JOINED, _same_life)
+    },
+    "results of closures of nobody shift the others": {_TAKE: _around(_TAKE, _shifted)},
     "a store that moves has one copy meanwhile": {
         "zstrat.coordinator.replication._store_places.StorePlaces._seek_third": _parted
     },

@@ -94,7 +94,7 @@ class TrainingProgram:
             try:
                 hurts = self._hurts
                 await session.run()
-                self._readers.check(training)
+                self._readers.check(training, runs_once=self._scenario.runs_once)
                 if training.fills > self._hurts - hurts:
                     training.broken(f"filled {training.fills} times, lost less often")
             except (UnavailableError, DeadlineExceededError, BusyError) as error:

@@ -19,6 +19,10 @@ _MOVING: Final = frozenset({6, 15, 23, 29, 31, 33, 35, 36})
 _STRUCK: Final = 15
 """Of each forty seeds that in which a server is killed behind each change of some
 kinds."""
+_HURRIED: Final = 32
+"""Of each forty seeds that in which lines break while workers always have work."""
+_ASKING: Final = 12
+"""Of each forty seeds that in which programs change their coordinator."""
 ONCE: Final = ("CreateOptimizer", "BindOptimizer", "CopyTree")
 """Messages about an optimizer that a program sends once, also to copies."""
 RESUMED: Final = frozenset({"BeginAnew", "CopyKept"})
@@ -30,13 +34,16 @@ class Fault(NamedTuple):
     seconds.
 
     Kinds: "kill" (SIGKILL, started again at the end), "power" (the same, but nobody
-    hangs up), "retire" (SIGTERM, to a server; the same), "freeze" (SIGSTOP), "reset"
-    (the connections of the two break), "snap" (the same, after a moment from which
-    nothing has arrived), "cut" (nothing gets through, and no connection breaks;
-    if it is long, in one direction alone), "slow", "isolate" (the target is cut off
-    from everybody), "apart" (from everybody but workers), "sever" (from the other, and
-    killed a moment later), "succeed" (the target, which is the program, is killed and
-    started again at the end; and the other, a server, is killed when it goes on).
+    hangs up), "retire" (SIGTERM, to a server; the same), "astray" (the same, but it is
+    there again a moment before the end, up to which it reaches workers alone, and these
+    hear late of what the program says), "freeze" (SIGSTOP), "reset" (the connections of
+    the two break), "snap" (the same, after a moment from which nothing has arrived),
+    "cut" (nothing gets through, and no connection breaks; if it is long, in one
+    direction alone), "slow", "isolate" (the target is cut off from everybody), "apart"
+    (from everybody but workers), "sever" (from the other, and killed a moment later),
+    "succeed" (the target, which is the program, is killed and started again at the end;
+    and the other, a server, is killed when it goes on), "both" (the same, but the other
+    is killed a moment after the target).
     """
 
     at: float
@@ -111,7 +118,20 @@ class Scenario:
     turns_over: bool = False
     """It lets workers go, and takes them in again."""
     only_moves: bool = False
-    """It does so again and again, so that faults come amid moves."""
+    """Servers come and go again and again, so that faults come amid moves."""
+    changes_coordinator: bool = False
+    """The program makes another coordinator amid closures that have no effect."""
+
+    @property
+    def runs_once(self) -> bool:
+        """Whether no step may run twice: nothing happens but that connections between
+        workers and servers break, and come back."""
+        return not (self.turns_over or self.replicas or self.moves) and all(
+            fault.kind in ("reset", "snap")
+            and fault.target.startswith("worker")
+            and fault.other.startswith("ps")
+            for fault in self.faults
+        )
 
 
 def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
@@ -122,7 +142,10 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     tenth programs are killed, and others go on with what they have left; in one of
     forty they begin a new session on servers with second copies. In eight of forty, of
     all these kinds, servers come and go, and in one of these again and again while
-    servers with second copies are lost."""
+    servers with second copies are lost, or the program and one of these. In one of
+    forty lines break while workers always have work, and in one programs change their
+    coordinator. In each eightieth a server with a second copy comes back to workers
+    first, or is lost while its second copy is away."""
     drawn = _with_copies if seed % 4 == 3 else _without_copies
     scenario = drawn(seed, workers, servers)
     chance = random.Random(f"workers {seed}")
@@ -138,6 +161,11 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
         scenario = replace(scenario, late=late, optimizes=late and optimizes)
     if seed % 40 == _STRUCK:
         return _with_strikes(scenario, seed // 40)
+    if seed % 40 == _ASKING:
+        scenario = replace(scenario, work=1e-4, delay=5e-5, in_flight=8)
+        return replace(scenario, changes_coordinator=True)
+    if seed % 40 == _HURRIED:
+        return _hurried(scenario)
     if seed % 40 not in _MOVING:
         return scenario
     chance = random.Random(f"moves {seed}")
@@ -145,7 +173,28 @@ def scenario_of(seed: int, *, workers: int = 3, servers: int = 3) -> Scenario:
     scenario = replace(scenario, moves=True, stores_per_ps=stores)
     if seed % 40 != 23:
         return scenario
-    return replace(scenario, only_moves=True, servers=servers, steps=60, pace=0.25)
+    steps = 60 if scenario.is_guarded else 20
+    return replace(scenario, only_moves=True, servers=servers, steps=steps, pace=0.25)
+
+
+def _hurried(scenario: Scenario) -> Scenario:
+    """Each step of a worker is pushed as the next one is pulled, and lines break."""
+    chance = random.Random(f"hurried {scenario.seed}")
+    fate = _Fate(chance, scenario.workers, scenario.servers, False, 1.0)
+    return replace(
+        scenario,
+        steps=80,
+        pace=1e-3,
+        reads_ahead=False,
+        prefetch=0,
+        in_flight=8,
+        delay=5e-3,
+        restores=False,
+        fails=frozenset(),
+        faults=tuple(sorted(fate._snap() for _ in range(4))),
+        only_steps=True,
+        late=False,
+    )
 
 
 def _with_strikes(scenario: Scenario, number: int) -> Scenario:
@@ -219,11 +268,13 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
     steps, pace = chance.randint(12, 50), chance.choice([0.02, 0.05, 0.1, 0.2])
     themes = {7: "restarts of copies", 11: "successors", 19: "old primaries"}
     rare = {23: "losses amid moves", 27: "ends of copies", 3: "strangers"}
-    theme = rare.get(seed % 40) or themes.get(seed % 20, "")
+    rarest = {39: "copies astray", 63: "ends amid moves", 47: "a copy away"}
+    theme = rarest.get(seed % 80) or rare.get(seed % 40) or themes.get(seed % 20, "")
     is_guarded = chance.random() < 0.7 or bool(theme)
-    restores = not is_guarded and chance.random() < 0.5
+    is_guarded &= theme not in _LOSING
+    restores = not (is_guarded or theme) and chance.random() < 0.5
     fate = _Fate(chance, workers, servers, restores, steps * pace)
-    if not is_guarded:
+    if not (is_guarded or theme):
         theme = chance.choice(["mixed", "losses", "lines", "both copies"])
     return Scenario(
         seed,
@@ -237,22 +288,28 @@ def _with_copies(seed: int, workers: int, servers: int) -> Scenario:
         in_flight=chance.choice([None, 1, 2, 8]),
         capacity=chance.choice([30, 500]),
         threaded=chance.random() < 0.5,
-        delay=5e-3 if theme == "old primaries" else chance.choice([5e-5, 5e-4, 5e-3]),
+        delay=5e-3
+        if theme in ("old primaries", "copies astray")
+        else chance.choice([5e-5, 5e-4, 5e-3]),
         work=chance.choice([1e-4, 2e-3, 2e-2]),
         chunk=chance.choice([100, 2**20, 2**20]),
         restores=restores,
         fails=frozenset(chance.sample(range(steps), chance.choice([0, 0, 1]))),
         faults=fate.faults(theme or "copies"),
-        hands_over=theme == "restarts of copies",
+        hands_over=theme in ("restarts of copies", "copies astray"),
         replicas=1,
         is_guarded=is_guarded,
         # A save is of one moment, so nothing else is done beside it.
         reads_beside=not restores
         and chance.random() < 0.5
         and theme != "ends of copies",
-        resumes=theme == "successors",
+        resumes=theme in ("successors", "ends amid moves"),
         saves=theme == "ends of copies",
     )
+
+
+_LOSING: Final = ("a copy away", "ends amid moves")
+"""Themes of copies in which more may be lost than one server."""
 
 
 @final
@@ -284,6 +341,9 @@ class _Fate:
             "restarts of copies": ([1, 2], self._restart),
             "ends of copies": ([1, 2, 3], self._restart),
             "losses amid moves": ([4, 6, 8], self._trouble),
+            "ends amid moves": ([2, 3], self._both_ends),
+            "a copy away": ([0, 0, 1], self._loss),
+            "copies astray": ([1, 2, 3], self._astray),
             "old primaries": ([0, 0, 1], self._trouble),
             "programs": ([1, 2, 3], self._killed),
             "programs and restarts": ([1, 2, 3], self._killed),
@@ -299,6 +359,8 @@ class _Fate:
             found += [self._unreached(), *(self._snap() for _ in range(4))]
         if theme == "both copies":
             found += self._both()
+        if theme == "a copy away":
+            found += self._one_away()
         if theme == "old primaries":
             found += self._replaced()
         if theme in ("programs", "successors"):
@@ -348,6 +410,30 @@ class _Fate:
             Fault(at + i * later, "kill", server, "chief0", self._length())
             for i, server in enumerate(lost)
         ]
+
+    def _one_away(self) -> list[Fault]:
+        """Of the copies of a store one is lost and the other one, which has all, is
+        away for long; who has lost the first one is there again before it."""
+        at, index = 0.8 + self._begin(), self._chance.randrange(len(self._servers))
+        away = (self._servers * 2)[index + 1]  # which is asked first to have the second
+        kind = self._chance.choice(["freeze", "isolate"])
+        lost_at = at + self._chance.uniform(-0.3, 0.6)
+        lost = self._servers[index]
+        return [
+            Fault(at, kind, away, "chief0", self._chance.uniform(2.3, 3.5)),
+            Fault(lost_at, "kill", lost, "chief0", self._chance.uniform(0.1, 0.7)),
+        ]
+
+    def _both_ends(self) -> Fault:
+        """The program and a server are lost, one just after the other."""
+        server, length = self._chance.choice(self._servers), self._length()
+        return Fault(0.8 + self._begin(), "both", "chief0", server, length)
+
+    def _astray(self) -> Fault:
+        """A server that is told to stop, and comes back to workers first."""
+        server, at = self._chance.choice(self._servers), 0.8 + self._begin()
+        length = self._chance.uniform(1.1, 2.5)
+        return Fault(at, "astray", server, "chief0", length)
 
     def _replaced(self) -> list[Fault]:
         """A server whose second copy takes its place meanwhile, and which the others
@@ -464,6 +550,9 @@ _MORE: Final = {
     "restarts": _Fate._absence_or_break,
     "restarts of copies": _Fate._trouble,
     "losses amid moves": _Fate._absence,
+    "ends amid moves": _Fate._absence,
+    "a copy away": _Fate._absence,
+    "copies astray": _Fate._absence,
     "old primaries": _Fate._absence,
     "programs and restarts": _Fate._restart,
     "successors": _Fate._trouble,

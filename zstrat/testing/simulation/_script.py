@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LARGE: Final = 64
 """Numbers of a large result."""
 DENSE: Final = b"a step that pushes a vector to each server"
+ANSWER: Final = b"a step that reads nothing, and has a result"
 ROWS: Final = b"a step that looks rows up and pushes one to each server"
 
 

@@ -6,7 +6,9 @@ What it learns it gives to the contract (`Training`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -33,13 +35,14 @@ from ._checkpoints import MemoryPoint, late_of, read_pinned, values_of
 from ._cluster_changes import PS_WAIT, ClusterChanges, SessionContext
 from ._contract import Saved, Scheduled, Training
 from ._late_changes import OPTIMIZER, LateChanges
-from ._script import DENSE, ScriptedFunction, one_hot
+from ._script import ANSWER, DENSE, ScriptedFunction, one_hot
 from ._strikes import Strikes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.coordinator import SessionCut
+    from zstrat.coordinator.unthreaded import ScheduledCall
 
     from ._checkpoints import SavedTensor
 
@@ -53,6 +56,8 @@ LATE_CHANCE: Final = 0.4
 """How often a step is followed by a change of what is made late."""
 LIVES: Final = 8
 """Programs that go on one after the other with the same variables, at most."""
+QUESTIONS: Final = 48
+"""Closures about a change of the coordinator that have no effect but their result."""
 PATIENCE: Final = 10.0
 """Seconds between two looks at a session that is broken."""
 
@@ -100,6 +105,7 @@ class TrainingSession:
         """Snapshots that were not released, as their servers were away."""
         self._elements = 0
         """The number of the iterators that steps draw from."""
+        self._coordinators = 0
         self._beside: asyncio.Task[Any] | None = None
         self._changes: Final = ClusterChanges(context, coordinator, training)
 
@@ -115,10 +121,7 @@ class TrainingSession:
         await self._create()
         if self._scenario.late:
             await self._late.begin(2 if self._scenario.restores else 0)
-        self._coordinator.coordinate(
-            in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
-        )
-        self._prepare()
+        self._coordinate()
         if self._scenario.restores:
             await self._save()
         await self._train()
@@ -130,8 +133,12 @@ class TrainingSession:
         )
         self._training.has_created = True
 
-    def _prepare(self) -> None:
-        """Makes the step."""
+    def _coordinate(self) -> None:
+        """Makes the coordinator, and the step."""
+        self._coordinator.coordinate(
+            in_flight=self._scenario.in_flight, max_attempts=4, wait=WORKER_WAIT
+        )
+        self._coordinators += 1
         if self._scenario.draws:
             numbers = Code(dump_code(Dataset.range(2**20)))
             self._elements = self._coordinator.iterate("numbers", numbers)
@@ -145,9 +152,18 @@ class TrainingSession:
             self._scenario.reads_ahead,
             self._elements,
         )
-        code = Code(b"%s of session %d" % (DENSE, self._training.number))
+        self._call = self._call_of("mark", DENSE, function)
+        answer = replace(function, marks=(), tables=(), by_rows=False, resource=0)
+        self._answer = self._call_of("answer", ANSWER, answer)
+
+    def _call_of(
+        self, name: str, does: bytes, function: ScriptedFunction
+    ) -> ScheduledCall:
+        code = Code(b"%s of session %d" % (does, self._training.number))
+        if function.resource and self._coordinators > 1:  # which is another one
+            code = Code(b"%s, iterator %d" % (code.code, function.resource))
         self._context.scripts.add(code.code, function)
-        self._call = self._coordinator.call("mark", code, _PLACE(0))
+        return self._coordinator.call(name, code, _PLACE(0))
 
     async def _train(self) -> None:
         draw = self._context.draw
@@ -161,6 +177,8 @@ class TrainingSession:
                 self._changes.turn_over_soon(draw())
             if not self._scenario.only_steps:
                 await self._something_else(draw())
+            if self._scenario.changes_coordinator and draw() < 0.2:
+                await self._change_coordinator()
             if is_late and draw() < LATE_CHANCE:
                 await self._look(self._change_late)
             if self._scenario.strikes and self._beside is None:
@@ -240,6 +258,29 @@ class TrainingSession:
             number = coordinator.engine.queue.steps.next - 1
             training.steps[place] = Scheduled(place, number, value, known)
             return
+
+    async def _change_coordinator(self) -> None:
+        """Closures that one coordinator has left on workers are no matter of the next:
+        the results of this are its own."""
+        coordinator, values = self._coordinator, []
+        for number in range(-4 * QUESTIONS, 0, 4):  # none of which is a place
+            if number == -2 * QUESTIONS:
+                await asyncio.sleep(8 * self._scenario.work * self._context.draw())
+                coordinator.shut_down()
+                for place, step in self._training.steps.items():
+                    if step.fate == "open":
+                        self._training.broken(f"step {place} is open behind a shutdown")
+                self._coordinate()
+            try:
+                value = await coordinator.schedule(self._answer, _PLACE(number))
+            except Exception as error:  # of steps before: see `_told`
+                await self._told(error)
+            else:
+                values.append((number, value))
+        for number, value in values:
+            with contextlib.suppress(CancelledError, UnavailableError, WorkerLostError):
+                if (result := await value.fetch()) != number:
+                    self._training.broken(f"question {number} was answered {result}")
 
     async def _join(self) -> None:
         """Waits until all that is scheduled has ended."""
